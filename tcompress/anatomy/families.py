@@ -1,0 +1,243 @@
+"""The table of supported families: one row per style of naming modules.
+
+A style maps roles to module paths below the block, in order of execution; `*` stands for any
+text. Every row must be found in the block, except that the rows of cross-attention may be missing
+together, as they are in encoders. A family with several kinds of block has several styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tcompress.anatomy.data import Part, Role
+from tcompress.errors import InputError
+
+Roles = Mapping[Role, str]
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way of naming the modules of a block.
+
+    Attributes:
+        roles: Module path, relative to the block, of each role in order of execution.
+        interleaved_qkv: The fused projection stores q, k, v head by head, so that it has no
+            contiguous parts.
+    """
+
+    roles: Roles
+    interleaved_qkv: bool = False
+
+
+_SELF_ATTN: Roles = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+}
+_SELF_ATTN_OUT: Roles = {**_SELF_ATTN, "o": "self_attn.out_proj"}
+_CROSS_ATTN: Roles = {
+    "cross_q": "encoder_attn.q_proj",
+    "cross_k": "encoder_attn.k_proj",
+    "cross_v": "encoder_attn.v_proj",
+    "cross_o": "encoder_attn.out_proj",
+}
+_BERT_CROSS: Roles = {
+    "cross_q": "crossattention.self.query",
+    "cross_k": "crossattention.self.key",
+    "cross_v": "crossattention.self.value",
+    "cross_o": "crossattention.output.dense",
+}
+_T5_ATTN: Roles = {
+    "q": "*.SelfAttention.q",
+    "k": "*.SelfAttention.k",
+    "v": "*.SelfAttention.v",
+    "o": "*.SelfAttention.o",
+    "cross_q": "*.EncDecAttention.q",
+    "cross_k": "*.EncDecAttention.k",
+    "cross_v": "*.EncDecAttention.v",
+    "cross_o": "*.EncDecAttention.o",
+}
+_BERT_FFN: Roles = {"up": "intermediate.dense", "down": "output.dense"}
+_FC: Roles = {"up": "fc1", "down": "fc2"}
+_MLP_FC: Roles = {"up": "mlp.fc1", "down": "mlp.fc2"}
+_GATED: Roles = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+_EXPERTS: Roles = {"experts_gate_up": "mlp.experts", "experts_down": "mlp.experts"}
+
+_BERT = Style(
+    {
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "o": "attention.output.dense",
+        **_BERT_CROSS,
+        **_BERT_FFN,
+    }
+)
+_DISTILBERT = Style(
+    {
+        "q": "attention.q_lin",
+        "k": "attention.k_lin",
+        "v": "attention.v_lin",
+        "o": "attention.out_lin",
+        "up": "ffn.lin1",
+        "down": "ffn.lin2",
+    }
+)
+_MPNET = Style(
+    {
+        "q": "attention.attn.q",
+        "k": "attention.attn.k",
+        "v": "attention.attn.v",
+        "o": "attention.attn.o",
+        **_BERT_FFN,
+    }
+)
+_DEBERTA_V2 = Style(
+    {
+        "q": "attention.self.query_proj",
+        "k": "attention.self.key_proj",
+        "v": "attention.self.value_proj",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    }
+)
+_MODERNBERT = Style({"qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"})
+_GPT2 = Style({"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"})
+_GPT_NEO = Style(
+    {
+        "q": "attn.attention.q_proj",
+        "k": "attn.attention.k_proj",
+        "v": "attn.attention.v_proj",
+        "o": "attn.attention.out_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    }
+)
+_GPT_NEOX = Style(
+    {
+        "qkv": "attention.query_key_value",
+        "o": "attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    },
+    interleaved_qkv=True,
+)
+_PHI3 = Style(
+    {
+        "qkv": "self_attn.qkv_proj",
+        "o": "self_attn.o_proj",
+        "gate_up": "mlp.gate_up_proj",
+        "down": "mlp.down_proj",
+    }
+)
+_VIT = Style(
+    {
+        "q": "attention.q_proj",
+        "k": "attention.k_proj",
+        "v": "attention.v_proj",
+        "o": "attention.o_proj",
+        **_MLP_FC,
+    }
+)
+_BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
+_CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})
+_LLAMA = Style({**_SELF_ATTN, **_GATED})
+_MOE = Style({**_SELF_ATTN, **_EXPERTS})
+_T5 = Style({**_T5_ATTN, "up": "*.DenseReluDense.wi", "down": "*.DenseReluDense.wo"})
+_T5_GATED = Style(
+    {
+        **_T5_ATTN,
+        "gate": "*.DenseReluDense.wi_0",
+        "up": "*.DenseReluDense.wi_1",
+        "down": "*.DenseReluDense.wo",
+    }
+)
+
+_ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
+    ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
+    ("distilbert", (_DISTILBERT,)),
+    ("mpnet", (_MPNET,)),
+    ("deberta-v2", (_DEBERTA_V2,)),
+    ("modernbert", (_MODERNBERT,)),
+    ("gpt2", (_GPT2,)),
+    ("gpt_neo", (_GPT_NEO,)),
+    ("gpt_neox", (_GPT_NEOX,)),
+    ("opt bart whisper blenderbot m2m_100 marian mbart pegasus", (_BART,)),
+    ("llama mistral qwen2 qwen3 gemma gemma2 gemma3 gemma3_text olmo2 smollm3", (_LLAMA,)),
+    ("phi3", (_PHI3,)),
+    ("mixtral qwen3_moe", (_MOE, _LLAMA)),
+    ("t5 mt5 umt5", (_T5, _T5_GATED)),
+    ("vit deit", (_VIT,)),
+    ("clip clip_text_model clip_vision_model", (_CLIP,)),
+    ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
+)
+FAMILIES: Mapping[str, tuple[Style, ...]] = {
+    family: styles for names, styles in _ROWS for family in names.split()
+}
+
+_SHARED = "its blocks run several times per forward pass, so their layers have no single input"
+_RAW_WEIGHTS = "its forward pass uses the weights of its layers directly"
+_REFUSED_ROWS: tuple[tuple[str, str], ...] = (
+    ("albert", _SHARED),
+    ("bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2", _RAW_WEIGHTS),
+    ("nemotron_h zamba zamba2", _RAW_WEIGHTS),
+    ("deberta gemma3n gemma3n_text longcat_flash mobilebert reformer wavlm", _RAW_WEIGHTS),
+)
+REFUSED_FAMILIES: Mapping[str, str] = {
+    family: reason for names, reason in _REFUSED_ROWS for family in names.split()
+}
+
+# Modules that have no role although their family is known.
+REFUSED_MODULES: Mapping[str, str] = {
+    "pos_key_proj": "it reads the table of relative positions, not the tokens",
+    "pos_query_proj": "it reads the table of relative positions, not the tokens",
+}
+
+
+def supported_families() -> tuple[str, ...]:
+    """Return the model types with a table of roles, sorted."""
+    return tuple(sorted(FAMILIES))
+
+
+def parts_of(
+    name: str, role: Role, out_features: int, style: Style, config: Any
+) -> tuple[Part, ...]:
+    """Cut a layer's output features into named runs.
+
+    Args:
+        name: Module path, for the error.
+        role: The layer's role.
+        out_features: Width of its output.
+        style: The block's style.
+        config: The config of the model that the block belongs to.
+
+    Returns:
+        The runs in order of storage; a plain layer has one, named like its role.
+
+    Raises:
+        InputError: The config's head counts do not add up to the layer's width.
+    """
+    if role in ("gate_up", "experts_gate_up"):
+        return Part("gate", out_features // 2), Part("up", out_features // 2)
+    if role != "qkv" or style.interleaved_qkv:
+        return (Part(role, out_features),)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q, kv = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+    if q + 2 * kv != out_features:
+        raise InputError(
+            f"the fused projection `{name}` has {out_features} outputs, but the config's heads"
+            f" ask for {q} + {kv} + {kv}",
+            "check the model's config.json",
+        )
+    return Part("q", q), Part("k", kv), Part("v", kv)
+
+
+def calls_of(family: str, role: Role, config: Any) -> int:
+    """Return how often a block runs the layer of this role in one forward pass."""
+    # DeBERTa with shared keys sends the table of relative positions through q and k as well.
+    shared = family == "deberta-v2" and config.relative_attention
+    return 2 if shared and role in ("q", "k") and getattr(config, "share_att_key", False) else 1

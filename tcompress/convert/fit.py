@@ -1,0 +1,289 @@
+"""Fits all layers that read one input: sums of terms, sides shared among layers.
+
+The terms of a sum are fitted in turn, each to what the others leave over; every step is a closed
+form, so the error never grows. What is stored is rounded before the next step looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcompress.errors import FitError
+from tcompress.linalg.moments import Moments
+from tcompress.plan.entries import SIDES, LayerPlan
+from tcompress.structures import Layout, Target, structure
+from tcompress.structures.base import Side
+from tcompress.structures.linear import side_name, tensor_prefix
+
+ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
+PROBES = 64  # random inputs that measure a data-free fit
+
+Operators = dict[Side, Any]
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Moments of one layer input: those to fit on, and those to measure on.
+
+    Attributes:
+        train: Moments of the calibration rows, or None for a data-free fit.
+        holdout: Moments of rows kept back, if there are any.
+    """
+
+    train: Moments | None = None
+    holdout: Moments | None = None
+
+
+@dataclass(frozen=True)
+class FittedLayer:
+    """Result for one layer.
+
+    Attributes:
+        tensors: Tensors to store, by name relative to the layer.
+        errors: Relative errors by kind: `calibration` and `held_out`, or `weight`.
+        shift: What the bias gains, float64.  # (out,)
+    """
+
+    tensors: dict[str, Tensor]
+    errors: dict[str, float]
+    shift: Tensor | None = None
+
+
+@dataclass
+class _Part:
+    """One weight being fitted: a part of a layer, of one expert."""
+
+    entry: LayerPlan
+    index: int
+    expert: int
+    weight: Tensor  # (out, in) float64
+    moments: Moments | None  # damped
+    tensors: list[dict[str, Tensor]] = field(default_factory=list)
+    operators: list[Operators] = field(default_factory=list)
+    dense: list[Tensor] = field(default_factory=list)
+
+    @property
+    def terms(self) -> tuple[Layout, ...]:
+        return self.entry.parts[self.index].terms
+
+    def target(self, term: int) -> Target:
+        """What is left for one term."""
+        m = self.moments
+        product = self.weight if m is None else self.weight @ m.cross
+        for other, dense in enumerate(self.dense):
+            if other != term:
+                product = product - (dense if m is None else dense @ m.gram)
+        if m is None:
+            scale = self.weight.square().sum()
+        else:
+            scale = (self.weight @ m.dense).mul(self.weight).sum()
+        scale = float(scale.clamp_min(torch.finfo(torch.float64).tiny))
+        return Target(product, None if m is None else m.gram, scale)
+
+
+def fit_layers(
+    entries: Sequence[LayerPlan],
+    weights: Sequence[Tensor],
+    moments: Sequence[Sequence[LayerMoments]],
+    *,
+    dtype: torch.dtype,
+    damping: float,
+) -> list[FittedLayer]:
+    """Fits layers that read the same input.
+
+    Args:
+        entries: Their plans; sides are shared within this list only.
+        weights: Dense weights.  # ([experts,] out, in) each
+        moments: Moments of the input, for every layer: one entry, or one per expert.
+        dtype: Dtype in which tensors are stored.
+        damping: Ridge added to the moments.
+
+    Raises:
+        FitError: A weight or a result is not finite; the message names the layer.
+    """
+    results: dict[str, FittedLayer] = {}
+    for members in _clusters(entries):
+        clear = [_parts(entries[i], weights[i], moments[i], damping) for i in members]
+        names = [entries[i].name for i in members]
+        with torch.no_grad():
+            _fit_cluster([part for parts in clear for part in parts], dtype, names)
+            for i, parts in zip(members, clear, strict=True):
+                results[_key(entries[i])] = _collect(entries[i], parts, moments[i], dtype)
+    return [results[_key(entry)] for entry in entries]
+
+
+def _key(entry: LayerPlan) -> str:
+    return f"{entry.name}.{entry.parameter}"
+
+
+def _clusters(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
+    """Indices of layers that share their input sides, owner first."""
+    for index, entry in enumerate(entries):
+        if entry.input_of is None:
+            yield [index] + [i for i, other in enumerate(entries) if other.input_of == entry.name]
+
+
+def _parts(
+    entry: LayerPlan, weight: Tensor, moments: Sequence[LayerMoments], damping: float
+) -> list[_Part]:
+    stack = weight.double() if entry.experts else weight.double()[None]
+    if not bool(torch.isfinite(stack).all()):
+        raise FitError(
+            f"the weight of layer `{entry.name}` holds NaN or infinity",
+            "repair the checkpoint, or leave the layer out with `--keep`",
+        )
+    damped = [m.train.damped(damping) if m.train is not None else None for m in moments]
+    sizes = [part.out_features for part in entry.parts]
+    return [
+        _Part(entry, index, expert, rows, damped[min(expert, len(damped) - 1)])
+        for expert, matrix in enumerate(stack)
+        for index, rows in enumerate(matrix.split(sizes))
+    ]
+
+
+def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str]) -> None:
+    count = len(parts[0].terms)
+    try:
+        for part in parts:
+            part.tensors = [{} for _ in range(count)]
+            part.operators = [{} for _ in range(count)]
+            part.dense = [torch.zeros_like(part.weight) for _ in range(count)]
+        for term in reversed(range(count)):  # the residual first: it takes what everybody needs
+            _fit_sides(parts, term, dtype)
+            _fit_terms(parts, term, dtype)
+        for _ in range(ROUNDS if count > 1 else 0):
+            for term in range(count):
+                _fit_terms(parts, term, dtype)
+    except (FitError, torch.linalg.LinAlgError) as error:
+        listed = ", ".join(f"`{name}`" for name in names)
+        raise FitError(
+            f"the fit of {listed} failed: {error}",
+            "use more calibration data or a larger `damping`, or leave the layer out with `--keep`",
+        ) from error
+
+
+def _fit_sides(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
+    """Fits and builds both sides of a term; the input side is one for all parts."""
+    layout = parts[0].terms[term]
+    kind = structure(layout.structure)
+    if kind.has_side(layout, "in"):
+        targets = _pooled([part.target(term) for part in parts])
+        _install(parts, term, "in", kind.fit_side(targets, layout, "in"), dtype)
+    by_part: dict[str, list[_Part]] = {}
+    for part in parts:
+        by_part.setdefault(f"{part.entry.name}/{part.index}", []).append(part)
+    for group in by_part.values():
+        layout = group[0].terms[term]
+        if kind.has_side(layout, "out"):
+            targets = [part.target(term) for part in group]
+            _install(group, term, "out", kind.fit_side(targets, layout, "out"), dtype)
+
+
+def _pooled(targets: list[Target]) -> list[Target]:
+    """Gives experts, whose inputs differ, the mean of their moments to choose one transform."""
+    grams = [target.gram for target in targets if target.gram is not None]
+    if not grams or all(gram is grams[0] for gram in grams):
+        return targets
+    mean = torch.stack(grams).mean(0)
+    return [Target(target.product, mean, target.scale) for target in targets]
+
+
+def _install(
+    parts: Sequence[_Part], term: int, side: Side, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    layout = parts[0].terms[term]
+    exact = {name: tensor.double() for name, tensor in stored.items()}
+    operator = structure(layout.structure).operator(exact, layout, side, parts[0].weight)
+    for part in parts:
+        part.operators[term][side] = operator
+        part.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
+
+
+def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
+    for part in parts:
+        layout = part.terms[term]
+        kind = structure(layout.structure)
+        fitted = kind.fit(part.target(term), layout, part.operators[term])
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in fitted.values()):
+            raise FitError("the result holds NaN or infinity")
+        stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
+        part.tensors[term] |= stored
+        if len(part.terms) > 1 or part.moments is not None:
+            exact = {name: tensor.double() for name, tensor in stored.items()}
+            part.dense[term] = kind.dense(exact, layout, part.operators[term])
+
+
+def _collect(
+    entry: LayerPlan, parts: Sequence[_Part], moments: Sequence[LayerMoments], dtype: torch.dtype
+) -> FittedLayer:
+    tensors: dict[str, Tensor] = {}
+    width = len(entry.parts)
+    for index, layout_part in enumerate(entry.parts):
+        for term in range(len(layout_part.terms)):
+            experts = [part.tensors[term] for part in parts if part.index == index]
+            prefix = tensor_prefix(entry.parts, index, term)
+            for name in experts[0]:
+                side, _, leaf = name.rpartition(".")
+                if not side:
+                    values = [own[name] for own in experts]
+                    tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
+                elif side == "out" or (index == 0 and entry.input_of is None):
+                    owner = side_name(entry.parts, side, index, term)  # type: ignore[arg-type]
+                    tensors[f"{owner}.{leaf}"] = experts[0][name]
+    errors: list[dict[str, float]] = []
+    shifts: list[Tensor] = []
+    for expert in range(entry.copies):
+        own = list(parts[expert * width : (expert + 1) * width])
+        own_moments = moments[min(expert, len(moments) - 1)]
+        errors.append(_errors(own, own_moments))
+        if own_moments.train is not None and entry.bias and not entry.experts:
+            m = own_moments.train
+            weight, dense = _whole(own)
+            shifts.append(weight @ m.dense_mean - dense @ m.mean)
+    mean = {kind: sum(e[kind] for e in errors) / len(errors) for kind in errors[0]}
+    return FittedLayer(tensors, mean, shifts[0] if shifts else None)
+
+
+def _whole(parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
+    weight = torch.cat([part.weight for part in parts])
+    return weight, torch.cat([torch.stack(part.dense).sum(0) for part in parts])
+
+
+def _errors(parts: Sequence[_Part], moments: LayerMoments) -> dict[str, float]:
+    if moments.train is None:
+        return {"weight": _probed_error(parts)}
+    weight, dense = _whole(parts)
+    errors = {"calibration": moments.train.error(weight, dense)}
+    if moments.holdout is not None:
+        errors["held_out"] = moments.holdout.error(weight, dense)
+    return errors
+
+
+def _probed_error(parts: Sequence[_Part]) -> float:
+    """Relative squared error of the weight, from random inputs: the dense form is never built."""
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(PROBES, parts[0].weight.shape[1], generator=generator)
+    probes = probes.to(parts[0].weight)
+    norm = error = 0.0
+    for part in parts:
+        wanted = probes @ part.weight.mT
+        found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
+        norm += float(wanted.square().sum())
+        error += float((wanted - found).square().sum())
+    return error / norm if norm else 0.0
+
+
+def _applied(part: _Part, term: int, x: Tensor) -> Tensor:
+    layout = part.terms[term]
+    kind = structure(layout.structure)
+    tensors = {k: t.to(x.dtype) for k, t in part.tensors[term].items() if "." not in k}
+    z = kind.encode(x, part.operators[term].get("in"), layout)
+    return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)
+
+

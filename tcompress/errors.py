@@ -1,0 +1,64 @@
+"""Errors of tcompress.
+
+    TCompressError
+    ├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
+    │   ├── SourceError                the model to convert cannot be read
+    │   ├── RecipeError                a recipe or an option is wrong
+    │   ├── PlanError                  the recipe does not fit the model
+    │   ├── CalibrationError           the calibration data cannot be used
+    │   └── ArtifactError              a converted model is damaged or too new
+    └── FitError (ArithmeticError)     a factorisation failed: names the layer
+"""
+
+from __future__ import annotations
+
+
+class TCompressError(Exception):
+    """Base of every error that tcompress raises on purpose.
+
+    Args:
+        message: One sentence: what was found, where, and what is allowed.
+        hint: What to do next.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n\nhint: {self.hint}"
+
+
+class InputError(TCompressError, ValueError):
+    """What the user gave cannot be used; nothing was written."""
+
+    exit_code = 2
+
+
+class SourceError(InputError):
+    """The model to convert cannot be found or read."""
+
+
+class RecipeError(InputError):
+    """A recipe or a combination of options is invalid."""
+
+
+class PlanError(InputError):
+    """The recipe cannot be applied to this model."""
+
+
+class CalibrationError(InputError):
+    """The calibration data is empty or of the wrong kind."""
+
+
+class ArtifactError(InputError):
+    """A converted model is damaged, incomplete or of a newer format."""
+
+
+class FitError(TCompressError, ArithmeticError):
+    """A factorisation failed or met values that are not finite."""
+
+    exit_code = 2

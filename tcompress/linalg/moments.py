@@ -1,0 +1,170 @@
+"""Moments of activations: all that a data-aware fit needs to know of the data.
+
+For dense inputs x and the inputs x' that the compressed part of the model produces, a fit
+minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
+``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tcompress.errors import FitError
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of one layer input, float64.
+
+    Attributes:
+        gram: G = E[x' x'^T].  # (d, d)
+        cross: C = E[x x'^T].  # (d, d)
+        dense: D = E[x x^T].  # (d, d)
+        mean: E[x'], zero where the moments are not centred.  # (d,)
+        dense_mean: E[x], likewise.  # (d,)
+        rows: Number of tokens they were taken over.
+    """
+
+    gram: Tensor
+    cross: Tensor
+    dense: Tensor
+    mean: Tensor
+    dense_mean: Tensor
+    rows: int
+
+    @classmethod
+    def identity(cls, features: int) -> Moments:
+        """Returns G = C = D = I: with it a fit is the data-free one."""
+        eye = torch.eye(features, dtype=torch.float64)
+        zero = torch.zeros(features, dtype=torch.float64)
+        return cls(eye, eye, eye, zero, zero, 0)
+
+    @property
+    def features(self) -> int:
+        """Width d of the input."""
+        return self.gram.shape[-1]
+
+    def damped(self, damping: float) -> Moments:
+        """Adds the same multiple of the identity to G and C.
+
+        In directions that the calibration never visited the fit then tends to the data-free one,
+        instead of to zero.
+
+        Args:
+            damping: Multiple of the mean diagonal element of G.
+        """
+        level = damping * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
+        return Moments(
+            self.gram + ridge,
+            self.cross + ridge,
+            self.dense + ridge,
+            self.mean,
+            self.dense_mean,
+            self.rows,
+        )
+
+    def to(self, device: torch.device | str) -> Moments:
+        """Moves all tensors to a device."""
+        tensors = (self.gram, self.cross, self.dense, self.mean, self.dense_mean)
+        return Moments(*(tensor.to(device) for tensor in tensors), self.rows)
+
+    def error(self, weight: Tensor, fitted: Tensor) -> float:
+        """Returns E||W x - V x'||^2 / E||W x||^2.
+
+        Args:
+            weight: Dense weight W.  # (out, d)
+            fitted: Its approximation V.  # (out, d)
+        """
+        weight, fitted = weight.to(self.gram), fitted.to(self.gram)
+        norm = (weight @ self.dense).mul(weight).sum()
+        new = (fitted @ self.gram).mul(fitted).sum()
+        both = (weight @ self.cross).mul(fitted).sum()
+        if norm <= 0:
+            return 0.0
+        return float(((norm - 2 * both + new) / norm).clamp_min(0))
+
+
+class MomentSums:
+    """Accumulates moments over batches of token rows, products in float32, sums in float64."""
+
+    def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
+        self._sums = torch.zeros(3, features, features, dtype=torch.float64, device=device)
+        self._means = torch.zeros(2, features, dtype=torch.float64, device=device)
+        self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """Token rows seen so far."""
+        return self._rows
+
+    def add(self, dense: Tensor, new: Tensor) -> None:
+        """Adds paired token rows of both streams.
+
+        Args:
+            dense: Rows x of the dense stream.  # (tokens, d)
+            new: Rows x' of the compressed stream.  # (tokens, d)
+        """
+        if not len(dense):
+            return
+        dense, new = dense.float(), new.float()
+        self._sums[0] += new.T @ new
+        self._sums[1] += dense.T @ new
+        self._sums[2] += dense.T @ dense
+        self._means[0] += new.sum(0, dtype=torch.float64)
+        self._means[1] += dense.sum(0, dtype=torch.float64)
+        self._rows += len(dense)
+
+    def moments(self, *, centred: bool) -> Moments:
+        """Returns the moments of all rows added so far.
+
+        Args:
+            centred: True for layers with a bias, which takes the shift of the means.
+
+        Raises:
+            FitError: No rows were added, or they hold NaN or infinity.
+        """
+        if not self._rows:
+            raise FitError("no calibration rows reached this layer")
+        gram, cross, dense = self._sums / self._rows
+        mean, dense_mean = self._means / self._rows
+        if not bool(torch.isfinite(self._sums).all()):
+            raise FitError("calibration activations hold NaN or infinity")
+        if not centred:
+            zero = torch.zeros_like(mean)
+            return Moments(gram, cross, dense, zero, zero, self._rows)
+        return Moments(
+            gram - torch.outer(mean, mean),
+            cross - torch.outer(dense_mean, mean),
+            dense - torch.outer(dense_mean, dense_mean),
+            mean,
+            dense_mean,
+            self._rows,
+        )
+
+
+def safe_cholesky(gram: Tensor) -> Tensor:
+    """Factors a positive semidefinite matrix, raising its floor until it succeeds.
+
+    Args:
+        gram: Symmetric matrices.  # (..., d, d)
+
+    Returns:
+        Lower triangular factors.  # (..., d, d)
+
+    Raises:
+        FitError: The matrix holds NaN or infinity, or is far from positive semidefinite.
+    """
+    if not bool(torch.isfinite(gram).all()):
+        raise FitError("a moment matrix holds NaN or infinity")
+    gram = (gram + gram.mT) / 2
+    scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].abs()
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    for floor in (0.0, 1e-12, 1e-10, 1e-8, 1e-6):
+        factor, info = torch.linalg.cholesky_ex(gram + (floor * scale + 1e-300) * eye)
+        if not bool(info.any()):
+            return factor
+    raise FitError("a moment matrix is not positive semidefinite")

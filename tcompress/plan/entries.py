@@ -1,0 +1,145 @@
+"""A plan: a flat list of frozen entries that says all about a conversion before it runs."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tcompress.structures.base import Shapes, Side, structure
+from tcompress.structures.linear import PartLayout, own_shapes, side_name
+
+SIDES: tuple[Side, Side] = ("in", "out")
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LayerPlan(_Entry):
+    """One layer that will be rewritten.
+
+    Attributes:
+        name: Name of the module in the checkpoint (for experts, of the experts module).
+        parameter: The weight of that module which is rewritten.
+        block: Name of the block in the checkpoint.
+        role: What the layer does, such as `q` or `down`.
+        kind: How the dense weight is stored.
+        bias: Whether the layer has a bias.
+        experts: Number of stacked experts, if any.
+        parts: Layouts of the runs of output features.
+        input_of: Layer whose input sides this one shares, if not its own.
+        readers: Number of layers that share this layer's input sides, itself included.
+    """
+
+    name: str
+    parameter: str = "weight"
+    block: str
+    role: str
+    kind: Literal["linear", "conv1d", "experts"]
+    bias: bool
+    experts: int | None = None
+    parts: tuple[PartLayout, ...]
+    input_of: str | None = None
+    readers: int = 1
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.parts[0].terms[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def copies(self) -> int:
+        """Number of weights stacked in the layer."""
+        return self.experts or 1
+
+    @property
+    def dense_parameters(self) -> int:
+        """Parameters of the dense weight, without the bias."""
+        return self.in_features * self.out_features * self.copies
+
+    @property
+    def tensor_shapes(self) -> Shapes:
+        """Names, relative to the layer, and shapes of all tensors that are stored for it."""
+        shapes = dict(own_shapes(self.parts, self.experts))
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                for side in SIDES:
+                    if side == "in" and (index or self.input_of):
+                        continue
+                    module = side_name(self.parts, side, index, term)
+                    tensors = structure(layout.structure).side_tensors(layout, side)
+                    shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Parameters after the conversion, without the bias."""
+        return sum(prod(shape) for shape in self.tensor_shapes.values())
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds for one token (for experts, one token in one expert)."""
+        total = 0
+        for index, part in enumerate(self.parts):
+            for layout in part.terms:
+                kind = structure(layout.structure)
+                total += kind.core_macs(layout) + kind.side_macs(layout, "out")
+                if not index and not self.input_of:
+                    total += kind.side_macs(layout, "in")
+        return total
+
+
+class Left(_Entry):
+    """One layer that stays dense, and why."""
+
+    name: str
+    block: str
+    role: str
+    parameters: int
+    reason: str
+
+
+class Plan(_Entry):
+    """What a conversion will do.
+
+    Attributes:
+        layers: Layers to be rewritten, in order of execution.
+        left: Layers of the blocks that stay dense.
+        source: Name of the source model.
+        family: Its model type.
+        method: Name of the method.
+        parameters: Parameters of the whole dense model.
+        block_parameters: Parameters of all blocks, with biases and norms.
+        warnings: What the user should know.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    left: tuple[Left, ...] = ()
+    source: str = ""
+    family: str = ""
+    method: str = ""
+    parameters: int = 0
+    block_parameters: int = 0
+    warnings: tuple[str, ...] = Field(default=())
+
+    @property
+    def dense_rewritten(self) -> int:
+        """Parameters of the rewritten weights before."""
+        return sum(layer.dense_parameters for layer in self.layers)
+
+    @property
+    def structured_rewritten(self) -> int:
+        """Parameters of the rewritten weights after, generators counted."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def kept(self) -> float:
+        """Kept fraction of the rewritten weights' parameters."""
+        return self.structured_rewritten / max(1, self.dense_rewritten)

@@ -1,0 +1,253 @@
+"""From a recipe and a model's anatomy to a plan; no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import nn
+
+from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
+from tcompress.errors import PlanError, SourceError
+from tcompress.plan.entries import LayerPlan, Left, Plan
+from tcompress.plan.match import matches, nearest
+from tcompress.recipe.schema import Convert, LayerRule, structure_of
+from tcompress.source import SourceModel
+from tcompress.structures import Layout, Refusal, Site, Spec, structure
+from tcompress.structures.linear import PartLayout
+from tcompress.structures.lowrank import LowRankSpec
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the recipe asks for one layer."""
+
+    method: Spec
+    residual_rank: int
+    target: float | None
+
+
+@dataclass
+class _Planner:
+    recipe: Convert
+    source: SourceModel
+    anatomy: Anatomy
+    layers: list[LayerPlan] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    refusals: int = 0
+    excluded: int = 0
+
+    def run(self) -> None:
+        for block in self.anatomy.blocks:
+            for group in block.groups:
+                self._plan_group(block, group)
+
+    def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
+        planned: list[LayerPlan] = []
+        sharing = [layer for layer in group if layer.kind != "experts"]
+        for layer in group:
+            try:
+                entry = self._entry(block, layer, len(sharing))
+            except Refusal as refusal:
+                self._leave(block, layer, str(refusal))
+                continue
+            if entry is not None:
+                planned.append(entry)
+        self.layers.extend(_share_inputs(planned))
+
+    def _leave(self, block: Block, layer: Layer, reason: str) -> None:
+        count = layer.in_features * layer.out_features * (layer.experts or 1)
+        self.left.append(
+            Left(
+                name=layer.weight_name,
+                block=block.name,
+                role=layer.role,
+                parameters=count,
+                reason=reason,
+            )
+        )
+
+    def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan | None:
+        try:
+            name = self.source.keymap.checkpoint_prefix(layer.name)
+            self.source.keymap.sources(layer.weight_name)
+        except SourceError as error:
+            self.refusals += 1
+            raise Refusal(error.message) from error
+        choice = self._choice((name, layer.name, layer.weight_name, layer.role))
+        if choice is None:
+            self.excluded += 1
+            raise Refusal("kept dense by the recipe")
+        try:
+            parts = tuple(
+                PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
+                for part in layer.parts
+            )
+        except Refusal:
+            self.refusals += 1
+            raise
+        entry = LayerPlan(
+            name=name,
+            parameter=layer.parameter,
+            block=self.source.keymap.checkpoint_prefix(block.name),
+            role=layer.role,
+            kind=layer.kind,
+            bias=layer.bias,
+            experts=layer.experts,
+            parts=parts,
+        )
+        share = _kept(entry, 1 if layer.kind == "experts" else sharing)
+        if share >= 1:
+            self.refusals += 1
+            raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
+        return entry
+
+    def _choice(self, names: Sequence[str]) -> _Choice | None:
+        recipe = self.recipe
+        if any(matches(pattern, names) for pattern in recipe.keep):
+            return None
+        choice = _Choice(recipe.method, recipe.residual_rank, recipe.target)
+        for rule in recipe.layers:
+            if matches(rule.match, names):
+                choice = None if rule.keep else _overridden(choice, recipe, rule)
+        return choice
+
+    def _terms(
+        self, choice: _Choice, layer: Layer, out_features: int, sharing: int
+    ) -> tuple[Layout, ...]:
+        site = Site(layer.in_features, out_features, layer.side)
+        dense = layer.in_features * out_features
+        budget = None if choice.target is None else int(choice.target * dense)
+        kind = structure_of(choice.method)
+        calibrated = self.recipe.calibration.source != "none"
+        main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
+        cost = _cost(main, 1 if layer.kind == "experts" else sharing * len(layer.parts))
+        rank = choice.residual_rank
+        if not rank and budget is not None and kind.name != "lowrank":
+            rank = int(budget - cost) // (layer.in_features + out_features)
+            if rank < 0:
+                raise Refusal(
+                    f"{kind.name} alone keeps {cost / dense:.1%}, "
+                    f"more than the target of {choice.target:.1%}"
+                )
+        if not rank:
+            return (main,)
+        residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
+        return (main, residual)
+
+
+def _overridden(choice: _Choice | None, recipe: Convert, rule: LayerRule) -> _Choice:
+    base = choice or _Choice(recipe.method, recipe.residual_rank, recipe.target)
+    rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
+    return _Choice(rule.method or base.method, rank, rule.target or base.target)
+
+
+def _kept(entry: LayerPlan, sharing: int) -> float:
+    """Kept fraction of a layer, with its share of an input side that others read too."""
+    inputs = sum(
+        prod(shape)
+        for term in entry.parts[0].terms
+        for shape in structure(term.structure).side_tensors(term, "in").values()
+    )
+    return (entry.parameters - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+
+
+def _cost(layout: Layout, sharing: int) -> float:
+    """Parameters of one weight, with its share of an input side that others read too."""
+    kind = structure(layout.structure)
+    own = sum(prod(shape) for shape in kind.tensors(layout).values())
+    after = sum(prod(shape) for shape in kind.side_tensors(layout, "out").values())
+    before = sum(prod(shape) for shape in kind.side_tensors(layout, "in").values())
+    return own + after + before / sharing
+
+
+def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
+    """Lets layers that read one input, through equal input sides, share the first one's."""
+    owners: dict[object, list[int]] = {}
+    for index, entry in enumerate(planned):
+        keys = tuple(
+            structure(term.structure).side_key(term, "in") for term in entry.parts[0].terms
+        )
+        # Side modules are found by their term, so the whole tuple has to agree.
+        own = index if entry.kind == "experts" or not any(keys) else keys
+        owners.setdefault(own, []).append(index)
+    for members in owners.values():
+        first = planned[members[0]]
+        yield first.model_copy(update={"readers": len(members)})
+        for index in members[1:]:
+            yield planned[index].model_copy(update={"input_of": first.name})
+
+
+def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
+    """Plans a conversion.
+
+    Args:
+        recipe: What to do.
+        source: The model; its weights are not read.
+        method_label: Name of the method for people; default its own name.
+
+    Raises:
+        PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
+            one message.
+    """
+    model = source.meta_model()
+    anatomy = anatomy_of(model)
+    _check_patterns(recipe, model, source)
+    planner = _Planner(recipe, source, anatomy)
+    planner.run()
+    if not planner.layers:
+        raise _nothing_to_do(planner)
+    blocks = {block.name for block in anatomy.blocks}
+    return Plan(
+        layers=tuple(planner.layers),
+        left=tuple(planner.left)
+        + tuple(
+            Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
+            for item in anatomy.refused
+        ),
+        source=source.id,
+        family=anatomy.family,
+        method=method_label or recipe.method.name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        block_parameters=sum(
+            parameter.numel()
+            for name in blocks
+            for parameter in model.get_submodule(name).parameters()
+        ),
+        warnings=anatomy.warnings,
+    )
+
+
+def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    stored = [key.removesuffix(".weight") for key in source.store.keys()]
+    roles = {layer.role for layer in anatomy_of(model).layers}
+    known = [*names, *stored, *roles]
+    patterns = [*recipe.keep, *(rule.match for rule in recipe.layers)]
+    lost = [pattern for pattern in patterns if not matches(pattern, known)]
+    if lost:
+        listed = ", ".join(f"`{pattern}`" for pattern in lost)
+        raise PlanError(f"no layer matches {listed}", nearest(lost[0], known))
+
+
+def _nothing_to_do(planner: _Planner) -> PlanError:
+    if not planner.anatomy.layers:
+        reasons = "; ".join(sorted({item.reason for item in planner.anatomy.refused})[:5])
+        why = reasons or "it has no linear layers inside repeated blocks"
+        return PlanError(f"no layer of this `{planner.anatomy.family}` model is supported: {why}")
+    if planner.excluded == len(planner.left):
+        return PlanError(
+            f"the recipe keeps all {planner.excluded} layers dense",
+            "remove patterns from `keep`, or rules with `keep: true`",
+        )
+    seen: dict[str, list[str]] = {}
+    for item in planner.left:
+        seen.setdefault(item.reason, []).append(item.name)
+    lines = "\n".join(
+        f"  - {reason}: {len(names)} layers, such as `{names[0]}`" for reason, names in seen.items()
+    )
+    return PlanError(
+        f"none of {len(planner.left)} layers can be rewritten:\n{lines}",
+        "choose another p or rank, or `pad: true` in the method's options of a recipe",
+    )

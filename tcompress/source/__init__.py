@@ -1,0 +1,43 @@
+"""Where a model comes from: names, weights on disk, names of tensors.
+
+Names are looked up on first use, so that `ALIASES` and `resolve` cost no import of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.source.keymap import KeyMap, Sources, read_parameter
+    from tcompress.source.model import SourceModel
+    from tcompress.source.names import ALIASES, default_output_name, resolve
+    from tcompress.source.store import WeightStore
+
+__all__ = [
+    "ALIASES",
+    "KeyMap",
+    "SourceModel",
+    "Sources",
+    "WeightStore",
+    "default_output_name",
+    "read_parameter",
+    "resolve",
+]
+
+_HOMES = {
+    "ALIASES": "names",
+    "KeyMap": "keymap",
+    "SourceModel": "model",
+    "Sources": "keymap",
+    "WeightStore": "store",
+    "default_output_name": "names",
+    "read_parameter": "keymap",
+    "resolve": "names",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,91 @@
+"""Files of a model folder that are neither its weights nor its config, carried along unchanged."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tcompress.errors import SourceError
+
+_PATTERNS = (
+    # tokenizers
+    "tokenizer*.json",
+    "*.model",
+    "*.spm",
+    "*.vocab",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges*.txt",
+    "bpe.codes",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "normalizer.json",
+    "*chat_template*.json",
+    "*.jinja",
+    # processors of images, sound and video
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "image_processor*.json",
+    "feature_extractor*.json",
+    # generation and sentence-transformers
+    "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    # the terms under which the model may be passed on
+    "LICENSE*",
+    "NOTICE*",
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+def companion_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
+    """List the files that a converted model needs besides weights and config.
+
+    Args:
+        folder: Model folder.
+        with_code: Whether to carry Python files of the model's own code.
+
+    Returns:
+        Paths relative to the folder, sorted.
+
+    Raises:
+        SourceError: If `modules.json` is no list of modules inside the folder.
+    """
+    patterns = (*_PATTERNS, "*.py") if with_code else _PATTERNS
+    found = [
+        path
+        for path in folder.iterdir()
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns)
+    ]
+    for name in (_TEMPLATE_FOLDER, *_module_folders(folder)):
+        # These modules are small heads with files of any kind: pooling, dense, normalisation.
+        inside = (folder / name).rglob("*")
+        found += [path for path in inside if path.is_file() and path.name != "README.md"]
+    return tuple(sorted(path.relative_to(folder) for path in set(found)))
+
+
+def _module_folders(folder: Path) -> list[str]:
+    """Folders that sentence-transformers' `modules.json` names."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        modules: Any = json.loads(path.read_text(encoding="utf-8"))
+        names = [str(module["path"]) for module in modules]
+    except (ValueError, TypeError, KeyError) as error:
+        raise SourceError(
+            f"`{path}` is no list of sentence-transformers modules",
+            hint="repair it, or delete it to convert the transformer alone",
+        ) from error
+    for name in names:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            raise SourceError(
+                f"`{path}` names `{name}`, outside the folder",
+                hint="module folders must lie inside the model folder",
+            )
+    return [name for name in names if name]

@@ -1,0 +1,110 @@
+"""Downloading a model from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tcompress.errors import SourceError
+from tcompress.source.text import first_line
+
+# Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
+_ALWAYS = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.spm",
+    "*.vocab",
+    "*.codes",
+    "*.tiktoken",
+    "*.jinja",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "[0-9]_*/*",
+]
+_SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
+_TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
+_NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
+
+
+def download(repo: str, revision: str | None, token: str | None, hint: str) -> Path:
+    """Fetch the files of a model that a conversion can need.
+
+    Weights come as safetensors; the older `.bin` format is fetched only if there is nothing else.
+
+    Args:
+        repo: Hub id.
+        revision: Branch, tag or commit.
+        token: Access token.
+        hint: What to do if the hub does not know this id.
+
+    Returns:
+        The local snapshot folder.
+
+    Raises:
+        SourceError: If the download fails, with the reason in plain words.
+    """
+    try:
+        folder = _snapshot(repo, revision, token, _ALWAYS + _SAFETENSORS)
+        if not any(folder.glob("model*.safetensors")):
+            folder = _snapshot(repo, revision, token, _ALWAYS + _TORCH)
+    except Exception as error:
+        # The hub client raises errors of a dozen unrelated classes; all end in one of ours.
+        raise _explained(error, repo, revision, hint) from error
+    return folder
+
+
+def _snapshot(repo: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
+    import huggingface_hub
+
+    return Path(
+        huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            token=token,
+            allow_patterns=patterns,
+            ignore_patterns=_NEVER,
+        )
+    )
+
+
+def _explained(error: Exception, repo: str, revision: str | None, hint: str) -> SourceError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(
+            f"access to `{repo}` is restricted by its owner",
+            hint=f"ask for access on `https://huggingface.co/{repo}`, then pass a token "
+            "or run `hf auth login`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"`{repo}` has no revision `{revision}`",
+            hint="give a branch, a tag or a full commit hash, or leave the revision out",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        return SourceError(
+            f"there is no local folder and no model on the hub called `{repo}`",
+            hint=f"{hint}; a private model needs a token",
+        )
+    if _is_offline(error):
+        return SourceError(
+            f"`{repo}` is neither a local folder nor in the local cache, "
+            "and the hub cannot be reached",
+            hint=f"go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder; {hint}",
+        )
+    return SourceError(
+        f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
+        hint="try again, or download the model by hand and give its folder",
+    )
+
+
+def _is_offline(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    # `RevisionResolutionError` came with a later hub client; connection errors of its HTTP
+    # library derive from no class that can be named without importing that library.
+    names = {"RevisionResolutionError", "ConnectError", "ConnectTimeout", "ReadTimeout"}
+    return isinstance(
+        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+    ) or bool(names & {kind.__name__ for kind in type(error).__mro__})

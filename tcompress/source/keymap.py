@@ -1,0 +1,327 @@
+"""Checkpoint names and runtime names of one model.
+
+A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
+model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
+where the model has one tensor of three dimensions. Transformers translates on loading; this file
+asks it how. It is the only one that uses `transformers.core_model_loading`, which is internal:
+verified with 5.17 and 5.23.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from tcompress.errors import SourceError
+from tcompress.source.store import WeightStore
+from tcompress.source.text import listed
+
+FACTOR_PREFIX = "tc_"
+"""Start of the name of every tensor that a structured layer owns."""
+
+# What a structured layer may store under the checkpoint name of the layer it replaces.
+_LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The checkpoint tensors behind a runtime parameter.
+
+    Attributes:
+        keys: Checkpoint names, in the order the converter wants them.
+        converter: What makes the parameter of several tensors, or of a part of one; None if the
+            parameter is the one tensor in `keys` as it is.
+        patterns: For each key, the converter's pattern that it matched.
+        target: Runtime name under which the converter collects.
+    """
+
+    keys: tuple[str, ...]
+    converter: Any = None
+    patterns: tuple[str, ...] = ()
+    target: str = ""
+
+
+class KeyMap:
+    """Both directions between the names of a checkpoint and of a model.
+
+    Args:
+        model: The Transformers model; the meta device is enough.
+        checkpoint_keys: Names of all tensors of the checkpoint.
+
+    Attributes:
+        model: The model given.
+        unmatched: Checkpoint keys that no parameter takes, without the `ignored` ones.
+        ignored: Checkpoint keys that the model class says are of no use, such as old buffers.
+        missing: Runtime parameters and buffers that the checkpoint does not fill, not even through
+            a tied one, without those that the model class says may be absent.
+    """
+
+    unmatched: tuple[str, ...]
+    ignored: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __init__(self, model: Any, checkpoint_keys: Iterable[str]) -> None:
+        self.model = model
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._names = dict.fromkeys(model.state_dict(), True)
+        self._modules = {name for name, _ in model.named_modules() if name}
+        self._ties = _tied_groups(model)
+        self._module_keys: dict[str, str] = {}
+        self._sources: dict[str, Sources] = {}
+        self._collect(checkpoint_keys)
+
+    def module_key(self, checkpoint_key: str) -> str:
+        """Translate a checkpoint name into a runtime name.
+
+        Also takes names the checkpoint does not have, such as the factors of a structured layer.
+        A name that nothing matches is given back as Transformers would rename it. Where one
+        checkpoint tensor makes several parameters, this is the first of them.
+        """
+        if checkpoint_key in self._module_keys:
+            return self._module_keys[checkpoint_key]
+        prefix, found, leaf = checkpoint_key.partition(f".{FACTOR_PREFIX}")
+        module = self.runtime_name(prefix) if found else None
+        if module is not None:
+            return f"{module}.{FACTOR_PREFIX}{leaf}"
+        return self._rename(checkpoint_key, self._names)[0]
+
+    def sources(self, param_name: str) -> Sources:
+        """Give the checkpoint tensors behind a runtime parameter or buffer.
+
+        A tied parameter that the checkpoint does not store has those of the one it is tied to.
+
+        Raises:
+            SourceError: If the model has no such parameter or the checkpoint no tensor for it.
+        """
+        for name in (param_name, *self.tied(param_name)):
+            if name in self._sources:
+                return self._sources[name]
+        if param_name in self._names:
+            raise SourceError(
+                f"the checkpoint has no tensor for parameter `{param_name}`",
+                hint="such a parameter starts at random: keep it out of the conversion",
+            )
+        near = get_close_matches(param_name, self._names, n=3)
+        raise SourceError(
+            f"the model has no parameter `{param_name}`",
+            hint=f"near names are {listed(near)}" if near else None,
+        )
+
+    def tied(self, param_name: str) -> tuple[str, ...]:
+        """Give the other runtime names of the same parameter."""
+        return tuple(name for name in self._ties.get(param_name, ()) if name != param_name)
+
+    def checkpoint_prefix(self, module_name: str) -> str:
+        """Translate a runtime module name into the name under which it is stored.
+
+        `<prefix>.tc_x`, `<prefix>.weight` and `<prefix>.bias` are sure to load back to the same
+        names of the module. The checkpoint need not have them: for experts it is the prefix
+        shared by all of them, such as `model.layers.0.block_sparse_moe.experts`.
+
+        Raises:
+            SourceError: If the model has no such module, or Transformers would not load a tensor
+                stored for it back into it.
+        """
+        if module_name not in self._modules:
+            near = get_close_matches(module_name, self._modules, n=3)
+            raise SourceError(
+                f"the model has no module `{module_name}`",
+                hint=f"near names are {listed(near)}" if near else None,
+            )
+        for prefix in self._prefixes(module_name):
+            if self._loads_back(prefix, module_name):
+                return prefix
+        raise SourceError(
+            f"module `{module_name}` has no name of its own in the checkpoint, since Transformers "
+            "builds it of other tensors on loading",
+            hint="leave this module out of the conversion",
+        )
+
+    def runtime_name(self, checkpoint_prefix: str) -> str | None:
+        """Translate the stored name of a module back; None if this model has no such module.
+
+        Works without the checkpoint's keys and across heads: names stored for a masked language
+        model are found in the bare encoder and the reverse.
+        """
+        leaf = f".{_LEAVES[0]}"
+        name, pattern = self._rename(checkpoint_prefix + leaf, _Probe(self._modules))
+        module = name.removesuffix(leaf)
+        return module if pattern is None and module in self._modules else None
+
+    def _rename(self, key: str, names: Any) -> tuple[str, str | None]:
+        """Rename like `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
+        base = self.model.base_model_prefix
+        renamed, pattern = rename_source_key(key, self._renamings, self._converters, base, names)
+        if renamed not in names and key in names:
+            renamed, pattern = rename_source_key(key, [], [], base, names)
+        return str(renamed), pattern
+
+    def _collect(self, checkpoint_keys: Iterable[str]) -> None:
+        """Sort all checkpoint keys to the parameters they fill."""
+        by_pattern = {
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
+        }
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        unmatched: list[str] = []
+        # The order is part of the meaning: experts are stacked in it.
+        for key in sorted(checkpoint_keys, key=dot_natural_key):
+            target, pattern = self._rename(key, self._names)
+            self._module_keys[key] = target
+            if target not in self._names or (pattern is None and target in self._sources):
+                unmatched.append(key)
+            elif pattern is None:
+                self._sources[target] = Sources((key,))
+            else:
+                groups[target].append((key, pattern))
+        for target, pairs in groups.items():
+            sources = Sources(
+                keys=tuple(key for key, _ in pairs),
+                converter=by_pattern[pairs[0][1]],
+                patterns=tuple(pattern for _, pattern in pairs),
+                target=target,
+            )
+            for name in self._targets(target, sources.converter):
+                self._sources.setdefault(name, sources)
+        self._report(unmatched)
+
+    def _targets(self, first: str, converter: Any) -> Iterator[str]:
+        """All parameters that a converter fills, given the first."""
+        head, _, tail = first.partition(converter.target_patterns[0].replace("*", "0"))
+        for pattern in converter.target_patterns:
+            count = 0
+            while (name := head + pattern.replace("*", str(count)) + tail) in self._names:
+                yield name
+                count += 1
+                if "*" not in pattern:
+                    break
+
+    def _report(self, unmatched: list[str]) -> None:
+        """Let the model class say which differences do not matter."""
+        missing = {
+            name
+            for name in self._names
+            if not any(other in self._sources for other in (name, *self.tied(name)))
+        }
+        info = SimpleNamespace(
+            missing_keys=missing, unexpected_keys={self._module_keys[key] for key in unmatched}
+        )
+        self.model._adjust_missing_and_unexpected_keys(info)
+        self.missing = tuple(name for name in self._names if name in info.missing_keys)
+        matters = info.unexpected_keys
+        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
+        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
+
+    def _prefixes(self, module_name: str) -> Iterator[str]:
+        """Candidates for the stored name of a module, likely ones first."""
+        below = [name for name in self._sources if name.startswith(f"{module_name}.")]
+        # The weight first, then what belongs to the module itself, then a submodule's.
+        below.sort(key=lambda name: (name.count("."), not name.endswith(".weight")))
+        for name in below[:4]:
+            prefix = self._sources[name].keys[0]
+            while "." in prefix:
+                prefix = prefix.rpartition(".")[0]
+                yield prefix
+        yield module_name
+
+    def _loads_back(self, prefix: str, module_name: str) -> bool:
+        probe = _Probe(self._modules)
+        return all(
+            self._rename(f"{prefix}.{leaf}", probe) == (f"{module_name}.{leaf}", None)
+            for leaf in _LEAVES
+        )
+
+
+def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
+    """Read a runtime parameter from a checkpoint, in the type in which it is stored.
+
+    Only the tensors behind this one parameter are read; experts are merged, fused tensors split.
+
+    Args:
+        store: The checkpoint.
+        keymap: Names of checkpoint and model.
+        param_name: Runtime name of a parameter or buffer.
+
+    Returns:
+        A tensor with the shape that the model has for it, in memory of its own.
+
+    Raises:
+        SourceError: If there is nothing to read for it, or it has another shape.
+    """
+    sources = keymap.sources(param_name)
+    if sources.converter is None:
+        tensor = store.tensor(sources.keys[0])
+    else:
+        tensor = _converted(store.tensor, keymap, param_name, sources)
+    expected = keymap.model.get_parameter_or_buffer(param_name).shape
+    if tensor.shape != expected:
+        raise SourceError(
+            f"`{param_name}` has shape {list(tensor.shape)} in the checkpoint, "
+            f"but {list(expected)} by `config.json`",
+            hint="use the `config.json` that belongs to these weights",
+        )
+    return tensor
+
+
+def _converted(
+    read: Callable[[str], Tensor], keymap: KeyMap, param_name: str, sources: Sources
+) -> Tensor:
+    converter = deepcopy(sources.converter)
+    for key, pattern in zip(sources.keys, sources.patterns, strict=True):
+        # A callable is read by the converter at the moment it needs the tensor.
+        converter.add_tensor(sources.target, key, pattern, lambda key=key: read(key))
+    try:
+        with torch.no_grad():
+            made = converter.convert(sources.target, model=keymap.model, config=keymap.model.config)
+        value = made[param_name]
+    except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise SourceError(
+            f"`{param_name}` cannot be made of {listed(sources.keys)} ({error})",
+            hint="the checkpoint does not have the layout that Transformers expects of this model",
+        ) from error
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    # A part of a fused tensor must not keep all of it in memory.
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+class _Probe:
+    """Stands for the names of a model in which every module were a structured layer."""
+
+    def __init__(self, modules: Any) -> None:
+        self._modules = modules
+
+    def __contains__(self, key: str) -> bool:
+        module, _, leaf = key.rpartition(".")
+        return module in self._modules and leaf in _LEAVES
+
+    def get(self, key: str) -> bool | None:
+        return True if key in self else None
+
+
+def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
+    """Names that mean the same parameter object, for each of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names[id(tensor)].append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}

@@ -1,0 +1,212 @@
+"""A pretrained model as the input of a conversion: config, class, weights, names."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.initialization import meta_device_safe_creation_ops
+
+from tcompress.errors import SourceError
+from tcompress.source.companions import companion_files
+from tcompress.source.keymap import KeyMap
+from tcompress.source.names import ALIASES, local_folder, resolve
+from tcompress.source.store import WeightStore
+from tcompress.source.text import first_line, folder_content
+
+
+@dataclass(frozen=True, eq=False)
+class SourceModel:
+    """A pretrained model that can be converted. Use `SourceModel.open`.
+
+    Attributes:
+        id: Hub id, or the local folder as it was given.
+        revision: Commit on the hub if known, else what was asked for; None for local folders.
+        folder: Folder with the model's files.
+        config: The model's configuration.
+        model_class: Class of the model, from `architectures` in the configuration.
+        store: Its weights.
+        trust_remote_code: Whether the model's own Python code may run.
+    """
+
+    id: str
+    revision: str | None
+    folder: Path
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    store: WeightStore = field(repr=False)
+    trust_remote_code: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        revision: str | None = None,
+        token: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> SourceModel:
+        """Open a model; its weights are checked but not read.
+
+        Args:
+            name: Local folder, alias or hub id.
+            revision: Branch, tag or commit on the hub.
+            token: Access token for the hub.
+            trust_remote_code: Whether Python code that comes with the model may run.
+
+        Raises:
+            SourceError: If there is no such model, or it is of a kind that cannot be converted.
+        """
+        folder = resolve(name, revision=revision, token=token)
+        raw = _read_config(folder)
+        _refuse_quantised(raw, folder)
+        config = _load_config(raw, folder, token, trust_remote_code)
+        is_local = local_folder(name) is not None
+        return cls(
+            id=name if is_local else ALIASES.get(name, name),
+            revision=None if is_local else _commit(folder) or revision,
+            folder=folder,
+            config=config,
+            model_class=_model_class(config, folder, token, trust_remote_code),
+            store=WeightStore.open(folder),
+            trust_remote_code=trust_remote_code,
+        )
+
+    def meta_model(self) -> PreTrainedModel:
+        """Build the model without weights, on the meta device; a new one at every call."""
+        kind: Any = self.model_class
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            # Building writes to the config, which belongs to this object.
+            model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        return model
+
+    @cached_property
+    def keymap(self) -> KeyMap:
+        """Checkpoint names and runtime names; holds a meta model of its own."""
+        return KeyMap(self.meta_model(), self.store.keys())
+
+    def companion_files(self) -> tuple[Path, ...]:
+        """List what to carry along unchanged, relative to the folder: tokenizer, processors, ..."""
+        return companion_files(self.folder, with_code=self.trust_remote_code)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(
+            f"`{folder}` has no `config.json`; it holds {folder_content(folder)}",
+            hint=_hint_without_config(folder),
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"`{path}` is no valid JSON ({error})", hint="repair the file") from error
+    if not isinstance(config, dict):
+        raise SourceError(f"`{path}` holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def _hint_without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
+    if (folder / "model_index.json").is_file():
+        return "this is a diffusers pipeline: give the folder of one transformer inside it"
+    inner = sorted(path.parent for path in folder.glob("*/config.json"))
+    if inner:
+        return f"did you mean `{inner[0]}`"
+    return "give a folder written by `save_pretrained`"
+
+
+def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
+    parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
+    for part in parts:
+        found = part.get("quantization_config") or part.get("compression_config")
+        if not found:
+            continue
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+        if method == "tcompress":
+            raise SourceError(
+                f"`{folder}` is already converted by tcompress",
+                hint="convert the original model again, with the new options",
+            )
+        raise SourceError(
+            f"`{folder}` is already quantised with `{method}`",
+            hint="give the model in full precision; quantise after converting if need be",
+        )
+
+
+def _load_config(
+    raw: dict[str, Any], folder: Path, token: str | None, trust_remote_code: bool
+) -> PreTrainedConfig:
+    model_type = raw.get("model_type")
+    known = model_type in transformers.CONFIG_MAPPING
+    # Many models that Transformers knows still carry their old code, which is then not needed.
+    if raw.get("auto_map") and not known and not trust_remote_code:
+        raise SourceError(
+            f"`{folder}` needs Python code that comes with the model "
+            f"(model type `{model_type}` is not part of Transformers)",
+            hint="read that code, then allow it with `--allow-remote-code`",
+        )
+    if not model_type and not raw.get("auto_map"):
+        raise SourceError(
+            f"`config.json` in `{folder}` has no `model_type`",
+            hint="save the model with `save_pretrained` of a recent Transformers",
+        )
+    if not known and not raw.get("auto_map"):
+        raise SourceError(
+            f"`{folder}` has the model type `{model_type}`, which Transformers "
+            f"{transformers.__version__} does not know",
+            hint="a newer Transformers may know it",
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, token=token, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        # A config class, above all a remote one, may raise anything.
+        raise SourceError(
+            f"the configuration in `{folder}` cannot be read "
+            f"({type(error).__name__}: {first_line(error)})",
+            hint="check `config.json`",
+        ) from error
+    return config
+
+
+def _model_class(
+    config: PreTrainedConfig, folder: Path, token: str | None, trust_remote_code: bool
+) -> type[PreTrainedModel]:
+    names = config.architectures or []
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and remote:
+        references = [ref for ref in remote.values() if str(ref).rpartition(".")[2] in names]
+        if references:
+            kind: type[PreTrainedModel] = get_class_from_dynamic_module(
+                references[0], folder, token=token
+            )
+            return kind
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    if type(config) in transformers.MODEL_MAPPING:
+        base: Any = transformers.MODEL_MAPPING[type(config)]
+        bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
+        return bare
+    raise SourceError(
+        f"`config.json` in `{folder}` names no model class that Transformers has "
+        f"(architectures {names}, model type `{config.model_type}`)",
+        hint='set `architectures` to the class of the model, such as `["BertModel"]`',
+    )
+
+
+def _commit(folder: Path) -> str | None:
+    """Commit of a snapshot in the hub's cache, which is the name of its folder."""
+    name = folder.name
+    return name if len(name) == 40 and all(char in "0123456789abcdef" for char in name) else None

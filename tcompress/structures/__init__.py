@@ -1,0 +1,29 @@
+"""Structures: ways of storing and applying a weight. The import list below is the registry."""
+
+from __future__ import annotations
+
+from tcompress.structures import lowrank as lowrank
+from tcompress.structures import lprod as lprod
+from tcompress.structures.base import (
+    Layout,
+    Refusal,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    register,
+    structure,
+    structures,
+)
+
+__all__ = [
+    "Layout",
+    "Refusal",
+    "Site",
+    "Spec",
+    "Structure",
+    "Target",
+    "register",
+    "structure",
+    "structures",
+]

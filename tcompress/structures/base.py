@@ -1,0 +1,229 @@
+"""What a structure is: pure functions of a layout, and the registry of all structures.
+
+A structure answers four questions (layout, cost, fit, dense form) and applies itself in three
+steps. ``encode`` acts on the input and ``decode`` on the output; their tensors may be shared by
+several layers (all weights that read one input, or a whole model). ``core`` is a layer's own part.
+
+    y = decode(core(encode(x)))
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
+from torch import Tensor
+
+from tcompress.errors import RecipeError
+
+Side = Literal["in", "out"]
+Shapes = dict[str, tuple[int, ...]]
+Tensors = Mapping[str, Tensor]
+
+
+class Refusal(Exception):
+    """A structure cannot take these dimensions; the message says why."""
+
+
+class Spec(BaseModel):
+    """Options of a method as a recipe gives them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Layout(BaseModel):
+    """All that is needed to build one term of a layer: it is stored in the artefact.
+
+    Attributes:
+        structure: Name of the structure.
+        in_features: Width of the input.
+        out_features: Width of the output.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    structure: str
+    in_features: int = Field(gt=0)
+    out_features: int = Field(gt=0)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a term will sit.
+
+    Attributes:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        side: `in` for projections that read the residual stream, `out` for those that write it,
+            `both` where the role is unknown.
+    """
+
+    in_features: int
+    out_features: int
+    side: Literal["in", "out", "both"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a term is fitted to, in the moment norm.
+
+    Attributes:
+        product: W C, less what other terms of the sum contribute.  # (out, in)
+        gram: G, damped; None stands for the identity (data-free).  # (in, in)
+        scale: E||W x||^2, which makes layers comparable.
+    """
+
+    product: Tensor
+    gram: Tensor | None
+    scale: float
+
+    def full_gram(self) -> Tensor:
+        """Returns G, as a matrix in any case."""
+        if self.gram is not None:
+            return self.gram
+        return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
+
+
+S = TypeVar("S", bound=Spec)
+L = TypeVar("L", bound=Layout)
+
+
+class Structure(ABC, Generic[S, L]):
+    """One way of storing and applying a weight. Stateless; tensors are passed in.
+
+    The tensors of `core` may carry leading dimensions (experts); `z` then carries them too.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+    spec: type[S]
+    layout_type: type[L]
+
+    @abstractmethod
+    def layout(self, spec: S, site: Site, budget: int | None = None) -> L:
+        """Decides sizes for a site, or raises `Refusal`.
+
+        Args:
+            spec: The options.
+            site: Dimensions and placement.
+            budget: Parameters that may be spent, for structures that can fill a budget.
+        """
+
+    @abstractmethod
+    def tensors(self, layout: L) -> Shapes:
+        """Shapes of the layer's own tensors."""
+
+    @abstractmethod
+    def core_macs(self, layout: L) -> int:
+        """Multiply-adds of `core` for one token."""
+
+    @abstractmethod
+    def core(self, z: Tensor, tensors: Tensors, layout: L) -> Tensor:
+        """Applies the layer's own tensors.  # (..., tokens, in) -> (..., tokens, out)."""
+
+    @abstractmethod
+    def fit(self, target: Target, layout: L, operators: Mapping[Side, Any]) -> dict[str, Tensor]:
+        """Fits the layer's own tensors, float64, given the built operators of its sides."""
+
+    @abstractmethod
+    def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+
+    def settle(self, spec: S, *, calibrated: bool) -> S:
+        """Fills options whose default depends on whether there is calibration data."""
+        return spec
+
+    def side_key(self, layout: L, side: Side) -> Hashable:
+        """Identifies a side: layers that read one input share it where this is equal."""
+        return None
+
+    def side_tensors(self, layout: L, side: Side) -> Shapes:
+        """Shapes of the tensors of `encode` ("in") or `decode` ("out")."""
+        return {}
+
+    def side_macs(self, layout: L, side: Side) -> int:
+        """Multiply-adds of `encode` or `decode` for one token."""
+        return 0
+
+    def has_side(self, layout: L, side: Side) -> bool:
+        """Tells whether the structure does anything on this side."""
+        return False
+
+    def fit_side(self, targets: Sequence[Target], layout: L, side: Side) -> dict[str, Tensor]:
+        """Fits the tensors of one side for all layers that share them, float64."""
+        return {}
+
+    def start_side(self, layout: L, side: Side) -> dict[str, Tensor]:
+        """Returns the tensors of one side for training from scratch, float32."""
+        return {name: torch.zeros(shape) for name, shape in self.side_tensors(layout, side).items()}
+
+    def operator(self, tensors: Tensors, layout: L, side: Side, like: Tensor) -> Any:
+        """Builds what a side applies from what it stores, in the dtype and device of `like`."""
+        return None
+
+    def encode(self, x: Tensor, operator: Any, layout: L) -> Tensor:
+        """Takes the input to the core's coordinates.  # (tokens, in) -> (tokens, in')."""
+        return x
+
+    def decode(self, u: Tensor, operator: Any, layout: L) -> Tensor:
+        """Takes the core's result to the host's coordinates.  # (tokens, out') -> (tokens, out)."""
+        return u
+
+    def dense(self, tensors: Tensors, layout: L, operators: Mapping[Side, Any]) -> Tensor:
+        """Returns the dense weight of these tensors.  # (out, in)."""
+        like = next(iter(tensors.values()))
+        eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
+        z = self.encode(eye, operators.get("in"), layout)
+        return self.decode(self.core(z, tensors, layout), operators.get("out"), layout).mT
+
+
+def _parse_layout(value: Any) -> Any:
+    if isinstance(value, dict) and "structure" in value:
+        return structure(value["structure"]).layout_type.model_validate(value)
+    return value
+
+
+AnyLayout = Annotated[SerializeAsAny[Layout], BeforeValidator(_parse_layout)]
+"""A layout of any registered structure, as it is read from a plan."""
+
+
+_STRUCTURES: dict[str, Structure[Any, Any]] = {}
+
+
+def register(structure: Structure[Any, Any]) -> None:
+    """Adds a structure to the registry.
+
+    Raises:
+        ValueError: The name is not lower snake case, or name or spec class are already taken.
+    """
+    name = structure.name
+    if not name.isidentifier() or name != name.lower():
+        raise ValueError(f"structure name `{name}` is not lower snake case")
+    if name in _STRUCTURES or any(structure.spec is other.spec for other in _STRUCTURES.values()):
+        raise ValueError(f"structure `{name}` or its spec class is already registered")
+    _STRUCTURES[name] = structure
+
+
+def structure(name: str) -> Structure[Any, Any]:
+    """Looks a structure up by name.
+
+    Raises:
+        RecipeError: There is no such structure; the message lists the known ones.
+    """
+    if name in _STRUCTURES:
+        return _STRUCTURES[name]
+    close = difflib.get_close_matches(name, _STRUCTURES, 1)
+    known = ", ".join(f"`{known}`" for known in _STRUCTURES)
+    hint = f"did you mean `{close[0]}`?" if close else None
+    raise RecipeError(f"unknown structure `{name}`; known structures are {known}", hint)
+
+
+def structures() -> tuple[Structure[Any, Any], ...]:
+    """Returns all structures in the order of registration."""
+    return tuple(_STRUCTURES.values())

@@ -1,0 +1,220 @@
+"""The one layer that serves every structure: a sum of terms for each part of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from tcompress.structures.base import AnyLayout, Shapes, Side, structure
+from tcompress.structures.side import SideModule, compute_dtype
+
+
+class PartLayout(BaseModel):
+    """One run of output features: a sum of terms.
+
+    Attributes:
+        name: Role of the part, such as `q` in a fused projection.
+        terms: Layouts of the terms, all of the same widths.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    terms: tuple[AnyLayout, ...]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the part."""
+        return self.terms[0].out_features
+
+
+def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
+    """Names a term's tensors: `tc_`, `tc_1_`, and with several parts `tc_q_`, `tc_q_1_`."""
+    middle = f"{parts[part].name}_" if len(parts) > 1 else ""
+    return f"tc_{middle}" + (f"{term}_" if term else "")
+
+
+def side_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> str:
+    """Names a side module: inputs are shared by all parts, outputs belong to one."""
+    middle = f"{parts[part].name}_" if side == "out" and len(parts) > 1 else ""
+    return f"tc_{middle}{side}{term}"
+
+
+def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
+    """Shapes of a layer's own tensors, without its sides.
+
+    Args:
+        parts: Parts of the layer.
+        experts: Number of experts that are stacked along a leading dimension, if any.
+    """
+    lead = () if experts is None else (experts,)
+    return {
+        tensor_prefix(parts, index, term) + name: (*lead, *shape)
+        for index, part in enumerate(parts)
+        for term, layout in enumerate(part.terms)
+        for name, shape in structure(layout.structure).tensors(layout).items()
+    }
+
+
+class StructuredLinear(nn.Module):
+    """A linear layer whose weight is a sum of structures.
+
+    Parameters are called `tc_*`. An empty buffer under the dense key `weight` makes plain
+    Transformers stop on a checkpoint of this layer instead of loading noise; it also answers
+    hosts that read `weight.dtype`.
+
+    Args:
+        parts: Runs of output features, in order.
+        bias: Whether the layer has a bias.
+        input_of: Layer whose input sides this one shares, if not its own.
+        readers: Number of layers that share this layer's input sides.
+        experts: Number of experts, for weights stacked along a leading dimension.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        parts: Sequence[PartLayout],
+        *,
+        bias: bool = False,
+        input_of: StructuredLinear | None = None,
+        readers: int = 1,
+        experts: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.in_features = parts[0].terms[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self.experts = experts
+        for name, shape in own_shapes(self.parts, experts).items():
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.register_parameter("bias", None)
+        if bias:
+            empty = torch.empty(self.out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty)
+        self._build_sides(input_of, readers, dtype, device)
+        if experts is None:
+            guard = torch.empty(0, dtype=dtype, device=device)
+            guard._is_hf_initialized = True  # type: ignore[attr-defined]
+            self.register_buffer("weight", guard)
+
+    def _build_sides(
+        self,
+        input_of: StructuredLinear | None,
+        readers: int,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                kind = structure(layout.structure)
+                for side in ("in", "out"):
+                    own = side == "out" or (index == 0 and input_of is None)
+                    if own and kind.has_side(layout, side):
+                        count = readers if side == "in" else 1
+                        module = SideModule(layout, side, count, dtype, device)
+                        self.add_module(side_name(self.parts, side, index, term), module)
+        # A tuple keeps the other layer out of this one's children: its tensors are stored once.
+        self._input_owner = (self if input_of is None else input_of,)
+
+    def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
+        prefix = tensor_prefix(self.parts, part, term)
+        layout = self.parts[part].terms[term]
+        names = structure(layout.structure).tensors(layout)
+        return {name: getattr(self, prefix + name) for name in names}
+
+    def encode(self, x: Tensor) -> list[Tensor]:
+        """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
+        owner = self._input_owner[0]
+        rows: Tensor | None = None
+        encoded = []
+        for term in range(len(self.parts[0].terms)):
+            module = owner._modules.get(side_name(owner.parts, "in", 0, term))
+            if module is not None:
+                encoded.append(module(x))
+                continue
+            if rows is None:
+                rows = x.reshape(-1, self.in_features)
+            layout = self.parts[0].terms[term]
+            encoded.append(structure(layout.structure).encode(rows, None, layout))
+        return encoded
+
+    def core(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Applies the layer's own tensors: a result per part and term."""
+        results = []
+        for index, part in enumerate(self.parts):
+            row = []
+            for term, layout in enumerate(part.terms):
+                z = encoded[term]
+                tensors = {k: t.to(z.dtype) for k, t in self._tensors(index, term).items()}
+                row.append(structure(layout.structure).core(z, tensors, layout))
+            results.append(row)
+        return results
+
+    def decode(self, results: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Applies the output sides, sums the terms and puts the parts side by side."""
+        outputs = []
+        for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
+            total: Tensor | None = None
+            for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
+                module = self._modules.get(side_name(self.parts, "out", index, term))
+                y = structure(layout.structure).decode(u, None, layout) if module is None else module(u)
+                total = y if total is None else total + y
+            outputs.append(total)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            x: Input.  # (..., in_features)
+
+        Returns:
+            Output, in the dtype of the parameters or of autocast.  # (..., out_features)
+        """
+        stored = next(self.parameters(recurse=False)).dtype
+        x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
+        y = self.decode(self.core(self.encode(x)))
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Returns the weight that this layer applies.  # ([experts,] out, in)."""
+        owner = self._input_owner[0]
+        parts = []
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                kind = structure(layout.structure)
+                tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
+                like = next(iter(tensors.values()))
+                modules: Mapping[Side, nn.Module | None] = {
+                    "in": owner._modules.get(side_name(owner.parts, "in", 0, term)),
+                    "out": self._modules.get(side_name(self.parts, "out", index, term)),
+                }
+                operators = {
+                    side: module.operator(like)  # type: ignore[operator]
+                    for side, module in modules.items()
+                    if module is not None
+                }
+                weight = kind.dense(tensors, layout, operators)
+                if term:
+                    parts[-1] = parts[-1] + weight
+                else:
+                    parts.append(weight)
+        return torch.cat(parts, -2)
+
+    def extra_repr(self) -> str:
+        """Shows sizes and terms."""
+        terms = " + ".join(layout.structure for layout in self.parts[0].terms)
+        bias = self.bias is not None
+        return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"

@@ -1,0 +1,95 @@
+"""Low rank: W = A B, the honest baseline that every user knows (method ``svd``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
+from tcompress.structures.base import (
+    Layout,
+    Refusal,
+    Shapes,
+    Side,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    Tensors,
+    register,
+)
+
+
+class LowRankSpec(Spec):
+    """Options of `svd`: two factors of a chosen rank."""
+
+    name: Literal["svd", "lowrank"] = "svd"
+    rank: int | None = Field(None, gt=0, description="rank r of every rewritten weight")
+
+
+class LowRankLayout(Layout):
+    """A layer A B with A (out, rank) and B (rank, in)."""
+
+    structure: Literal["lowrank"] = "lowrank"
+    rank: int = Field(gt=0)
+
+
+class LowRank(Structure[LowRankSpec, LowRankLayout]):
+    """Two thin factors, fitted by the whitened truncated SVD."""
+
+    name = "lowrank"
+    summary = "two thin factors from a truncated SVD, whitened by the data"
+    reference = "Eckart & Young 1936; whitening as in SVD-LLM (arXiv:2403.07378)"
+    spec = LowRankSpec
+    layout_type = LowRankLayout
+
+    def layout(
+        self, spec: LowRankSpec, site: Site, budget: int | None = None
+    ) -> LowRankLayout:
+        rank = spec.rank
+        if rank is None and budget is not None:
+            rank = budget // (site.in_features + site.out_features)
+        if rank is None:
+            raise Refusal("no rank is given: set `rank` or `target`")
+        if rank < 1:
+            raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
+        return LowRankLayout(
+            in_features=site.in_features,
+            out_features=site.out_features,
+            rank=min(rank, site.in_features, site.out_features),
+        )
+
+    def tensors(self, layout: LowRankLayout) -> Shapes:
+        return {
+            "a": (layout.out_features, layout.rank),
+            "b": (layout.rank, layout.in_features),
+        }
+
+    def core_macs(self, layout: LowRankLayout) -> int:
+        return layout.rank * (layout.in_features + layout.out_features)
+
+    def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        return (z @ tensors["b"].mT) @ tensors["a"].mT
+
+    def fit(
+        self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]
+    ) -> dict[str, Tensor]:
+        if target.gram is None:
+            a, b = balanced(*best_factors(target.product, layout.rank))
+        else:
+            a, b = fit_lowrank(target.product, target.gram, layout.rank)
+        return {"a": a, "b": b}
+
+    def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        shapes = self.tensors(layout)
+        return {
+            "a": torch.randn(shapes["a"], generator=generator) / layout.rank**0.5,
+            "b": torch.randn(shapes["b"], generator=generator) / layout.in_features**0.5,
+        }
+
+
+register(LowRank())

@@ -1,0 +1,291 @@
+"""L-product slices: a transform of the features, then one small matrix per slice."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.linalg.batched import slice_product
+from tcompress.linalg.rotation import nearest_block
+from tcompress.linalg.slices import (
+    Problem,
+    diagonal_blocks,
+    fit_rotation,
+    fit_slices,
+    fit_truncated_slices,
+)
+from tcompress.linalg.tdomain import expand_conjugate_slices, fit_conjugate_slices
+from tcompress.linalg.transforms import check_transform
+from tcompress.structures.base import (
+    Layout,
+    Refusal,
+    Shapes,
+    Side,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    Tensors,
+    register,
+)
+from tcompress.structures.transform import (
+    TransformKind,
+    TransformLayout,
+    apply_inverse,
+    apply_transform,
+    build_operator,
+    transform_macs,
+    transform_tensors,
+)
+
+Placement = Literal["in", "out", "both"]
+
+
+class LprodSpec(Spec):
+    """Options of `lprod`."""
+
+    name: Literal["lprod"] = "lprod"
+    p: int = Field(4, ge=1, description="number of slices; 1/p of the weights is kept")
+    transform: TransformKind | None = Field(
+        None,
+        description="transform of the features; default `fitted` with calibration, else `dct`",
+    )
+    block: int | None = Field(
+        None, ge=2, description="block size of the fitted transform; default width / 12, at most 32"
+    )
+    stages: int = Field(2, ge=1, le=8, description="stages of the fitted transform")
+    placement: Placement | None = Field(
+        None, description="where the transform sits; default by the role of the layer"
+    )
+    tubal_rank: int | None = Field(
+        None, gt=0, description="keep only this many singular tubes of the slices"
+    )
+    pad: bool = Field(False, description="pad widths that p does not divide, instead of refusing")
+    seed: int = Field(0, ge=0, description="seed of the `random` transform")
+
+
+class LprodLayout(Layout):
+    """Slices of one weight; widths are padded to multiples of p where allowed."""
+
+    structure: Literal["lprod"] = "lprod"
+    p: int = Field(ge=1)
+    placement: Placement
+    transform: TransformKind
+    block_in: int = 0
+    block_out: int = 0
+    stages: int = 0
+    tubal_rank: int | None = None
+    seed: int = 0
+
+    @property
+    def padded_in(self) -> int:
+        """Input width, a multiple of p."""
+        return -(-self.in_features // self.p) * self.p
+
+    @property
+    def padded_out(self) -> int:
+        """Output width, a multiple of p."""
+        return -(-self.out_features // self.p) * self.p
+
+    def transform_of(self, side: Side) -> TransformLayout:
+        """Describes the transform on one side."""
+        inward = side == "in"
+        return TransformLayout(
+            kind=self.transform,
+            features=self.padded_in if inward else self.padded_out,
+            p=self.p,
+            block=self.block_in if inward else self.block_out,
+            stages=self.stages,
+            seed=self.seed,
+        )
+
+
+class Lprod(Structure[LprodSpec, LprodLayout]):
+    """Slices of an L-product with a fixed, learned or fitted transform."""
+
+    name = "lprod"
+    summary = "L-product slices behind a DCT, learned or fitted orthogonal transform"
+    reference = "Elichi et al. 2026, arXiv:2603.05727"
+    spec = LprodSpec
+    layout_type = LprodLayout
+
+    def layout(self, spec: LprodSpec, site: Site, budget: int | None = None) -> LprodLayout:
+        kind = spec.transform or "dct"
+        reason = None if kind in ("learned", "fitted") else check_transform(kind, spec.p)
+        uneven = [
+            f"{name} {size}"
+            for name, size in (("input", site.in_features), ("output", site.out_features))
+            if size % spec.p
+        ]
+        if uneven and not spec.pad:
+            reason = f"p={spec.p} does not divide the {' and the '.join(uneven)}"
+        if reason:
+            raise Refusal(reason)
+        placement = spec.placement or site.side
+        if kind == "dft":
+            placement = "both"
+        elif kind == "fitted" and placement == "both":
+            placement = "in"
+        layout = LprodLayout(
+            in_features=site.in_features,
+            out_features=site.out_features,
+            p=spec.p,
+            placement=placement,
+            transform=kind,
+            seed=spec.seed if kind == "random" else 0,
+        )
+        if kind == "fitted":
+            inward = placement == "in"
+            width = layout.padded_in if inward else layout.padded_out
+            block = nearest_block(width, spec.block or min(32, max(2, width // 12)))
+            sizes = {"block_in" if inward else "block_out": block, "stages": spec.stages}
+            layout = layout.model_copy(update=sizes)
+        return self._with_tubal_rank(layout, spec.tubal_rank)
+
+    @staticmethod
+    def _with_tubal_rank(layout: LprodLayout, rank: int | None) -> LprodLayout:
+        if rank is None:
+            return layout
+        if layout.transform == "dft":
+            raise Refusal("`tubal_rank` needs a real transform, not `dft`")
+        rows, cols = layout.padded_out // layout.p, layout.padded_in // layout.p
+        if rank * (rows + cols) >= rows * cols:
+            return layout  # the truncated form would be larger than the slices themselves
+        return layout.model_copy(update={"tubal_rank": rank})
+
+    def tensors(self, layout: LprodLayout) -> Shapes:
+        rows, cols = layout.padded_out // layout.p, layout.padded_in // layout.p
+        if layout.tubal_rank is None:
+            return {"slices": (layout.p, rows, cols)}
+        rank = layout.tubal_rank
+        return {"left": (layout.p, rows, rank), "right": (layout.p, rank, cols)}
+
+    def core_macs(self, layout: LprodLayout) -> int:
+        macs = sum(a * b * c for a, b, c in self.tensors(layout).values())
+        return 2 * macs if layout.transform == "dft" else macs
+
+    def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
+        if spec.transform is not None:
+            return spec
+        return spec.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+
+    def side_key(self, layout: LprodLayout, side: Side) -> Hashable:
+        return layout.transform_of(side) if self.has_side(layout, side) else None
+
+    def has_side(self, layout: LprodLayout, side: Side) -> bool:
+        return layout.transform != "identity" and layout.placement in (side, "both")
+
+    def side_tensors(self, layout: LprodLayout, side: Side) -> Shapes:
+        return transform_tensors(layout.transform_of(side)) if self.has_side(layout, side) else {}
+
+    def side_macs(self, layout: LprodLayout, side: Side) -> int:
+        return transform_macs(layout.transform_of(side)) if self.has_side(layout, side) else 0
+
+    def operator(self, tensors: Tensors, layout: LprodLayout, side: Side, like: Tensor) -> Any:
+        if not self.has_side(layout, side):
+            return None
+        return build_operator(tensors, layout.transform_of(side), like)
+
+    def encode(self, x: Tensor, operator: Any, layout: LprodLayout) -> Tensor:
+        if layout.padded_in != layout.in_features:
+            x = pad(x, (0, layout.padded_in - layout.in_features))
+        if operator is None:
+            return x
+        return apply_transform(x, operator)
+
+    def decode(self, u: Tensor, operator: Any, layout: LprodLayout) -> Tensor:
+        if operator is not None:
+            u = apply_inverse(u, operator)
+        return u[..., : layout.out_features]
+
+    def core(self, z: Tensor, tensors: Tensors, layout: LprodLayout) -> Tensor:
+        if layout.transform == "dft":
+            return self._conjugate_core(z, tensors["slices"])
+        late = layout.transform == "fitted" and layout.placement == "out"
+        if layout.tubal_rank is None:
+            return _facewise(z, tensors["slices"], feature_major=late)
+        inner = _facewise(z, tensors["right"], feature_major=False)
+        return _facewise(inner, tensors["left"], feature_major=late)
+
+    @staticmethod
+    def _conjugate_core(z: Tensor, slices: Tensor) -> Tensor:
+        own, partner, swap = expand_conjugate_slices(slices)
+        width = slices.shape[-1]
+        swapped = z.unflatten(-1, (slices.shape[-3], width))[..., swap, :].flatten(-2)
+        return _facewise(z, own) + _facewise(swapped, partner)
+
+    def fit(
+        self, target: Target, layout: LprodLayout, operators: Mapping[Side, Any]
+    ) -> dict[str, Tensor]:
+        product = pad(target.product, (0, layout.padded_in - layout.in_features))
+        product = pad(product, (0, 0, 0, layout.padded_out - layout.out_features))
+        gram = None if target.gram is None else _padded_gram(target.gram, layout.padded_in)
+        turn_in, turn_out = operators.get("in"), operators.get("out")
+        if turn_in is not None:
+            product = apply_transform(product, turn_in)
+            if gram is not None:
+                gram = apply_transform(apply_transform(gram, turn_in).mT.contiguous(), turn_in)
+        if turn_out is not None:
+            product = apply_transform(product.mT.contiguous(), turn_out).mT
+        if layout.transform == "dft":
+            return {"slices": fit_conjugate_slices(product, gram, layout.p)}
+        if layout.tubal_rank is not None:
+            left, right = fit_truncated_slices(product, gram, layout.p, layout.tubal_rank)
+            return {"left": left, "right": right}
+        if gram is None:
+            return {"slices": diagonal_blocks(product, layout.p).contiguous()}
+        return {"slices": fit_slices(product, gram, layout.p)}
+
+    def fit_side(
+        self, targets: Sequence[Target], layout: LprodLayout, side: Side
+    ) -> dict[str, Tensor]:
+        shape = layout.transform_of(side)
+        if layout.transform != "fitted":
+            return self.start_side(layout, side)
+        problems = [
+            Problem(
+                pad(
+                    target.product,
+                    (0, layout.padded_in - layout.in_features, 0, -len(target.product) % layout.p),
+                ),
+                _padded_gram(target.full_gram(), layout.padded_in),
+                target.scale,
+            )
+            for target in targets
+        ]
+        generators = fit_rotation(
+            problems, shape.rotation, count=layout.p, z=shape.tube_matrix(), output=side == "out"
+        )
+        return {"generators": generators}
+
+    def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            for name, shape in self.tensors(layout).items()
+        }
+
+
+def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tensor:
+    """Facewise product; slices of experts, and their inputs, carry a leading dimension."""
+    if slices.dim() == 3:
+        return slice_product(z, slices, feature_major=feature_major)
+    parts = z.unflatten(-1, (slices.shape[-3], slices.shape[-1])).transpose(-3, -2)
+    return (parts @ slices.mT).transpose(-3, -2).flatten(-2)
+
+
+def _padded_gram(gram: Tensor, width: int) -> Tensor:
+    """Extends G to padded features, which are always zero: any positive diagonal serves."""
+    extra = width - gram.shape[-1]
+    if not extra:
+        return gram
+    grown = pad(gram, (0, extra, 0, extra))
+    grown.diagonal()[-extra:] = gram.diagonal().mean()
+    return grown
+
+
+register(Lprod())

@@ -1,0 +1,111 @@
+"""The input or output side of a term: tensors that several layers may share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.structures.base import Layout, Side, structure
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return stored
+
+
+class SideModule(nn.Module):
+    """Owns what `encode` or `decode` of a term needs, and applies it.
+
+    Other layers that share it call this module, never its tensors, so that hooks which bring
+    offloaded tensors to the device run for every caller.
+
+    Args:
+        layout: Layout of the owning term.
+        side: Which side this is.
+        readers: How many layers apply it to one and the same input. Above one the result is kept
+            until all of them have read it.
+        dtype: Dtype of the stored tensors.
+        device: Device of the stored tensors.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        side: Side,
+        readers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.side = side
+        self.readers = readers
+        self._structure = structure(layout.structure)
+        for name, shape in self._structure.side_tensors(layout, side).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        self._built: tuple[Any, Any] | None = None
+        self._last: tuple[weakref.ref[Tensor], Any, Tensor] | None = None
+        self._reads = 0
+
+    def operator(self, like: Tensor) -> Any:
+        """Builds what the side applies, or returns the one built from the same tensors before."""
+        tensors = dict(self.named_parameters(recurse=False))
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+        if training or torch.compiler.is_compiling():
+            return self._structure.operator(tensors, self.layout, self.side, like)
+        stamp = (like.dtype, like.device, *map(_stamp, tensors.values()))
+        if self._built is None or self._built[0] != stamp:
+            with torch.no_grad():
+                built = self._structure.operator(tensors, self.layout, self.side, like)
+            self._built = (stamp, built)
+        return self._built[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encodes or decodes activations.
+
+        Args:
+            x: The layer's input for side "in" (any leading dimensions), or the core's result for
+                side "out".  # (..., features)
+
+        Returns:
+            Rows for the core, or for the host.  # (tokens, features)
+        """
+        if self.readers == 1 or torch.compiler.is_compiling():
+            return self._apply_side(x)
+        key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), _stamp(x))
+        last = self._last
+        if last is None or last[0]() is not x or last[1] != key:
+            last = self._last = (weakref.ref(x), key, self._apply_side(x))
+            self._reads = 0
+        self._reads += 1
+        if self._reads >= self.readers:
+            self._last = None
+        return last[2]
+
+    def _apply_side(self, x: Tensor) -> Tensor:
+        stored = next((tensor.dtype for tensor in self.parameters(recurse=False)), x.dtype)
+        rows = x.to(compute_dtype(x.device, stored))
+        operator = self.operator(rows)
+        if self.side == "in":
+            rows = rows.reshape(-1, rows.shape[-1])
+            return self._structure.encode(rows, operator, self.layout)
+        return self._structure.decode(rows, operator, self.layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves caches behind: they hold weak references."""
+        return {**self.__dict__, "_built": None, "_last": None}
+
+    def extra_repr(self) -> str:
+        """Shows the structure and the side."""
+        return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
+
+
+def _stamp(tensor: Tensor) -> Any:
+    """Changes whenever a tensor's contents do; inference tensors do not count versions."""
+    version = None if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), version)

@@ -1,0 +1,245 @@
+"""Names of models: folders, aliases, hub ids, and what is said when there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from tcompress.errors import SourceError
+from tcompress.source import ALIASES, default_output_name, resolve
+from tests.support.checkpoints import save
+
+
+class Hub:
+    """Stands in for the hub: copies nothing, records what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: list[dict[str, Any]] = []
+
+    def snapshot_download(self, repo: str, **options: Any) -> str:
+        self.calls.append({"repo": repo, **options})
+        return str(self.folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "snapshot")
+    hub.folder.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    # A relative name must not meet a folder of the place where the tests were started.
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return hub
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], text: str = "reason") -> None:
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def test_an_existing_folder_wins_over_an_alias(hub: Hub) -> None:
+    Path("gpt2").mkdir()
+    assert resolve("gpt2") == Path("gpt2")
+    assert hub.calls == []
+
+
+def test_an_alias_is_downloaded_with_revision_and_token(hub: Hub) -> None:
+    (hub.folder / "model.safetensors").touch()
+    assert resolve("bert-base", revision="v1", token="secret") == hub.folder
+    [call] = hub.calls
+    assert call["repo"] == "google-bert/bert-base-uncased"
+    assert (call["revision"], call["token"]) == ("v1", "secret")
+    assert "model.safetensors" in call["allow_patterns"]
+    assert not any("bin" in pattern for pattern in call["allow_patterns"])
+
+
+def test_a_hub_id_is_taken_as_it_is(hub: Hub) -> None:
+    (hub.folder / "model-00001-of-00002.safetensors").touch()
+    resolve("owner/model")
+    assert [call["repo"] for call in hub.calls] == ["owner/model"]
+
+
+def test_torch_files_are_fetched_only_without_safetensors(hub: Hub) -> None:
+    resolve("opt-125m")
+    first, second = (call["allow_patterns"] for call in hub.calls)
+    assert "pytorch_model.bin" not in first
+    assert "pytorch_model.bin" in second
+    assert "model.safetensors" not in second
+
+
+def test_every_alias_is_a_hub_id_in_lower_case() -> None:
+    for alias, repo in ALIASES.items():
+        assert alias == alias.lower()
+        assert repo.count("/") == 1
+    assert len(set(ALIASES.values())) == len(ALIASES)
+
+
+def test_a_missing_path_lists_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "bert-small").mkdir()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(SourceError) as caught:
+        resolve(str(tmp_path / "bert-smal"))
+    assert caught.value.message == (
+        f"there is no folder `{tmp_path}/bert-smal`; "
+        f"`{tmp_path}` holds `bert-small/`, `notes.txt`"
+    )
+    assert caught.value.hint == "did you mean `bert-small`"
+
+
+def test_a_missing_path_lists_the_nearest_folder_there_is(tmp_path: Path) -> None:
+    for number in range(14):
+        (tmp_path / f"m{number:02}").mkdir()
+    with pytest.raises(SourceError, match=r"holds `m00/`, .*`m11/` and 2 more") as caught:
+        resolve(str(tmp_path / "a" / "b"))
+    assert caught.value.hint == "check the path"
+
+
+@pytest.mark.parametrize("name", ["./none", "../none", "~/no-such-folder-of-tcompress", "a/b/c"])
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(hub: Hub, name: str) -> None:
+    with pytest.raises(SourceError, match="there is no folder"):
+        resolve(name)
+    assert hub.calls == []
+
+
+def test_a_windows_path_is_a_path(hub: Hub) -> None:
+    with pytest.raises(SourceError, match="there is no folder"):
+        resolve("models\\bert")
+
+
+def test_a_file_is_not_a_model(hub: Hub) -> None:
+    Path("model.safetensors").touch()
+    with pytest.raises(SourceError) as caught:
+        resolve("model.safetensors")
+    assert caught.value.message == (
+        "`model.safetensors` is a file, but a model is a folder with `config.json` and weights"
+    )
+    assert caught.value.hint == "give the folder `.`"
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_refused(name: str) -> None:
+    with pytest.raises(SourceError, match="the model name is empty"):
+        resolve(name)
+
+
+def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="revision `v1` was given, but .* is a local folder"):
+        resolve(str(tmp_path), revision="v1")
+
+
+def test_an_unknown_name_gets_the_nearest_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, errors.RepositoryNotFoundError)
+    with pytest.raises(SourceError) as caught:
+        resolve("bert-bse")
+    assert caught.value.message == (
+        "there is no local folder and no model on the hub called `bert-bse`"
+    )
+    assert caught.value.hint == (
+        "did you mean `bert-base`, that is `google-bert/bert-base-uncased`; "
+        "a private model needs a token"
+    )
+
+
+def test_an_unknown_hub_id_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, errors.RepositoryNotFoundError)
+    with pytest.raises(SourceError, match=r"that is `google-bert/bert-base-uncased`"):
+        resolve("google/bert-base-uncasd")
+
+
+def test_a_name_like_nothing_gets_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, errors.HFValidationError)
+    with pytest.raises(SourceError) as caught:
+        resolve("zzzz@9")
+    assert str(caught.value.hint).startswith("give a local folder, a hub id such as")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "hint"),
+    [
+        (errors.GatedRepoError, "access to `meta-llama/Llama-3.2-1B` is restricted", "token"),
+        (errors.RevisionNotFoundError, "has no revision `v9`", "leave the revision out"),
+        (errors.LocalEntryNotFoundError, "the hub cannot be reached", "go online"),
+        (errors.OfflineModeIsEnabled, "the hub cannot be reached", "HF_HUB_OFFLINE"),
+        (ConnectionError, "the hub cannot be reached", "go online"),
+        (OSError, "failed with `OSError: disk full`", "try again"),
+    ],
+)
+def test_errors_of_the_hub_are_explained(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], message: str, hint: str
+) -> None:
+    failing(monkeypatch, kind, "disk full")
+    with pytest.raises(SourceError) as caught:
+        resolve("llama-3.2-1b", revision="v9", token="secret")
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_connection_error_of_a_foreign_library_is_known_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing(monkeypatch, type("ConnectError", (Exception,), {}))
+    with pytest.raises(SourceError, match="the hub cannot be reached"):
+        resolve("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bert-base", "bert-base-lprod-p4"),
+        ("google-bert/bert-base-uncased", "bert-base-uncased-lprod-p4"),
+        ("./models/my model/", "my-model-lprod-p4"),
+        ("C:\\models\\bert", "bert-lprod-p4"),
+    ],
+)
+def test_names_of_outputs(name: str, expected: str) -> None:
+    assert default_output_name(name, "lprod-p4") == expected
+
+
+def test_the_current_folder_gives_an_output_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert default_output_name(".", "tt") == "mine-tt"
+
+
+def test_names_cost_no_import_of_torch() -> None:
+    code = (
+        "import sys; from tcompress.source import ALIASES, resolve, default_output_name; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_exports_what_it_says() -> None:
+    from tcompress import source
+
+    assert all(getattr(source, name) is not None for name in source.__all__)
+    assert set(source.__all__) == set(source._HOMES)
+    with pytest.raises(AttributeError, match="no attribute `nothing`"):
+        _ = source.nothing
+
+
+def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tcompress.source import SourceModel
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    hub.folder = hub.folder.parent / commit
+    save("bert_base", hub.folder)
+    model = SourceModel.open("minilm", revision="main")
+    assert model.id == "sentence-transformers/all-MiniLM-L6-v2"
+    assert model.revision == commit

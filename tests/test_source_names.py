@@ -92,8 +92,7 @@ def test_a_missing_path_lists_its_parent(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         resolve(str(tmp_path / "bert-smal"))
     assert caught.value.message == (
-        f"there is no folder `{tmp_path}/bert-smal`; "
-        f"`{tmp_path}` holds `bert-small/`, `notes.txt`"
+        f"there is no folder `{tmp_path}/bert-smal`; `{tmp_path}` holds `bert-small/`, `notes.txt`"
     )
     assert caught.value.hint == "did you mean `bert-small`"
 
@@ -135,7 +134,7 @@ def test_an_empty_name_is_refused(name: str) -> None:
 
 
 def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="revision `v1` was given, but .* is a local folder"):
+    with pytest.raises(SourceError, match=r"revision `v1` was given, but .* is a local folder"):
         resolve(str(tmp_path), revision="v1")
 
 
@@ -162,7 +161,7 @@ def test_a_name_like_nothing_gets_an_example(monkeypatch: pytest.MonkeyPatch) ->
     failing(monkeypatch, errors.HFValidationError)
     with pytest.raises(SourceError) as caught:
         resolve("zzzz@9")
-    assert str(caught.value.hint).startswith("give a local folder, a hub id such as")
+    assert str(caught.value.hint).startswith("give a folder, an alias or a hub id such as")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""."""
+"""Calibration data, and the paused forward passes that carry it through a model."""

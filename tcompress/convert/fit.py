@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
-from tcompress.plan.entries import SIDES, LayerPlan
+from tcompress.plan.entries import LayerPlan
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
 from tcompress.structures.linear import side_name, tensor_prefix
@@ -285,5 +285,3 @@ def _applied(part: _Part, term: int, x: Tensor) -> Tensor:
     tensors = {k: t.to(x.dtype) for k, t in part.tensors[term].items() if "." not in k}
     z = kind.encode(x, part.operators[term].get("in"), layout)
     return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)
-
-

@@ -27,9 +27,7 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
         except re.error as error:
             raise PlanError(f"`{pattern}` is not a regular expression: {error}") from error
         return any(expression.search(name) for name in names)
-    return any(
-        fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names
-    )
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names)
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:

@@ -71,10 +71,13 @@ class _Planner:
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan | None:
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
-            self.source.keymap.sources(layer.weight_name)
+            converted = self.source.keymap.sources(layer.weight_name).converter is not None
         except SourceError as error:
             self.refusals += 1
             raise Refusal(error.message) from error
+        if converted and layer.kind != "experts":
+            self.refusals += 1
+            raise Refusal("the checkpoint stores its weight fused with that of other layers")
         choice = self._choice((name, layer.name, layer.weight_name, layer.role))
         if choice is None:
             self.excluded += 1

@@ -1,1 +1,70 @@
-"""."""
+"""What a recipe says, from YAML to models with readable errors, and the recipes that ship.
+
+Names are looked up on first use, so that listing recipes costs no import of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.recipe.docs import json_schema, reference_markdown
+    from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
+    from tcompress.recipe.load import dump_recipe, load_recipe, parse_recipe
+    from tcompress.recipe.schema import (
+        RECIPE_VERSION,
+        Calibration,
+        Convert,
+        LayerRule,
+        MethodSpec,
+        Recipe,
+        method_names,
+        structure_of,
+    )
+
+__all__ = [
+    "RECIPE_VERSION",
+    "Calibration",
+    "Convert",
+    "LayerRule",
+    "MethodSpec",
+    "Recipe",
+    "copy_recipe",
+    "dump_recipe",
+    "find_recipe",
+    "json_schema",
+    "load_recipe",
+    "method_names",
+    "parse_recipe",
+    "recipe_names",
+    "recipe_text",
+    "reference_markdown",
+    "structure_of",
+]
+
+_HOMES = {
+    "RECIPE_VERSION": "schema",
+    "Calibration": "schema",
+    "Convert": "schema",
+    "LayerRule": "schema",
+    "MethodSpec": "schema",
+    "Recipe": "schema",
+    "copy_recipe": "library",
+    "dump_recipe": "load",
+    "find_recipe": "library",
+    "json_schema": "docs",
+    "load_recipe": "load",
+    "method_names": "schema",
+    "parse_recipe": "load",
+    "recipe_names": "library",
+    "recipe_text": "library",
+    "reference_markdown": "docs",
+    "structure_of": "schema",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

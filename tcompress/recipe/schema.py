@@ -29,7 +29,8 @@ class Calibration(_Model):
 
     source: str = Field(
         "builtin",
-        description="`builtin`, `none`, a txt, csv, jsonl or parquet file, an image folder, or a hub id",
+        description="`builtin`, `none`, a txt, csv, jsonl or parquet file, a folder of images, "
+        "or a hub id",
     )
     split: str = Field("train", description="split of a hub dataset")
     columns: tuple[str, ...] = Field(
@@ -65,7 +66,9 @@ class Convert(_Model):
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
     )
     residual_rank: int = Field(
-        0, ge=0, description="rank of a low-rank term added to the structure"
+        0,
+        ge=0,
+        description="rank of a low-rank term added to the structure; 0 leaves it to `target`",
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")

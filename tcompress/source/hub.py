@@ -27,7 +27,7 @@ _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
 
 
-def download(repo: str, revision: str | None, token: str | None, hint: str) -> Path:
+def download(repo: str, revision: str | None, token: str | None, near: str | None) -> Path:
     """Fetch the files of a model that a conversion can need.
 
     Weights come as safetensors; the older `.bin` format is fetched only if there is nothing else.
@@ -36,7 +36,7 @@ def download(repo: str, revision: str | None, token: str | None, hint: str) -> P
         repo: Hub id.
         revision: Branch, tag or commit.
         token: Access token.
-        hint: What to do if the hub does not know this id.
+        near: What may have been meant, to be said if there is no such model.
 
     Returns:
         The local snapshot folder.
@@ -50,7 +50,7 @@ def download(repo: str, revision: str | None, token: str | None, hint: str) -> P
             folder = _snapshot(repo, revision, token, _ALWAYS + _TORCH)
     except Exception as error:
         # The hub client raises errors of a dozen unrelated classes; all end in one of ours.
-        raise _explained(error, repo, revision, hint) from error
+        raise _explained(error, repo, revision, near) from error
     return folder
 
 
@@ -68,7 +68,7 @@ def _snapshot(repo: str, revision: str | None, token: str | None, patterns: list
     )
 
 
-def _explained(error: Exception, repo: str, revision: str | None, hint: str) -> SourceError:
+def _explained(error: Exception, repo: str, revision: str | None, near: str | None) -> SourceError:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -85,13 +85,15 @@ def _explained(error: Exception, repo: str, revision: str | None, hint: str) -> 
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         return SourceError(
             f"there is no local folder and no model on the hub called `{repo}`",
-            hint=f"{hint}; a private model needs a token",
+            hint=(near or "give a folder, an alias or a hub id such as `openai-community/gpt2`")
+            + "; a private model needs a token",
         )
     if _is_offline(error):
         return SourceError(
             f"`{repo}` is neither a local folder nor in the local cache, "
             "and the hub cannot be reached",
-            hint=f"go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder; {hint}",
+            hint="go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder"
+            + (f"; {near}" if near else ""),
         )
     return SourceError(
         f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",

@@ -34,6 +34,8 @@ from tcompress.source.text import listed
 FACTOR_PREFIX = "tc_"
 """Start of the name of every tensor that a structured layer owns."""
 
+_RUNTIME_NAMES = "names are those of the model in memory, not of the checkpoint"
+
 # What a structured layer may store under the checkpoint name of the layer it replaces.
 _LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
 
@@ -121,7 +123,7 @@ class KeyMap:
         near = get_close_matches(param_name, self._names, n=3)
         raise SourceError(
             f"the model has no parameter `{param_name}`",
-            hint=f"near names are {listed(near)}" if near else None,
+            hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
         )
 
     def tied(self, param_name: str) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ class KeyMap:
             near = get_close_matches(module_name, self._modules, n=3)
             raise SourceError(
                 f"the model has no module `{module_name}`",
-                hint=f"near names are {listed(near)}" if near else None,
+                hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
             )
         for prefix in self._prefixes(module_name):
             if self._loads_back(prefix, module_name):
@@ -292,6 +294,8 @@ def _converted(
         with torch.no_grad():
             made = converter.convert(sources.target, model=keymap.model, config=keymap.model.config)
         value = made[param_name]
+    except SourceError:
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
         raise SourceError(
             f"`{param_name}` cannot be made of {listed(sources.keys)} ({error})",

@@ -109,7 +109,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SourceError(f"`{path}` is no valid JSON ({error})", hint="repair the file") from error
     if not isinstance(config, dict):
-        raise SourceError(f"`{path}` holds a {type(config).__name__}, expected an object")
+        raise SourceError(
+            f"`{path}` holds a {type(config).__name__}, expected an object", hint="repair the file"
+        )
     return config
 
 

@@ -83,7 +83,7 @@ def resolve(name: str, revision: str | None = None, token: str | None = None) ->
         raise _missing_path(name)
     from tcompress.source.hub import download
 
-    return download(ALIASES.get(name, name), revision, token, hint=_unknown_name_hint(name))
+    return download(ALIASES.get(name, name), revision, token, near=_near_name(name))
 
 
 def local_folder(name: str) -> Path | None:
@@ -136,10 +136,10 @@ def _missing_path(name: str) -> SourceError:
     return SourceError(f"there is no folder `{name}`; `{parent}` holds {content}", hint=hint)
 
 
-def _unknown_name_hint(name: str) -> str:
-    """What to say when the hub does not know a name."""
+def _near_name(name: str) -> str | None:
+    """What may have been meant by a name that the hub does not know."""
     known = {**ALIASES, **{hub.rpartition("/")[2].lower(): hub for hub in ALIASES.values()}}
     near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.6)
     if near and ALIASES.get(name) is None and known[near[0]] != name:
         return f"did you mean `{near[0]}`, that is `{known[near[0]]}`"
-    return "give a local folder, a hub id such as `google-bert/bert-base-uncased` or an alias"
+    return None

@@ -114,7 +114,8 @@ class SafetensorsShard:
                 file.seek(info.start + start * row_bytes)
                 if file.readinto(target) != buffer.numel():
                     raise SourceError(
-                        f"`{self.path}` ended while reading `{key}`: it was changed since opening"
+                        f"`{self.path}` ended while reading `{key}`: it was changed since opening",
+                        hint="leave the files alone while they are in use, and start again",
                     )
         return buffer.view(info.dtype).reshape(shape)
 

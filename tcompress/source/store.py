@@ -123,7 +123,10 @@ class WeightStore:
         """
         shape = self._info(key).shape
         if not shape or start < 0 or stop < start:
-            raise SourceError(f"`{key}` of shape {list(shape)} has no rows {start} to {stop}")
+            raise SourceError(
+                f"`{key}` of shape {list(shape)} has no rows {start} to {stop}",
+                hint="a slice counts rows of the first dimension from 0",
+            )
         start, stop = min(start, shape[0]), min(stop, shape[0])
         return self._shard(key).read(key, start, stop)
 
@@ -152,14 +155,14 @@ class WeightStore:
             near = get_close_matches(key, self._where, n=3)
             raise SourceError(
                 f"the checkpoint in `{self.folder}` has no tensor `{key}`",
-                hint=f"near names are {listed(near)}" if near else None,
+                hint=f"near names are {listed(near)}" if near else "see `keys()` for its names",
             )
         return self._shards[self._where[key]].infos[key]
 
 
 def _no_weights(folder: Path) -> SourceError:
     if not folder.is_dir():
-        return SourceError(f"there is no folder `{folder}`")
+        return SourceError(f"there is no folder `{folder}`", hint="check the path")
     expected = ", ".join(f"`{name}`" for name, _ in _LAYOUTS)
     hint = "save the model with `save_pretrained`, which writes `model.safetensors`"
     if any(folder.glob("*-of-*")):

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from torch import Tensor
 
 from tcompress.errors import RecipeError
@@ -50,6 +58,11 @@ class Layout(BaseModel):
     structure: str
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
+
+    @model_serializer(mode="wrap")
+    def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keeps the name in dumps without defaults: it selects the class on reading."""
+        return {"structure": self.structure, **handler(self)}
 
 
 @dataclass(frozen=True)
@@ -176,11 +189,13 @@ class Structure(ABC, Generic[S, L]):
         return u
 
     def dense(self, tensors: Tensors, layout: L, operators: Mapping[Side, Any]) -> Tensor:
-        """Returns the dense weight of these tensors.  # (out, in)."""
+        """Returns the dense weight of these tensors.  # (..., out, in)."""
         like = next(iter(tensors.values()))
         eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
         z = self.encode(eye, operators.get("in"), layout)
-        return self.decode(self.core(z, tensors, layout), operators.get("out"), layout).mT
+        u = self.core(z, tensors, layout)
+        dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
+        return dense.reshape(*u.shape[:-1], -1).mT
 
 
 def _parse_layout(value: Any) -> Any:

@@ -167,7 +167,8 @@ class StructuredLinear(nn.Module):
             total: Tensor | None = None
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
                 module = self._modules.get(side_name(self.parts, "out", index, term))
-                y = structure(layout.structure).decode(u, None, layout) if module is None else module(u)
+                kind = structure(layout.structure)
+                y = module(u) if module is not None else kind.decode(u, None, layout)
                 total = y if total is None else total + y
             outputs.append(total)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]

@@ -47,9 +47,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     spec = LowRankSpec
     layout_type = LowRankLayout
 
-    def layout(
-        self, spec: LowRankSpec, site: Site, budget: int | None = None
-    ) -> LowRankLayout:
+    def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
         rank = spec.rank
         if rank is None and budget is not None:
             rank = budget // (site.in_features + site.out_features)

@@ -47,7 +47,8 @@ class SideModule(nn.Module):
         self.readers = readers
         self._structure = structure(layout.structure)
         for name, shape in self._structure.side_tensors(layout, side).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
         self._built: tuple[Any, Any] | None = None
         self._last: tuple[weakref.ref[Tensor], Any, Tensor] | None = None
         self._reads = 0

@@ -45,8 +45,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
-    # Stores gate and up projections as one tensor, which Transformers takes apart.
-    "dinov2": ("Dinov2Model", "Dinov2Config", {**_IMAGE, "use_swiglu_ffn": True}),
+    # Stores query, key and value as one tensor, which Transformers takes apart.
+    "nomic_bert": ("NomicBertModel", "NomicBertConfig", _TEXT),
 }
 
 

@@ -1,0 +1,176 @@
+"""What a model's forward pass takes, read from its signature and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tcompress.errors import CalibrationError
+from tcompress.source import SourceModel
+
+_IMAGE_SIDE = 224
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a model.
+
+    Attributes:
+        names: Keyword arguments that the forward pass accepts.
+        text: It reads `input_ids`.
+        image: It reads `pixel_values`.
+        audio: It reads `input_features`.
+        decoder: It has a decoder that reads `decoder_input_ids`.
+    """
+
+    names: frozenset[str]
+    text: bool
+    image: bool
+    audio: bool
+    decoder: bool
+
+
+def inputs_of(source: SourceModel) -> Inputs:
+    """Find out which inputs a model takes.
+
+    Raises:
+        CalibrationError: If it takes none that there can be data for.
+    """
+    kind = source.model_class
+    names = set(inspect.signature(kind.forward).parameters)
+    if kind.main_input_name not in names:
+        # Code that comes with a model may hide its inputs behind `**kwargs`.
+        names |= {kind.main_input_name, "attention_mask"}
+    text = "input_ids" in names
+    # Chat models mark the place of a picture or sound by a token; without it they read text alone.
+    image = "pixel_values" in names and not (text and _has_token(source.config, "image"))
+    audio = "input_features" in names and not (text and _has_token(source.config, "audio"))
+    if not (text or image or audio):
+        raise CalibrationError(
+            f"there is no calibration data for `{kind.__name__}`, whose input is "
+            f"`{kind.main_input_name}`; `input_ids`, `pixel_values` and `input_features` are known",
+            hint="convert without calibration: `--calib none`",
+        )
+    return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names)
+
+
+def longest_text(source: SourceModel, inputs: Inputs) -> int | None:
+    """Give the most tokens that the model has positions for; None if there is no limit."""
+    limits: list[int] = []
+    for decoder in (False, True):
+        if not (inputs.decoder if decoder else inputs.text):
+            continue
+        for config in _text_configs(source.config, decoder):
+            names = ["max_position_embeddings", "n_positions"]
+            if decoder:
+                names.append("max_target_positions")
+            limits.extend(_numbers(config, names))
+    if not limits:
+        return None
+    limit = min(limits)
+    return limit - _positions_before_text(source.meta_model(), limit)
+
+
+def vocabulary_size(source: SourceModel, inputs: Inputs) -> int | None:
+    """Give the number of tokens that the model's text part knows."""
+    sizes = [
+        size
+        for config in _text_configs(source.config, decoder=not inputs.text)
+        for size in _numbers(config, ["vocab_size"])
+    ]
+    return sizes[0] if sizes else None
+
+
+def decoder_start(source: SourceModel) -> int:
+    """Give the token that a decoder starts with.
+
+    Raises:
+        CalibrationError: If the model's files do not say.
+    """
+    from transformers import GenerationConfig
+
+    places: list[Any] = list(_text_configs(source.config, decoder=True))
+    if (source.folder / "generation_config.json").is_file():
+        places.append(GenerationConfig.from_pretrained(source.folder))
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for place in places:
+            token = getattr(place, name, None)
+            if isinstance(token, int):
+                return token
+    raise CalibrationError(
+        f"the configuration in `{source.folder}` does not say which token its decoder starts with",
+        hint="set `decoder_start_token_id` in `config.json`, or convert with `--calib none`",
+    )
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Give channels, height and width of a model's pictures."""
+    channels, size = 3, (_IMAGE_SIDE, _IMAGE_SIDE)
+    for part in _parts(config, ("vision_config", "encoder")):
+        channels = next(iter(_numbers(part, ["num_channels"])), channels)
+        found = getattr(part, "image_size", None)
+        if isinstance(found, int):
+            size = (found, found)
+        elif isinstance(found, list | tuple) and len(found) == 2:
+            size = (int(found[0]), int(found[1]))
+    return (channels, *size)
+
+
+def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
+    """Give frequency bands and frames of a model's log-mel spectrograms.
+
+    Raises:
+        CalibrationError: If the model's sound is not laid out as Whisper's is.
+    """
+    config = source.config
+    bands, positions = (
+        next(iter(_numbers(config, [name])), None)
+        for name in ("num_mel_bins", "max_source_positions")
+    )
+    if bands is None or positions is None:
+        raise CalibrationError(
+            f"there is no built-in sound for `{source.model_class.__name__}`",
+            hint="convert without calibration: `--calib none`",
+        )
+    return bands, 2 * positions  # the second convolution halves the number of frames
+
+
+def _has_token(config: Any, kind: str) -> bool:
+    return any(
+        isinstance(getattr(config, f"{kind}_token_{suffix}", None), int)
+        for suffix in ("id", "index")
+    )
+
+
+def _parts(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    yield config
+    for name in names:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield part
+
+
+def _text_configs(config: Any, decoder: bool) -> Iterator[Any]:
+    return _parts(config, ("text_config", "decoder" if decoder else "encoder"))
+
+
+def _numbers(config: Any, names: list[str]) -> list[int]:
+    values = [getattr(config, name, None) for name in names]
+    # Some configurations write "no limit" as -1.
+    return [value for value in values if isinstance(value, int) and value > 0]
+
+
+def _positions_before_text(model: nn.Module, limit: int) -> int:
+    """Count the position embeddings that RoBERTa and its kin never use for text.
+
+    They number positions from the one after the padding token's.
+    """
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and "position" in name.rpartition(".")[2]
+        if is_table and module.num_embeddings == limit and module.padding_idx is not None:
+            return int(module.padding_idx) + 1
+    return 0

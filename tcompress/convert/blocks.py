@@ -1,0 +1,259 @@
+"""Data-aware conversion: block by block, with a dense and a compressed stream of activations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.anatomy import Anatomy, Block
+from tcompress.calibrate.skeleton import Skeleton
+from tcompress.calibrate.streams import Stream, intercept_blocks
+from tcompress.convert.capture import first_tensor, run_to_input, token_rows
+from tcompress.convert.experts import ExpertSums, Routing, routed_arguments
+from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.convert.sums import SplitSums
+from tcompress.errors import CalibrationError, FitError
+from tcompress.integration.build import fill, install_layers
+from tcompress.plan.entries import LayerPlan
+from tcompress.source import SourceModel, read_parameter
+
+Group = tuple[LayerPlan, ...]
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """Fits of one block, with the bias of every layer that has one.
+
+    Attributes:
+        block: Name of the block.
+        layers: Results by weight name.
+        biases: New biases by layer name.
+    """
+
+    block: str
+    layers: dict[str, FittedLayer]
+    biases: dict[str, Tensor]
+
+
+class BlockFitter:
+    """Walks two streams through the model and fits every block on the way.
+
+    Args:
+        source: The dense model.
+        anatomy: Its blocks.
+        entries: Planned layers.
+        batches: Calibration batches.
+        holdout: Indices of batches that are only measured on.
+        damping: Ridge added to the moments.
+        dtype_of: Dtype in which a layer is stored.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self,
+        source: SourceModel,
+        anatomy: Anatomy,
+        entries: Sequence[LayerPlan],
+        batches: Sequence[Mapping[str, Tensor]],
+        holdout: Sequence[int],
+        *,
+        damping: float,
+        dtype_of: Callable[[LayerPlan], torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self._source = source
+        self._blocks = {block.name: block for block in anatomy.blocks}
+        self._damping = damping
+        self._dtype_of = dtype_of
+        self._holdout = frozenset(holdout)
+        self._device = device
+        self._skeleton = Skeleton(source, list(self._blocks), device)
+        self._own = intercept_blocks(self._skeleton.model, list(self._blocks))
+        keymap = source.keymap
+        self._paths = {entry.name: keymap.runtime_name(entry.name) or "" for entry in entries}
+        self._entries = {(self._paths[entry.name], entry.parameter): entry for entry in entries}
+        moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
+        self._dense = [Stream(self._skeleton.model, batch) for batch in moved]
+        self._new = [Stream(self._skeleton.model, batch) for batch in moved]
+
+    def run(
+        self,
+        done: Callable[[str], BlockResult | None],
+        progress: Callable[[str, str], None],
+    ) -> Iterator[BlockResult]:
+        """Fits all blocks in the order in which the model runs them.
+
+        Args:
+            done: Returns the stored result of a block that an interrupted run finished.
+            progress: Called with a block's name and the roles of the group at work.
+
+        Raises:
+            CalibrationError: The model does not run its blocks one after another.
+            FitError: A fit failed, or activations are not finite.
+        """
+        streams = [*self._dense, *self._new]
+        try:
+            for stream in streams:
+                stream.start()
+            left = set(self._blocks)
+            while left and self._dense[0].call is not None:
+                name = self._block_at(streams)
+                if name not in left:
+                    raise CalibrationError(
+                        f"block `{name}` runs more than once in a forward pass",
+                        "convert this model without data: `--calib none`",
+                    )
+                left.discard(name)
+                result = done(name)
+                fresh = result is None
+                result = self._block(self._blocks[name], result, progress)
+                if fresh:
+                    yield result
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _block_at(self, streams: Sequence[Stream]) -> str:
+        names = {stream.call.block if stream.call else "" for stream in streams}
+        if len(names) > 1:
+            raise CalibrationError(
+                f"forward passes differ in their blocks: {', '.join(sorted(names))}",
+                "convert this model without data: `--calib none`",
+            )
+        return names.pop()
+
+    def _block(
+        self,
+        block: Block,
+        stored: BlockResult | None,
+        progress: Callable[[str, str], None],
+    ) -> BlockResult:
+        dense = self._skeleton.load_block(block.name)
+        new = copy.deepcopy(dense)
+        del new.forward  # the copy runs by itself; the original pauses its stream
+        experts = [layer.name for layer in block.layers if layer.kind == "experts"]
+        inside = experts[0].removeprefix(f"{block.name}.") if experts else None
+        routing = Routing(dense, inside)
+        result = BlockResult(block.name, {}, {})
+        for group in self._groups(block):
+            if stored is None:
+                progress(block.name, ", ".join(entry.role for entry in group))
+                self._fit_group(block, group, dense, new, result)
+            self._install(block, group, new, stored or result)
+        routing.replay_in(new)
+        self._advance(self._dense, self._own[block.name], routing)
+        self._advance(self._new, new.forward, routing)
+        self._skeleton.drop_block(block.name)
+        return stored or result
+
+    def _groups(self, block: Block) -> Iterator[Group]:
+        for group in block.groups:
+            keys = [(layer.name, layer.parameter) for layer in group]
+            entries = tuple(self._entries[key] for key in keys if key in self._entries)
+            if entries:
+                yield entries
+
+    @staticmethod
+    def _advance(streams: Sequence[Stream], forward: Callable[..., Any], routing: Routing) -> None:
+        for routing.current, stream in enumerate(streams):
+            call = stream.call
+            assert call is not None
+            with torch.no_grad():
+                answer = forward(*call.args, **call.kwargs)
+            stream.answer(answer)
+
+    def _fit_group(
+        self, block: Block, group: Group, dense: nn.Module, new: nn.Module, result: BlockResult
+    ) -> None:
+        path = self._paths[group[0].name]
+        inside = path.removeprefix(f"{block.name}.")
+        try:
+            if group[0].kind == "experts":
+                moments = self._expert_moments(block, group[0], dense, new, inside)
+            else:
+                moments = [self._moments(block, group, dense, new, inside)]
+        except FitError as error:
+            raise FitError(f"layer `{group[0].name}`: {error.message}", error.hint) from error
+        weights, own = [], []
+        for entry in group:
+            name = f"{self._paths[entry.name]}.{entry.parameter}"
+            weight = read_parameter(self._source.store, self._source.keymap, name)
+            weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self._device))
+            own.append([pair[entry.bias] for pair in moments])
+        by_dtype = self._dtype_of(group[0])
+        fitted = fit_layers(group, weights, own, dtype=by_dtype, damping=self._damping)
+        for entry, layer in zip(group, fitted, strict=True):
+            result.layers[f"{entry.name}.{entry.parameter}"] = layer
+            if entry.bias and entry.kind != "experts":
+                bias = dense.get_submodule(
+                    self._paths[entry.name].removeprefix(f"{block.name}.")
+                ).bias
+                shift = 0.0 if layer.shift is None else layer.shift
+                result.biases[entry.name] = (bias.double() + shift).to(by_dtype)  # type: ignore[operator,union-attr]
+
+    def _moments(
+        self, block: Block, group: Group, dense: nn.Module, new: nn.Module, inside: str
+    ) -> dict[bool, LayerMoments]:
+        """Moments of a group's input, by whether they are centred (layers with a bias)."""
+        sums = SplitSums()
+        for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
+            x = self._input(block.name, one, self._own[block.name], dense, inside)
+            y = self._input(block.name, two, new.forward, new, inside)
+            if x is None or y is None:
+                raise CalibrationError(f"layer `{group[0].name}` did not run on calibration data")
+            rows, mask = token_rows(x, one.batch, block.name, group[0].role)
+            pairs = y.reshape(rows.shape)
+            if mask is not None:
+                rows, pairs = rows[mask], pairs[mask]
+            sums.add(rows, pairs, holdout=index in self._holdout)
+        centred = {entry.bias for entry in group}
+        return {flag: sums.moments(centred=flag) for flag in centred}
+
+    def _expert_moments(
+        self, block: Block, entry: LayerPlan, dense: nn.Module, new: nn.Module, inside: str
+    ) -> list[dict[bool, LayerMoments]]:
+        """Moments of one input per expert; those that no token chose are fitted without data."""
+        down = entry.parameter == "down_proj"
+        gathered = ExpertSums(dense.get_submodule(inside), new.get_submodule(inside), down=down)
+        for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
+            own = self._own[block.name]
+            routed = self._input(block.name, one, own, dense, inside, routed_arguments)
+            other = self._input(block.name, two, new.forward, new, inside, routed_arguments)
+            if routed is None or other is None:
+                raise CalibrationError(f"layer `{entry.name}` did not run on calibration data")
+            _, mask = token_rows(routed[0], one.batch, block.name, entry.role)
+            gathered.add(routed, other[0], mask, holdout=index in self._holdout)
+        return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
+
+    @staticmethod
+    def _input(
+        block: str,
+        stream: Stream,
+        forward: Callable[..., Any],
+        module: nn.Module,
+        inside: str,
+        arguments: Callable[..., Any] = first_tensor,
+    ) -> Any:
+        call = stream.call
+        assert call is not None
+        with torch.no_grad():
+            target = module.get_submodule(inside)
+            return run_to_input(lambda: forward(*call.args, **call.kwargs), target, arguments)
+
+    def _install(self, block: Block, group: Group, new: nn.Module, result: BlockResult) -> None:
+        def inside(name: str) -> str | None:
+            return self._paths[name].removeprefix(f"{block.name}.")
+
+        made = install_layers(new, group, inside, dtype=torch.float32, device=self._device)
+        for entry in group:
+            module = made[entry.name]
+            fill(module, entry, result.layers[f"{entry.name}.{entry.parameter}"].tensors)
+            if entry.bias:
+                with torch.no_grad():
+                    module.bias.copy_(result.biases[entry.name])  # type: ignore[union-attr,operator]
+            module.requires_grad_(False)

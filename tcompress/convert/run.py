@@ -1,0 +1,310 @@
+"""The conversion: plan, calibrate, fit, write, publish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tcompress.anatomy import anatomy_of
+from tcompress.artifact.card import model_card
+from tcompress.artifact.format import CARD, quantization_section
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    Manifest,
+    SourceFacts,
+    environment,
+    write_manifest,
+)
+from tcompress.artifact.shards import Stored, digest_of, plan_shards, write_index, write_shard
+from tcompress.calibrate.data import CalibrationData, load_batches
+from tcompress.convert.blocks import BlockFitter, BlockResult
+from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.convert.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
+from tcompress.convert.workplace import Workplace, check_output, identity_of
+from tcompress.errors import InputError, TCompressError
+from tcompress.plan.entries import LayerPlan, Plan
+from tcompress.plan.planner import make_plan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel, read_parameter
+
+
+class Progress(Protocol):
+    """Hears how far a conversion is."""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """A new stage begins."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """The current stage went on."""
+
+
+class Silent:
+    """Says nothing."""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """Ignores the stage."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Ignores the step."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion produced.
+
+    Attributes:
+        folder: The written folder.
+        manifest: Its manifest.
+        resumed: Whether an interrupted run was continued.
+    """
+
+    folder: Path
+    manifest: Manifest
+    resumed: bool = False
+
+
+def convert(
+    source: SourceModel | str,
+    recipe: Convert,
+    output: Path | str,
+    *,
+    plan: Plan | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Converts a pretrained model and writes the result.
+
+    Args:
+        source: The dense model, or its name.
+        recipe: How to convert it.
+        output: Folder to write; it appears only when everything is finished.
+        plan: The plan, if it was already made.
+        force: Replace a folder that is not empty.
+        progress: Hears how far it is.
+
+    Returns:
+        The written folder and its manifest.
+
+    Raises:
+        InputError: The model, the recipe, the data or the output folder cannot be used.
+        FitError: A weight or a fit is not finite; the message names the layer.
+    """
+    start = time.perf_counter()
+    output = Path(output).expanduser().absolute()
+    if isinstance(source, str):
+        source = SourceModel.open(source)
+    check_output(output, force=force)
+    plan = plan or make_plan(recipe, source)
+    job = _Job(source, recipe, plan, output, progress or Silent())
+    with job.workplace() as place:
+        job.fit_blocks(place)
+        checksums = job.write(place)
+        manifest = job.finish(place, checksums, time.perf_counter() - start)
+        place.publish(force=force)
+    return Converted(output, manifest, place.resumed)
+
+
+@dataclass
+class _Job:
+    source: SourceModel
+    recipe: Convert
+    plan: Plan
+    output: Path
+    progress: Progress
+    data: CalibrationData | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.recipe.device)
+        dtype = None if self.recipe.dtype is None else DTYPES[self.recipe.dtype]
+        self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
+        if self.recipe.calibration.source != "none":
+            self.data = load_batches(self.source, self.recipe.calibration)
+        self.block_of = {
+            layer.name: block.name
+            for block in anatomy_of(self.source.meta_model()).blocks
+            for layer in block.layers
+        }
+
+    @contextmanager
+    def workplace(self) -> Iterator[Workplace]:
+        """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
+        identity = identity_of(
+            {
+                "recipe": self.recipe.model_dump(mode="json"),
+                "plan": self.plan.model_dump(mode="json"),
+                "weights": self.source.store.fingerprint(),
+                "data": self.data.fingerprint if self.data else None,
+                "device": str(self.device),
+            }
+        )
+        place = Workplace(self.output, identity)
+        try:
+            yield place
+        except TCompressError:
+            place.discard()
+            raise
+        except BaseException:
+            place.close()
+            raise
+
+    def fit_blocks(self, place: Workplace) -> None:
+        """Fits all blocks on calibration data, if there is any."""
+        if self.data is None:
+            return
+        anatomy = anatomy_of(self.source.meta_model())
+        groups = sum(1 for block in anatomy.blocks for _ in block.groups)
+        self.progress.stage("fitting blocks", groups, "groups")
+        fitter = BlockFitter(
+            self.source,
+            anatomy,
+            self.plan.layers,
+            self.data.batches,
+            self.data.holdout,
+            damping=self.recipe.calibration.damping,
+            dtype_of=self.outputs.dtype_of,
+            device=self.device,
+        )
+        for result in fitter.run(
+            place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
+        ):
+            place.keep_block(result)
+
+    def write(self, place: Workplace) -> dict[str, str]:
+        """Writes all weight files that are not yet written; returns their checksums."""
+        shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
+        done = {note["file"]: note["sha256"] for note in place.notes("shard")}
+        for note in place.notes("fit"):
+            self.errors[note["layer"]] = note["errors"]
+        total = sum(item.nbytes for shard in shards for item in shard.tensors)
+        self.progress.stage("writing", total, "bytes")
+        for shard in shards:
+            if shard.file in done and (place.model / shard.file).is_file():
+                self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
+                continue
+            done[shard.file] = write_shard(
+                place.model,
+                shard,
+                lambda item: self.value(item, place),
+                lambda size: self.progress.advance(size, ""),
+            )
+            place.note("shard", file=shard.file, sha256=done[shard.file])
+        write_index(place.model, shards)
+        return done
+
+    def value(self, item: Stored, place: Workplace) -> Tensor:
+        """Makes the value of one output tensor."""
+        if item.key in self.outputs.copied:
+            return copied_value(self.source, item)
+        if item.key not in self.values:
+            self.values |= self._cluster_values(self.outputs.made[item.key], place)
+        return self.values.pop(item.key)
+
+    def _cluster_values(self, cluster: Cluster, place: Workplace) -> dict[str, Tensor]:
+        block = self.block_of[self.outputs.runtime_name(cluster[0])]
+        result = place.block(block) if self.data is not None else None
+        if result is None:
+            result = self._data_free(cluster)
+        values: dict[str, Tensor] = {}
+        for entry in cluster:
+            key = f"{entry.name}.{entry.parameter}"
+            fitted = result.layers[key]
+            bias = result.biases.get(entry.name)
+            values |= layer_values(entry, fitted, bias, self.outputs.dtype_of(entry))
+            self.errors[key] = fitted.errors
+            place.note("fit", layer=key, errors=fitted.errors)
+        return values
+
+    def _data_free(self, cluster: Cluster) -> BlockResult:
+        weights, biases = [], {}
+        for entry in cluster:
+            path = self.outputs.runtime_name(entry)
+            weight = self._read(f"{path}.{entry.parameter}")
+            weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self.device))
+            if entry.bias and entry.kind != "experts":
+                biases[entry.name] = self._read(f"{path}.bias")
+        fitted = fit_layers(
+            cluster,
+            weights,
+            [[LayerMoments()] for _ in cluster],
+            dtype=self.outputs.dtype_of(cluster[0]),
+            damping=0.0,
+        )
+        keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
+        return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
+
+    def _read(self, name: str) -> Tensor:
+        return read_parameter(self.source.store, self.source.keymap, name)
+
+    def finish(self, place: Workplace, checksums: dict[str, str], seconds: float) -> Manifest:
+        """Writes everything but the weights; `config.json`, which makes it loadable, last."""
+        folder = place.model
+        for path in self.source.companion_files():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source.folder / path, target)
+        data = self.data
+        manifest = Manifest(
+            source=SourceFacts(
+                id=self.source.id,
+                revision=self.source.revision,
+                fingerprint=self.source.store.fingerprint(),
+                bytes=self.source.store.total_bytes,
+            ),
+            recipe=self.recipe.model_dump(mode="json"),
+            plan=self.plan,
+            calibration=CalibrationFacts(name="none")
+            if data is None
+            else CalibrationFacts(
+                name=data.name,
+                samples=data.samples,
+                tokens=data.tokens,
+                fingerprint=data.fingerprint,
+            ),
+            fit=dict(sorted(self.errors.items())),
+            checksums={**checksums},
+            seconds=round(seconds, 2),
+            environment=environment(),
+        )
+        write_manifest(folder, manifest)
+        (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+        self._write_config(folder)
+        return manifest
+
+    def _write_config(self, folder: Path) -> None:
+        raw: dict[str, Any] = json.loads(
+            (self.source.folder / "config.json").read_text(encoding="utf-8")
+        )
+        if self.recipe.dtype is not None:
+            raw.pop("torch_dtype", None)
+            raw["dtype"] = self.recipe.dtype
+        raw["quantization_config"] = quantization_section(self.plan.layers)
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def pick_device(name: str) -> torch.device:
+    """Returns the device to compute on.
+
+    Raises:
+        InputError: There is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
+        ) from error
+    return device

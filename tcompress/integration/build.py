@@ -1,0 +1,87 @@
+"""Puts structured layers in the place of dense ones, from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.plan.entries import LayerPlan
+from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.linear import StructuredLinear
+
+
+def install_layers(
+    root: nn.Module,
+    entries: Iterable[LayerPlan],
+    runtime_name: Callable[[str], str | None],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    dtype_of: Callable[[str], torch.dtype | None] | None = None,
+) -> dict[str, nn.Module]:
+    """Replaces every planned layer by a structured one with empty tensors.
+
+    Args:
+        root: Model or block.
+        entries: Plans, owners of shared inputs before the layers that share them.
+        runtime_name: Gives the module path below `root` of a planned name, or None where the
+            model has no such layer (a plan may be read into a model without some heads).
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+        dtype_of: Dtype of one module, where it differs from `dtype`.
+
+    Returns:
+        The new modules by planned name.
+    """
+    made: dict[str, nn.Module] = {}
+    experts: dict[str, list[LayerPlan]] = {}
+    for entry in entries:
+        path = runtime_name(entry.name)
+        if path is None:
+            continue
+        if entry.kind == "experts":
+            experts.setdefault(entry.name, []).append(entry)
+            continue
+        own = dtype_of(path) if dtype_of is not None else None
+        owner = made.get(entry.input_of) if entry.input_of else None
+        made[entry.name] = StructuredLinear(
+            entry.parts,
+            bias=entry.bias,
+            input_of=owner if isinstance(owner, StructuredLinear) else None,
+            readers=entry.readers,
+            dtype=own or dtype,
+            device=device,
+        )
+        set_module(root, path, made[entry.name])
+    for name, pair in experts.items():
+        path = runtime_name(name)
+        assert path is not None
+        layouts = {entry.parameter: entry.parts for entry in pair}
+        host = root.get_submodule(path)
+        made[name] = StructuredExperts(host, layouts, dtype=dtype, device=device)
+        set_module(root, path, made[name])
+    return made
+
+
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Replaces a submodule, keeping its training mode."""
+    parent, _, leaf = path.rpartition(".")
+    module.train(root.get_submodule(path).training)
+    setattr(root.get_submodule(parent), leaf, module)
+
+
+def stored_name(entry: LayerPlan, tensor: str) -> str:
+    """Returns the name below the layer under which a tensor is stored."""
+    if entry.kind != "experts":
+        return tensor
+    return f"{CHILD_OF[entry.parameter]}.{tensor}"
+
+
+def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Copies fitted tensors into an installed layer."""
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[stored_name(entry, name)].copy_(tensor)

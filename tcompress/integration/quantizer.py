@@ -1,0 +1,91 @@
+"""Makes `from_pretrained` build the structured layers that a checkpoint's plan names.
+
+Transformers asks the registered quantizer before it loads weights. Ours replaces the planned
+modules and steps aside after loading: what remains is an ordinary model that trains, casts, saves
+and loads like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tcompress.artifact.format import METHOD, check_format_version, parse_layers
+from tcompress.artifact.verify import verify_headers
+from tcompress.integration.build import install_layers
+from tcompress.source.keymap import KeyMap
+
+
+class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` section of a converted model's `config.json`."""
+
+    def __init__(
+        self, plan: Mapping[str, Any] | None = None, format_version: int = 1, **extra: Any
+    ) -> None:
+        self.quant_method = METHOD
+        self.format_version = format_version
+        self.plan = dict(plan or {})
+        for name, value in extra.items():
+            if name != "quant_method":
+                setattr(self, name, value)
+
+
+class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Builds structured layers before the weights are loaded."""
+
+    requires_calibration = True
+
+    def is_serializable(self) -> bool:
+        """Converted models save like others."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Converted models train like others."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Lets `Trainer` accept the model."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Structured layers trace without graph breaks."""
+        return True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses formats that this version does not know."""
+        check_format_version(self.quantization_config.format_version)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        layers = parse_layers(self.quantization_config.plan)
+        files: Iterable[str] = kwargs.get("checkpoint_files") or ()
+        verify_headers(layers, [str(file) for file in files])
+        keymap = KeyMap(model, ())
+        install_layers(model, layers, keymap.runtime_name, dtype=kwargs.get("dtype"), device="meta")
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # With the quantizer attached, saving, casting and training take special paths that an
+        # ordinary model does not need.
+        model.is_quantized = False
+        for name in ("hf_quantizer", "quantization_method"):
+            if hasattr(model, name):
+                delattr(model, name)
+        return model
+
+
+def register() -> None:
+    """Registers the format with Transformers, once."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(TCompressConfig)
+        register_quantizer(METHOD)(TCompressQuantizer)

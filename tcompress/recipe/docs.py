@@ -1,0 +1,102 @@
+"""Reference of the recipe format, generated from its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tcompress.recipe.schema import Recipe
+from tcompress.recipe.words import Fragment, describe, quoted, resolve
+from tcompress.structures import structures
+
+_INTRO = """\
+# Recipe reference
+
+A recipe is a YAML or JSON file. Keys that are not listed here are errors. Plain values are read by
+the rules of YAML 1.2: `1e-3` is a number, and `yes` is text.
+"""
+
+_HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
+    schema = Recipe.model_json_schema()
+    for item in structures():
+        options = schema["$defs"][item.spec.__name__]
+        # The name may be left out where options are built in Python, but not in a file.
+        options["required"] = ["name", *options.get("required", ())]
+        options["properties"]["name"].pop("default", None)
+        options["properties"]["name"].setdefault("description", "selects the method")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def reference_markdown() -> str:
+    """Returns a page with every key, its type, default and description."""
+    schema = json_schema()
+    return "\n".join([_INTRO, *_sections(schema, "", schema), *_method_sections(schema)])
+
+
+def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
+    """Writes a section for a mapping, then one for each mapping inside it."""
+    title = f"`{path}`" if path else "Top level"
+    yield f"## {title}\n\n{_sentence(fragment['description'])}\n\n{_table(fragment, path, root)}"
+    for name, raw in fragment["properties"].items():
+        inner, inner_path = _inner(raw, _join(path, name), root)
+        if "properties" in inner:
+            yield from _sections(inner, inner_path, root)
+
+
+def _method_sections(root: Fragment) -> Iterator[str]:
+    for item in structures():
+        fragment = root["$defs"][item.spec.__name__]
+        raw = fragment["properties"]["name"]
+        names = quoted(raw.get("enum", [raw.get("const")]))
+        about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
+        yield f"## Method {names}\n\n{about}\n\n{_table(fragment, 'convert.method', root)}"
+
+
+def _table(fragment: Fragment, path: str, root: Fragment) -> str:
+    required = fragment.get("required", ())
+    rows = ""
+    for name, raw in fragment["properties"].items():
+        default = "required" if name in required else _default(raw.get("default"))
+        cells = (f"`{_join(path, name)}`", _type(raw, path, name, root), default)
+        text = " | ".join(cell.replace("|", "\\|") for cell in (*cells, raw["description"]))
+        rows += f"| {text} |\n"
+    return _HEAD + rows
+
+
+def _type(raw: Fragment, path: str, name: str, root: Fragment) -> str:
+    inner, inner_path = _inner(raw, _join(path, name), root)
+    if "properties" in inner:
+        kind = "a list of mappings" if inner_path.endswith("[]") else "a mapping"
+        return f"{kind}, see `{inner_path}`"
+    return describe(raw, root)
+
+
+def _inner(raw: Fragment, path: str, root: Fragment) -> tuple[Fragment, str]:
+    """Looks through lists to what they hold."""
+    fragment = resolve(raw, root)
+    if fragment.get("type") == "array" and "items" in fragment:
+        return resolve(fragment["items"], root), f"{path}[]"
+    return fragment, path
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "its defaults"
+    if isinstance(value, list):
+        return quoted(value) or "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

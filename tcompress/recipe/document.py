@@ -1,0 +1,222 @@
+"""From YAML text to plain data, with the place of every value.
+
+Plain values are read by the YAML 1.2 rules: `1e-3` is a number, `yes` is text, and so is a date.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+Key = tuple[str | int, ...]
+"""Where a value sits: names of keys and indices of lists, from the top."""
+
+_TAG = "tag:yaml.org,2002:"
+_STRING = _TAG + "str"
+_JSON_ONLY = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_SYNTAX = "indent with spaces, and put text that contains `: ` or ` #` in quotes"
+_PLAIN: tuple[tuple[str, str, str], ...] = (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        line: Line in the file, from 1.
+        text: What is wrong and what is allowed.
+        key: The key it is about, empty for the file as a whole.
+        column: Column, from 1, where the text could not be read at all.
+    """
+
+    line: int
+    text: str
+    key: Key = ()
+    column: int | None = None
+
+
+class Unreadable(Exception):
+    """The text cannot be read as a document at all."""
+
+    def __init__(self, problem: Problem, hint: str | None = None) -> None:
+        super().__init__(problem.text)
+        self.problem = problem
+        self.hint = hint
+
+
+@dataclass
+class Document:
+    """A document as plain data.
+
+    Attributes:
+        data: Dictionaries, lists, text, numbers, booleans, None.
+        nodes: Every value as it was written.
+        lines: Line of every value, from 1.
+        problems: Keys that are given twice; the first one counts.
+    """
+
+    data: Any = None
+    nodes: dict[Key, Node] = field(default_factory=dict)
+    lines: dict[Key, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def line(self, key: Key) -> int:
+        """Line of a value, or of what it should be part of."""
+        while key not in self.lines:
+            key = key[:-1]
+        return self.lines[key]
+
+    def keys(self, parent: Key) -> list[str | int]:
+        """Keys of a mapping, or indices of a list."""
+        return [key[-1] for key in self.nodes if key and key[:-1] == parent]
+
+
+class _Loader(yaml.BaseLoader):
+    """Composes nodes; the tags of plain values follow YAML 1.2."""
+
+
+class RecipeDumper(yaml.SafeDumper):
+    """Writes text in quotes wherever YAML 1.1 or 1.2 would read something else."""
+
+
+def _write_text(dumper: RecipeDumper, text: str) -> ScalarNode:
+    # PyYAML turns the rarer line breaks into plain ones, unless they are escaped.
+    rare = any(character in text for character in "\x85\u2028\u2029")
+    return dumper.represent_scalar(_STRING, text, style='"' if rare else None)
+
+
+RecipeDumper.add_representer(str, _write_text)
+
+for _name, _pattern, _first in _PLAIN:
+    for _class in (_Loader, RecipeDumper):
+        _class.add_implicit_resolver(
+            _TAG + _name,
+            re.compile(rf"(?:{_pattern})\Z"),
+            # An empty value has no first character; resolvers list it under "".
+            [*_first, ""] if _name == "null" else list(_first),
+        )
+
+
+def read_document(text: str) -> Document:
+    """Reads YAML or JSON.
+
+    Raises:
+        Unreadable: There is nothing to read, or it is not valid YAML; says where.
+    """
+    document = Document()
+    try:
+        root = yaml.compose(_as_yaml(text), _Loader)
+        if root is None:
+            raise Unreadable(Problem(1, "the recipe is empty"))
+        document.lines[()] = root.start_mark.line + 1
+        document.data = _value(root, (), document)
+    except yaml.YAMLError as error:
+        raise Unreadable(_syntax_problem(text, error), _SYNTAX) from error
+    except RecursionError as error:
+        text = "the recipe is nested too deeply, or an alias contains itself"
+        raise Unreadable(Problem(1, text)) from error
+    return document
+
+
+def _as_yaml(text: str) -> str:
+    """Rewrites what is valid in JSON but not in YAML: tabs between, and rare characters in strings.
+
+    Lines stay as they are.
+    """
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return _JSON_ONLY.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " "))
+
+
+def _value(node: Node, key: Key, document: Document) -> Any:
+    document.nodes[key] = node
+    if isinstance(node, MappingNode):
+        return _mapping(node, key, document)
+    if isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
+        for index, item in enumerate(node.value):
+            document.lines[(*key, index)] = item.start_mark.line + 1
+        return [_value(item, (*key, index), document) for index, item in enumerate(node.value)]
+    if isinstance(node, ScalarNode):
+        return _scalar(node)
+    raise _unknown_tag(node)
+
+
+def _mapping(node: MappingNode, key: Key, document: Document) -> dict[str, Any]:
+    if node.tag != _TAG + "map":
+        raise _unknown_tag(node)
+    result: dict[str, Any] = {}
+    for name_node, value_node in node.value:
+        if not isinstance(name_node, ScalarNode):
+            raise _unreadable(name_node, "a key must be plain text, not a list or a mapping")
+        name = _text(name_node)
+        line = name_node.start_mark.line + 1
+        if name in result:
+            text = f"given again, first on line {document.lines[(*key, name)]}; keep one"
+            document.problems.append(Problem(line, text, (*key, name)))
+            continue
+        document.lines[(*key, name)] = line
+        result[name] = _value(value_node, (*key, name), document)
+    return result
+
+
+def _scalar(node: ScalarNode) -> Any:
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    try:
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if kind == "int":
+            return int(text)
+        if kind == "float" and math.isfinite(number := float(text)):
+            return number
+        if kind in ("str", "float"):
+            node.tag = _STRING  # a number that is too large for the machine included
+            return _text(node)
+    except (ValueError, KeyError) as error:
+        raise _unreadable(node, f"`{text[:40]}` is not a valid `{kind}`") from error
+    raise _unknown_tag(node)
+
+
+def _text(node: ScalarNode) -> str:
+    """JSON writes characters beyond 16 bits as two escapes; half of such a pair is an error."""
+    text: str = node.value
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        raise _unreadable(node, "this text holds half of a character") from error
+
+
+def _unreadable(node: Node, text: str) -> Unreadable:
+    mark = node.start_mark
+    return Unreadable(Problem(mark.line + 1, text, column=mark.column + 1))
+
+
+def _unknown_tag(node: Node) -> Unreadable:
+    return _unreadable(node, f"the tag `{node.tag.replace(_TAG, '!!')}` is not supported")
+
+
+def _syntax_problem(text: str, error: yaml.YAMLError) -> Problem:
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        column = error.position - (before.rfind("\n") + 1) + 1
+        reason = f"not valid YAML: the character U+{int(error.character):04X} is not allowed"
+        return Problem(before.count("\n") + 1, reason, column=column)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        parts = ", ".join(part for part in (error.context, error.problem) if part)
+        mark = error.problem_mark
+        return Problem(mark.line + 1, f"not valid YAML: {parts}", column=mark.column + 1)
+    return Problem(1, f"not valid YAML: {error}")

@@ -1,0 +1,126 @@
+"""From what validation rejects to problems in plain words, each with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tcompress.recipe.document import Document, Key, Problem
+from tcompress.recipe.words import (
+    Fragment,
+    choices_of,
+    describe,
+    did_you_mean,
+    found,
+    is_text,
+    methods_of,
+    nearest,
+    quoted,
+    resolve,
+)
+
+
+def explain(
+    errors: Iterable[Mapping[str, Any]], document: Document, schema: Fragment
+) -> list[Problem]:
+    """Turns validation errors into problems.
+
+    Args:
+        errors: Errors as pydantic lists them; of the known kinds only the place is used.
+        document: What was validated.
+        schema: JSON schema of what is allowed.
+
+    Returns:
+        One problem for each key; a required key that is missing because its name is misspelt
+        makes one problem, not two.
+    """
+    work = _Work(document, schema)
+    # Unknown keys first: they may explain the missing ones.
+    for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
+        work.add(error)
+    return list(work.problems.values())
+
+
+@dataclass
+class _Work:
+    document: Document
+    schema: Fragment
+    problems: dict[Key, Problem] = field(default_factory=dict)
+    misspelt: set[Key] = field(default_factory=set)
+
+    def add(self, error: Mapping[str, Any]) -> None:
+        kind, loc = error["type"], error["loc"]
+        if kind == "extra_forbidden":
+            self._unknown_key(loc[:-1], loc[-1])
+        elif kind == "missing":
+            key, fragment = _locate(loc[:-1], self.schema)
+            allowed = fragment.get("properties", {}).get(loc[-1], {})
+            self._report((*key, loc[-1]), f"missing; allowed is {describe(allowed, self.schema)}")
+        elif kind.startswith("union_tag"):
+            self._method_name(loc)
+        elif kind in ("value_error", "assertion_error"):
+            self._report(_locate(loc, self.schema)[0], str(error["ctx"]["error"]))
+        else:
+            key, fragment = _locate(loc, self.schema)
+            self._report(key, _wrong(self.document, key, fragment, self.schema))
+
+    def _report(self, key: Key, text: str) -> None:
+        if key not in self.misspelt and key not in self.problems:
+            self.problems[key] = Problem(self.document.line(key), text, key)
+
+    def _unknown_key(self, loc: Iterable[str | int], name: str) -> None:
+        key, fragment = _locate(loc, self.schema)
+        known = list(fragment.get("properties", {}))
+        text = f"unknown key; known keys are {quoted(known)}{did_you_mean(name, known)}"
+        self._report((*key, name), text)
+        meant = nearest(name, known)
+        if meant is not None:
+            self.misspelt.add((*key, meant))
+
+    def _method_name(self, loc: Iterable[str | int]) -> None:
+        parent, fragment = _locate(loc, self.schema)
+        name = fragment["discriminator"]["propertyName"]
+        key = (*parent, name)
+        close = nearest(name, self.document.keys(parent))
+        if key not in self.document.nodes and close is not None:
+            self._report((*parent, close), f"unknown key; did you mean `{name}`?")
+            return
+        names = {"enum": list(methods_of(fragment))}
+        self._report(key, _wrong(self.document, key, names, self.schema))
+
+
+def _locate(loc: Iterable[str | int], schema: Fragment) -> tuple[Key, Fragment]:
+    """Finds the key and the part of the schema that an error is about.
+
+    Steps that are no part of the document (pydantic inserts the name of the member of a union)
+    are left out of the key.
+    """
+    key: list[str | int] = []
+    here = resolve(schema, schema)
+    for step in loc:
+        if step in (methods := methods_of(here)):
+            here = {"$ref": methods[str(step)]}
+        elif isinstance(step, int) and "items" in here:
+            here = here["items"]
+            key.append(step)
+        elif step in here.get("properties", {}):
+            here = here["properties"][step]
+            key.append(step)
+        here = resolve(here, schema)
+    return tuple(key), here
+
+
+def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -> str:
+    allowed = describe(fragment, schema)
+    node = document.nodes.get(key)
+    if node is None:
+        return f"missing; allowed is {allowed}"
+    ending = ""
+    if is_text(node) and node.value in methods_of(fragment):
+        ending = f": write `{{name: {node.value}}}`"
+    elif is_text(node):
+        ending = did_you_mean(node.value, choices_of(fragment))
+    elif allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
+        ending = f': write `"{node.value}"`'
+    return f"found {found(node)}; allowed is {allowed}{ending}"

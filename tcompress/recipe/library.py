@@ -1,0 +1,148 @@
+"""Recipes that ship with tcompress. Cheap to import: shell completion asks for the names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from tcompress.errors import RecipeError
+
+_SUFFIX = ".yaml"
+_FILES = (_SUFFIX, ".yml", ".json")
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Returns the names of the recipes that ship, such as `encoder/minilm-lprod`."""
+    return tuple(sorted(_shipped()))
+
+
+def recipe_text(name: str) -> str:
+    """Returns the text of a recipe that ships, with its comments.
+
+    Raises:
+        RecipeError: There is no such recipe; the message lists those there are.
+    """
+    shipped = _shipped()
+    name = name.removesuffix(_SUFFIX)
+    if name not in shipped:
+        raise _unknown(name, list(shipped))
+    return shipped[name].read_text("utf-8")
+
+
+def find_recipe(name_or_path: str) -> tuple[str, str]:
+    """Finds a recipe by path or by name; a file wins over a recipe that ships.
+
+    Args:
+        name_or_path: A YAML or JSON file, or a name out of `recipe_names()`.
+
+    Returns:
+        The text, and where it is from, for messages.
+
+    Raises:
+        RecipeError: There is neither such a file nor such a recipe, or it cannot be read.
+    """
+    name = name_or_path.removesuffix(_SUFFIX)
+    path = Path(name_or_path).expanduser()
+    if not path.is_file() and name in _shipped():
+        return recipe_text(name), name + _SUFFIX
+    # What can only be meant as a path is read, so that the error is about the path.
+    if path.exists() or name_or_path.endswith(_FILES) or name_or_path.startswith((".", "/", "~")):
+        return read_text(name_or_path), name_or_path
+    return recipe_text(name), name + _SUFFIX
+
+
+def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
+    """Copies a recipe that ships, with its comments.
+
+    Args:
+        name: Name out of `recipe_names()`.
+        target: File to write, or a folder, where the file is called after the recipe.
+        force: Overwrite a file.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        RecipeError: There is no such recipe, or the file exists or cannot be written.
+    """
+    text = recipe_text(name)
+    path = Path(target).expanduser()
+    if path.is_dir():
+        path = path / (name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX)
+    if path.exists() and not force:
+        raise RecipeError(f"`{path}` already exists", "give another file, or overwrite: `--force`")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise RecipeError(f"`{path}` cannot be written: {error.strerror}") from error
+    return path
+
+
+def read_text(path: str | Path) -> str:
+    """Reads a recipe file.
+
+    Raises:
+        RecipeError: There is no such file, or it is not UTF-8 text.
+    """
+    file = Path(path).expanduser()
+    try:
+        return file.read_text("utf-8-sig")
+    except FileNotFoundError as error:
+        raise _no_file(path, file) from error
+    except IsADirectoryError as error:
+        raise RecipeError(f"`{path}` is a folder; {_content(file)}", "give a file") from error
+    except UnicodeDecodeError as error:
+        hint = "save it as UTF-8"
+        raise RecipeError(f"`{path}` is not UTF-8 text, at byte {error.start}", hint) from error
+    except OSError as error:
+        raise RecipeError(f"`{path}` cannot be read: {error.strerror}") from error
+
+
+def _shipped() -> dict[str, Traversable]:
+    """Finds the recipes: inside the package once installed, beside it in a checkout."""
+    package = files("tcompress")
+    folder = package.joinpath("data", "recipes")
+    if not folder.is_dir():
+        folder = Path(str(package)).parent / "recipes"
+    return dict(_walk(folder, "")) if folder.is_dir() else {}
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from _walk(item, f"{prefix}{item.name}/")
+        elif item.name.endswith(_SUFFIX):
+            yield prefix + item.name.removesuffix(_SUFFIX), item
+
+
+def _unknown(name: str, known: list[str]) -> RecipeError:
+    ends = {short.rpartition("/")[2]: short for short in known} | {full: full for full in known}
+    close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
+    near = " or ".join(f"`{word}`" for word in list(close)[:3])
+    listed = ", ".join(f"`{word}`" for word in sorted(known))
+    hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
+    return RecipeError(f"there is no recipe `{name}`; recipes that ship are {listed}", hint)
+
+
+def _no_file(path: str | Path, file: Path) -> RecipeError:
+    folder = next((item for item in file.absolute().parents if item.is_dir()), Path("/"))
+    names = [item.name for item in _recipe_files(folder)]
+    close = difflib.get_close_matches(file.name, names, 1)
+    hint = f"did you mean `{close[0]}`?" if close else "see `tcompress recipes list`"
+    return RecipeError(f"there is no file `{path}`; {_content(folder)}", hint)
+
+
+def _content(folder: Path) -> str:
+    names = ", ".join(f"`{item.name}`" for item in _recipe_files(folder)[:12])
+    return f"`{folder}` holds {names or 'no recipes'}"
+
+
+def _recipe_files(folder: Path) -> list[Path]:
+    try:
+        return sorted(item for item in folder.iterdir() if item.name.endswith(_FILES))
+    except OSError:
+        return []

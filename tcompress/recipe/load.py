@@ -1,0 +1,139 @@
+"""Recipes from YAML or JSON and back; all problems of a recipe are reported at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tcompress.errors import RecipeError
+from tcompress.recipe.document import (
+    Document,
+    Key,
+    Problem,
+    RecipeDumper,
+    Unreadable,
+    read_document,
+)
+from tcompress.recipe.explain import explain
+from tcompress.recipe.library import read_text
+from tcompress.recipe.schema import RECIPE_VERSION, Recipe
+from tcompress.recipe.words import found, quoted
+from tcompress.structures import Spec
+
+_COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
+_START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
+_UPDATE = "update tcompress: `pip install --upgrade tcompress`"
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Reads a recipe file.
+
+    Args:
+        path: YAML or JSON file.
+
+    Raises:
+        RecipeError: The file cannot be read, or the recipe is wrong; lists all problems.
+    """
+    return parse_recipe(read_text(path), str(path))
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """Reads a recipe from text.
+
+    Args:
+        text: YAML or JSON.
+        origin: Name of the file, for messages.
+
+    Raises:
+        RecipeError: The recipe is wrong; lists all problems with their lines.
+    """
+    try:
+        document = read_document(text)
+    except Unreadable as error:
+        raise _failure(origin, [error.problem], error.hint or _START) from error
+    if not isinstance(document.data, dict):
+        what = found(document.nodes[()])
+        text = f"found {what}; a recipe is a mapping that starts with `recipe_version: 1`"
+        raise _failure(origin, [Problem(document.line(()), text)], _START)
+    version = _version_problem(document, origin)
+    problems = document.problems + ([version] if version else [])
+    # The version has had its say; the rest is checked as if it were right.
+    data = {**document.data, "recipe_version": RECIPE_VERSION}
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)
+        problems = problems + explain(errors, document, Recipe.model_json_schema())
+        raise _failure(origin, problems, _COMPARE) from error
+    if problems:
+        raise _failure(origin, problems, _COMPARE)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Writes a recipe as YAML, without values that are defaults.
+
+    Returns:
+        Text that `parse_recipe` reads back to an equal recipe.
+    """
+    text: str = yaml.dump(
+        _sparse(recipe), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=100
+    )
+    return text
+
+
+def _sparse(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_sparse(item) for item in value]
+    if not isinstance(value, BaseModel):
+        return value
+    result = {}
+    for name, info in type(value).model_fields.items():
+        item = getattr(value, name)
+        # A method is told by its name, so that is written even where it is the default.
+        tag = isinstance(value, Spec) and name == "name"
+        if tag or info.is_required() or item != info.get_default(call_default_factory=True):
+            result[name] = _sparse(item)
+    return result
+
+
+def _version_problem(document: Document, origin: str) -> Problem | None:
+    """Checks the version by hand: of a newer recipe nothing else can be judged."""
+    key: Key = ("recipe_version",)
+    understood = quoted(range(1, RECIPE_VERSION + 1))
+    version = document.data.get("recipe_version")
+    if key not in document.nodes:
+        return Problem(document.line(()), f"missing; versions understood are {understood}", key)
+    what = found(document.nodes[key])
+    if type(version) is not int or version < 1:
+        text = f"found {what}; versions understood are {understood}"
+        return Problem(document.line(key), text, key)
+    if version > RECIPE_VERSION:
+        text = f"{what} is newer than this tcompress; versions understood are {understood}"
+        raise _failure(origin, [Problem(document.line(key), text, key)], _UPDATE)
+    return None
+
+
+def _failure(origin: str, problems: Sequence[Problem], hint: str) -> RecipeError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    ordered = sorted(problems, key=lambda problem: problem.line)
+    lines = "".join(f"\n  {_line(origin, problem)}" for problem in ordered)
+    return RecipeError(f"{count} in `{origin}`:{lines}", hint)
+
+
+def _line(origin: str, problem: Problem) -> str:
+    place = f"{origin}:{problem.line}"
+    if problem.column is not None:
+        place = f"{place}:{problem.column}"
+    name = f"`{_dotted(problem.key)}`: " if problem.key else ""
+    return f"{place}: {name}{problem.text}"
+
+
+def _dotted(key: Key) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key)
+    return "".join(steps).removeprefix(".")

@@ -1,0 +1,135 @@
+"""Words for what was found and what is allowed; the latter come from the JSON schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+Fragment = dict[str, Any]
+"""A part of a JSON schema."""
+
+_LONGEST = 40
+
+
+def quoted(names: Iterable[object]) -> str:
+    """Lists names in backticks."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def nearest(word: object, known: Iterable[object]) -> str | None:
+    """Returns the known word that is closest, if one is close."""
+    words = {str(item).lower(): str(item) for item in known}
+    close = difflib.get_close_matches(str(word).lower(), words, 1)
+    return words[close[0]] if close else None
+
+
+def did_you_mean(word: object, known: Iterable[object]) -> str:
+    """Returns the end of a message that names the closest known word, or nothing."""
+    close = nearest(word, known)
+    return f"; did you mean `{close}`?" if close else ""
+
+
+def found(node: Node) -> str:
+    """Says what was written."""
+    if isinstance(node, MappingNode):
+        return "a mapping" if node.value else "an empty mapping"
+    if isinstance(node, SequenceNode):
+        return "a list" if node.value else "an empty list"
+    if node.tag.endswith(":null"):
+        return "nothing"
+    text = " ".join(str(node.value).split())
+    short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    if not short:
+        return "empty text"
+    return f"the text `{short}`" if is_text(node) else f"`{short}`"
+
+
+def is_text(node: Node) -> bool:
+    """Tells whether a value is text, and not a number or a boolean."""
+    return isinstance(node, ScalarNode) and bool(node.tag.endswith(":str"))
+
+
+def resolve(fragment: Fragment, root: Fragment) -> Fragment:
+    """Follows references, and leaves out that a value may be null."""
+    while True:
+        if "$ref" in fragment:
+            fragment = root["$defs"][fragment["$ref"].rpartition("/")[2]]
+            continue
+        members = _members(fragment)
+        if len(members) != 1:
+            return fragment
+        fragment = members[0]
+
+
+def _members(union: Fragment) -> list[Fragment]:
+    return [item for item in union.get("anyOf", ()) if item.get("type") != "null"]
+
+
+def choices_of(fragment: Fragment) -> list[Any]:
+    """Lists the values that are allowed, where they are few."""
+    if "const" in fragment:
+        return [fragment["const"]]
+    return list(fragment.get("enum", ()))
+
+
+def methods_of(fragment: Fragment) -> dict[str, str]:
+    """Maps the names that select one of several option sets to references, if it is such a key."""
+    mapping: dict[str, str] = fragment.get("discriminator", {}).get("mapping", {})
+    return mapping
+
+
+def describe(fragment: Fragment, root: Fragment) -> str:
+    """Says which values a part of the schema allows.
+
+    Args:
+        fragment: The part.
+        root: The whole schema, for references.
+    """
+    fragment = resolve(fragment, root)
+    if methods := methods_of(fragment):
+        return f"a mapping with a `name`, one of {quoted(methods)}, and options of that method"
+    if choices := choices_of(fragment):
+        return f"one of {quoted(choices)}" if len(choices) > 1 else quoted(choices)
+    if "anyOf" in fragment:
+        return " or ".join(describe(item, root) for item in _members(fragment))
+    return _describe_type(fragment, root)
+
+
+def _describe_type(fragment: Fragment, root: Fragment) -> str:
+    match fragment.get("type"):
+        case "integer":
+            return "a whole number" + _bounds(fragment)
+        case "number":
+            return "a number" + _bounds(fragment)
+        case "string":
+            return f"text like `{fragment['pattern']}`" if "pattern" in fragment else "text"
+        case "boolean":
+            return "`true` or `false`"
+        case "array" if "items" in fragment:
+            return f"a list, each entry {describe(fragment['items'], root)}"
+        case "array":
+            return "a list"
+        case "object" if "properties" in fragment:
+            return f"a mapping with the keys {quoted(fragment['properties'])}"
+        case "object":
+            return "a mapping"
+    return "anything"
+
+
+def _bounds(fragment: Fragment) -> str:
+    whole = fragment["type"] == "integer"
+    bounds = []
+    if "exclusiveMinimum" in fragment:
+        low = fragment["exclusiveMinimum"]
+        bounds.append(f"at least {low + 1}" if whole else f"greater than {low}")
+    if "minimum" in fragment:
+        bounds.append(f"at least {fragment['minimum']}")
+    if "exclusiveMaximum" in fragment:
+        high = fragment["exclusiveMaximum"]
+        bounds.append(f"at most {high - 1}" if whole else f"less than {high}")
+    if "maximum" in fragment:
+        bounds.append(f"at most {fragment['maximum']}")
+    return ", " + " and ".join(bounds) if bounds else ""

@@ -1,0 +1,118 @@
+"""The generated reference and JSON schema of recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tcompress.recipe
+from tcompress.recipe import json_schema, method_names, reference_markdown
+from tcompress.recipe.words import describe
+
+TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
+
+
+def fragments(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from fragments(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from fragments(item)
+
+
+def objects() -> list[dict[str, Any]]:
+    schema = json_schema()
+    return [schema, *schema["$defs"].values()]
+
+
+def test_schema_is_json_and_names_its_draft() -> None:
+    assert json.loads(json.dumps(json_schema())) == json_schema()
+    assert json_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_references_and_types_of_the_schema_are_valid() -> None:
+    schema = json_schema()
+    known = {f"#/$defs/{name}" for name in schema["$defs"]}
+    assert {item["$ref"] for item in fragments(schema) if "$ref" in item} <= known
+    kinds = {item["type"] for item in fragments(schema) if isinstance(item.get("type"), str)}
+    assert kinds <= TYPES
+
+
+def test_objects_of_the_schema_are_closed_and_every_key_is_described() -> None:
+    for item in objects():
+        assert item["additionalProperties"] is False
+        assert set(item.get("required", ())) <= set(item["properties"])
+        assert item["description"]
+        assert [name for name, key in item["properties"].items() if not key["description"]] == []
+
+
+def test_name_of_a_method_is_required_in_the_schema() -> None:
+    mapping = json_schema()["properties"]["convert"]
+    assert mapping["$ref"] == "#/$defs/Convert"
+    method = json_schema()["$defs"]["Convert"]["properties"]["method"]
+    assert set(method["discriminator"]["mapping"]) == set(method_names())
+    for item in method["oneOf"]:
+        options = json_schema()["$defs"][item["$ref"].rpartition("/")[2]]
+        assert options["required"][0] == "name"
+
+
+def test_reference_has_every_key_once() -> None:
+    page = reference_markdown()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(item["properties"]) for item in objects())
+    assert {row.replace("\\|", "").count("|") for row in rows} == {5}
+    for name in method_names():
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `recipe_version` | `1` | required | version of this schema |",
+        "| `convert.calibration.holdout` | a number, greater than 0 and less than 0.9 | `0.1` | "
+        "share of the samples kept back to measure errors on |",
+        "| `convert.layers[].keep` | `true` or `false` | `false` | leave these layers dense |",
+        "| `convert.layers` | a list of mappings, see `convert.layers[]` | empty | "
+        "exceptions by layer |",
+        "| `convert.calibration` | a mapping, see `convert.calibration` | its defaults | "
+        "calibration data |",
+        "| `convert.method.rank` | a whole number, at least 1 | none | "
+        "rank r of every rewritten weight |",
+    ],
+)
+def test_row_of_the_reference(row: str) -> None:
+    assert row in reference_markdown().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("fragment", "words"),
+    [
+        ({"type": "string", "pattern": "^[0-9]+GB$"}, "text like `^[0-9]+GB$`"),
+        ({"type": "array"}, "a list"),
+        ({"type": "object"}, "a mapping"),
+        ({}, "anything"),
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+            "a whole number or text",
+        ),
+        (
+            {"type": "integer", "exclusiveMaximum": 5, "minimum": 2},
+            "a whole number, at least 2 and at most 4",
+        ),
+        ({"type": "number", "maximum": 2.5}, "a number, at most 2.5"),
+    ],
+)
+def test_words_for_types_that_future_keys_may_have(fragment: dict[str, Any], words: str) -> None:
+    assert describe(fragment, {}) == words
+
+
+def test_package_exports_what_it_names() -> None:
+    for name in tcompress.recipe.__all__:
+        assert getattr(tcompress.recipe, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute `nothing`"):
+        _ = tcompress.recipe.nothing

@@ -1,0 +1,148 @@
+"""Recipes that ship with the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tcompress.errors import RecipeError
+from tcompress.recipe import (
+    copy_recipe,
+    dump_recipe,
+    find_recipe,
+    library,
+    parse_recipe,
+    recipe_names,
+    recipe_text,
+)
+from tcompress.source import ALIASES
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+LISTED = ", ".join(f"`{name}`" for name in recipe_names())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_recipe(path: Path) -> None:
+    recipe = parse_recipe(path.read_text("utf-8"), str(path))
+    assert parse_recipe(dump_recipe(recipe), "a") == recipe
+    assert recipe.name == path.stem
+    assert recipe.model in ALIASES
+    assert recipe.description is not None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_of_a_shipped_recipe_has_a_comment(path: Path) -> None:
+    lines = path.read_text("utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    assert [line for line in lines if line and "# " not in line] == []
+    assert max(map(len, lines)) <= 100
+
+
+def test_names_are_the_files_at_any_depth() -> None:
+    names = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FILES]
+    assert recipe_names() == tuple(sorted(names))
+    assert "encoder/minilm-lprod" in names  # hints speak of it
+
+
+def test_installed_recipes_lie_inside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "tcompress" / "data" / "recipes" / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "c.yaml").write_text("text")
+    (deep / "README.md").write_text("no recipe")
+    monkeypatch.setattr(library, "files", lambda name: tmp_path / name)
+    assert recipe_names() == ("a/b/c",)
+    assert recipe_text("a/b/c") == "text"
+
+
+def test_package_without_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "files", lambda name: tmp_path / name)
+    assert recipe_names() == ()
+
+
+def test_find_by_name_with_or_without_suffix() -> None:
+    text = (FOLDER / "encoder" / "minilm-lprod.yaml").read_text("utf-8")
+    found = (text, "encoder/minilm-lprod.yaml")
+    assert find_recipe("encoder/minilm-lprod") == find_recipe("encoder/minilm-lprod.yaml") == found
+
+
+def test_file_wins_over_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "encoder").mkdir()
+    mine = tmp_path / "encoder" / "minilm-lprod"
+    mine.write_text("mine")
+    assert find_recipe("encoder/minilm-lprod") == ("mine", "encoder/minilm-lprod")
+    assert find_recipe(str(mine)) == ("mine", str(mine))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("encoder/minilm-lpord", "did you mean `encoder/minilm-lprod`"),
+        ("bert-lprod-dct", "did you mean `encoder/bert-lprod-dct`"),
+        ("vit", "did you mean `vision/vit-lprod`"),
+        ("qqqqqq", "give one of these, or a file that ends in `.yaml`"),
+        ("../recipes/vision/vit-lprod", "did you mean `vision/vit-lprod`"),
+    ],
+)
+def test_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_text(name)
+    assert caught.value.message == f"there is no recipe `{name}`; recipes that ship are {LISTED}"
+    assert str(caught.value.hint).startswith(hint)
+
+
+def test_find_nothing_by_name() -> None:
+    with pytest.raises(RecipeError, match="there is no recipe `minilm-lpord`"):
+        find_recipe("minilm-lpord")
+
+
+@pytest.mark.parametrize("name", ["nothing.yaml", "./nothing", "nothing.json"])
+def test_find_nothing_by_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        find_recipe(name)
+    assert caught.value.message == f"there is no file `{name}`; `{tmp_path}` holds no recipes"
+
+
+def test_copy_to_a_file_in_a_new_folder(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "my.yaml"
+    assert copy_recipe("vision/vit-lprod", target) == target
+    assert target.read_text("utf-8") == recipe_text("vision/vit-lprod")
+
+
+def test_copy_into_a_folder(tmp_path: Path) -> None:
+    assert copy_recipe("vision/vit-lprod", tmp_path) == tmp_path / "vit-lprod.yaml"
+
+
+def test_copy_does_not_overwrite_unless_forced(tmp_path: Path) -> None:
+    target = tmp_path / "my.yaml"
+    target.write_text("mine")
+    with pytest.raises(RecipeError) as caught:
+        copy_recipe("vision/vit-lprod", target)
+    assert caught.value.message == f"`{target}` already exists"
+    assert caught.value.hint == "give another file, or overwrite: `--force`"
+    assert target.read_text() == "mine"
+    copy_recipe("vision/vit-lprod", target, force=True)
+    assert target.read_text("utf-8") == recipe_text("vision/vit-lprod")
+
+
+def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "below" / "my.yaml"
+    with pytest.raises(RecipeError) as caught:
+        copy_recipe("vision/vit-lprod", target)
+    assert caught.value.message == f"`{target}` cannot be written: Not a directory"
+
+
+def test_listing_does_not_import_torch() -> None:
+    code = (
+        "import sys; from tcompress.recipe import recipe_names; "
+        "assert recipe_names(); assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

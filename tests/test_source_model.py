@@ -1,0 +1,259 @@
+"""Models as a whole: config, class, companions, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import dynamic_module_utils
+
+from tcompress.errors import SourceError
+from tcompress.source import SourceModel, WeightStore
+from tests.support.checkpoints import save
+
+REMOTE_CODE = """
+from transformers import BertConfig, BertModel
+
+
+class OwnConfig(BertConfig):
+    model_type = "tcompress_test_own"
+
+
+class OwnModel(BertModel):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    save("bert_base", folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    kept = {key: value for key, value in config.items() if value is not None}
+    path.write_text(json.dumps(kept))
+
+
+def refusal(folder: Path, **options: Any) -> SourceError:
+    with pytest.raises(SourceError) as caught:
+        SourceModel.open(str(folder), **options)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_local_model_is_opened(folder: Path) -> None:
+    model = SourceModel.open(str(folder))
+    assert model.id == str(folder)
+    assert model.revision is None
+    assert model.folder == folder
+    assert model.model_class is transformers.BertModel
+    assert model.config.hidden_size == 32
+    assert model.keymap is model.keymap
+
+
+def test_opening_and_mapping_read_no_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(WeightStore, "tensor", refuse)
+    monkeypatch.setattr(WeightStore, "slice", refuse)
+    model = SourceModel.open(str(folder))
+    assert model.keymap.missing == ()
+    assert model.store.fingerprint()
+
+
+def test_meta_models_are_new_and_have_the_type_of_the_config(folder: Path) -> None:
+    edit_config(folder, dtype="bfloat16")
+    model = SourceModel.open(str(folder))
+    before = model.config.to_dict()
+    first, second = model.meta_model(), model.meta_model()
+    assert first is not second
+    assert {parameter.device.type for parameter in first.parameters()} == {"meta"}
+    assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
+    assert not first.training
+    assert model.config.to_dict() == before
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_first_architecture_that_exists_is_taken(folder: Path) -> None:
+    edit_config(folder, architectures=["OwnBert", "AutoModel", "BertForMaskedLM"])
+    assert SourceModel.open(str(folder)).model_class is transformers.BertForMaskedLM
+
+
+@pytest.mark.parametrize("architectures", [None, ["OwnBert"]])
+def test_without_a_known_architecture_the_bare_model_is_taken(
+    folder: Path, architectures: list[str] | None
+) -> None:
+    edit_config(folder, architectures=architectures)
+    assert SourceModel.open(str(folder)).model_class is transformers.BertModel
+
+
+def test_companions_are_listed_and_the_rest_is_not(folder: Path) -> None:
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
+        {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    carried = [
+        *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "LICENSE"),
+        *("additional_chat_templates/tool.jinja", "chat_template.jinja", "merges.txt"),
+        *("config_sentence_transformers.json", "generation_config.json", "modules.json"),
+        *("preprocessor_config.json", "processor_config.json", "sentence_bert_config.json"),
+        *("special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model"),
+        *("tokenizer_config.json", "vocab.json", "vocab.txt", "added_tokens.json"),
+        *("video_preprocessor_config.json", "normalizer.json", "qwen.tiktoken"),
+    ]
+    left = [
+        *("README.md", "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", ".gitattributes"),
+        *("onnx/model.onnx", "onnx/config.json", "openvino/openvino_model.bin", "training.log"),
+        *("1_Pooling/README.md", "modeling_own.py", "trainer_state.json", "rust_model.ot"),
+    ]
+    for name in [*carried, *left]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        if name != "modules.json":
+            (folder / name).touch()
+    found = [path.as_posix() for path in SourceModel.open(str(folder)).companion_files()]
+    assert found == sorted(found, key=Path)
+    assert set(found) == set(carried)
+
+
+def test_modules_outside_the_folder_are_refused(folder: Path) -> None:
+    (folder / "modules.json").write_text('[{"path": "../../etc"}]')
+    with pytest.raises(SourceError, match=r"names `../../etc`, outside the folder"):
+        SourceModel.open(str(folder)).companion_files()
+
+
+def test_a_module_list_of_another_form_is_refused(folder: Path) -> None:
+    (folder / "modules.json").write_text('{"a": 1}')
+    with pytest.raises(SourceError, match="is no list of sentence-transformers modules"):
+        SourceModel.open(str(folder)).companion_files()
+
+
+def test_a_folder_without_config_lists_what_is_there(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    error = refusal(folder)
+    assert error.message == f"`{folder}` has no `config.json`; it holds `model.safetensors`"
+    assert error.hint == "give a folder written by `save_pretrained`"
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("adapter_config.json", "merge it into its base model"),
+        ("model_index.json", "the folder of one transformer inside it"),
+        ("checkpoint-10/config.json", "did you mean `{folder}/checkpoint-10`"),
+    ],
+)
+def test_other_kinds_of_folders_are_recognised(folder: Path, file: str, hint: str) -> None:
+    (folder / "config.json").unlink()
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text("{}")
+    assert hint.format(folder=folder) in str(refusal(folder).hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is no valid JSON"), ("[]", "holds a list, expected an object")]
+)
+def test_a_config_of_another_form_is_refused(folder: Path, text: str, message: str) -> None:
+    (folder / "config.json").write_text(text)
+    assert message in refusal(folder).message
+
+
+@pytest.mark.parametrize(
+    ("quantised", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "is already quantised with `gptq`"),
+        ({"quantization_config": {"bits": 4}}, "is already quantised with `unknown`"),
+        ({"compression_config": {"quant_method": "fp8"}}, "is already quantised with `fp8`"),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "is already quantised with `awq`",
+        ),
+        (
+            {"quantization_config": {"quant_method": "tcompress"}},
+            "is already converted by tcompress",
+        ),
+    ],
+)
+def test_a_quantised_model_is_refused(
+    folder: Path, quantised: dict[str, Any], message: str
+) -> None:
+    edit_config(folder, **quantised)
+    assert refusal(folder).message == f"`{folder}` {message}"
+
+
+def test_an_unknown_model_type_is_refused(folder: Path) -> None:
+    edit_config(folder, model_type="tcompress_test_none")
+    error = refusal(folder)
+    assert "has the model type `tcompress_test_none`, which Transformers" in error.message
+    assert "does not know" in error.message
+
+
+def test_a_config_without_model_type_is_refused(folder: Path) -> None:
+    edit_config(folder, model_type=None)
+    assert refusal(folder).message == f"`config.json` in `{folder}` has no `model_type`"
+
+
+def test_a_config_that_contradicts_itself_is_refused(folder: Path) -> None:
+    edit_config(folder, hidden_size="many")
+    assert f"the configuration in `{folder}` cannot be read" in refusal(folder).message
+
+
+def test_a_config_without_any_model_class_is_refused(folder: Path) -> None:
+    config = {"model_type": "blip_text_model", "architectures": ["Own"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert refusal(folder).message == (
+        f"`config.json` in `{folder}` names no model class that Transformers has "
+        "(architectures ['Own'], model type `blip_text_model`)"
+    )
+
+
+def own_code(folder: Path, model_type: str) -> None:
+    (folder / "modeling_own.py").write_text(REMOTE_CODE)
+    edit_config(
+        folder,
+        model_type=model_type,
+        architectures=["OwnModel"],
+        auto_map={"AutoConfig": "modeling_own.OwnConfig", "AutoModel": "modeling_own.OwnModel"},
+    )
+
+
+def test_code_of_the_model_is_refused_unless_allowed(folder: Path) -> None:
+    own_code(folder, "tcompress_test_own")
+    error = refusal(folder)
+    assert "needs Python code that comes with the model" in error.message
+    assert "`--allow-remote-code`" in str(error.hint)
+
+
+def test_code_of_a_model_that_transformers_knows_is_left_alone(folder: Path) -> None:
+    own_code(folder, "bert")
+    model = SourceModel.open(str(folder))
+    assert model.model_class is transformers.BertModel
+    assert "modeling_own.py" not in map(str, model.companion_files())
+
+
+def test_code_of_the_model_runs_if_allowed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    own_code(folder, "tcompress_test_own")
+    model = SourceModel.open(str(folder), trust_remote_code=True)
+    assert model.model_class.__name__ == "OwnModel"
+    assert model.model_class is not transformers.BertModel
+    assert (model.keymap.missing, model.keymap.unmatched) == ((), ())
+    assert "modeling_own.py" in map(str, model.companion_files())

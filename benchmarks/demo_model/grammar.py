@@ -331,15 +331,13 @@ sniff | {o.the} slipped out of the bag in the tall nettles | in the nettles | se
     ),
     lines=_slots("""
 {h} had {o.a}. One {weather} {time} {h.he} took {o.it} to {p}, and [suddenly|all at once] {mishap}.
-"[Oh no|Oh dear|Help]!" cried {h}.
 
 {h} {first}, but {o.the} stayed {where}. [{h} was|So {h} sat down and was] {sad}.
 
 [Just then|Soon|After a while] {f.a} [named|called] {f} [came by|came along|{f.moved} past]. "My
 {o.noun} {o.are} {where}," {h.says} {h}.
 
-"[Do not worry|Leave it to me]," {f.says} {f}. "We {f.plural} are good at {f.skill}." [And|So|And
-indeed,] {f} {rescue}.
+"We {f.plural} are good at {f.skill}," {f.says} {f}. [And|So|And indeed,] {f} {rescue}.
 
 "Thank you, {f}!" {h.says} {h}, [and hugged {o.the}|who was {glad} and gave {f.him} some {f.food}].
 """),
@@ -347,22 +345,20 @@ indeed,] {f} {rescue}.
 
 MEND = Plot(
     rows=_table(
-        "stuff helper broke tool fix wrong",
+        "stuff helper broke tool fix",
         """
-cloth | sew | tore on a sharp thorn | a needle and thread | sewed up the hole with tiny stitches | glue
-wood | build | cracked down the middle | a saw and some nails | nailed a strip of oak over the crack | ribbons
-metal | forge | got bent under a cart wheel | a hammer and a hot fire | hammered until everything was straight | soap
-clay | mould | broke into three pieces | wet clay and a wheel | joined the pieces and baked them in the kiln | string
-paper | paste | got ripped by the wind | paste and a flat brush | pasted the parts together, edge to edge | butter
+cloth | sew | tore on a sharp thorn | a needle and thread | sewed up the hole with tiny stitches
+wood | build | cracked down the middle | a saw and some nails | nailed a strip of oak over the crack
+metal | forge | got bent under a cart wheel | a hammer and a hot fire | hammered until everything was straight
+clay | mould | broke into three pieces | wet clay and a wheel | joined the pieces and baked them in the kiln
+paper | paste | got ripped by the wind | paste and a flat brush | pasted the parts together, edge to edge
 """,  # noqa: E501
     ),
     lines=_slots("""
 {h.his.cap} greatest treasure was {o.a}. {h.he.cap} [loved|liked] to {o.use}. But [one {time}|last
 {season}] {o.the} {broke}.
 
-[First|At first] {h.he} tried to mend {o.it} with {wrong}, but [that made it worse|it was no use].
-Then {h.he} asked {g} the {g.kind}, but {g.plural} [know more|only know] about {g.skill}.
-
+{h} was {sad} and asked {g} the {g.kind}, but {g.plural} [know more|only know] about {g.skill}.
 "[Go to|Ask|You must see] {f}," {g.says} {g}. "{f.he} lives {f.home} and is good at {f.skill}."
 
 So {h} took {o.the} and {h.moved} to the {f.kind}. {f} fetched {tool} and {fix}.
@@ -376,22 +372,21 @@ TRADE = Plot(
 {h} had {o.a}, but {h.he} [wished for|dreamed of|wanted] {o3.a}.
 
 {p.at} {h} met {f} the {f.kind}, who had {o2.a}. "[Will you trade|Shall we trade]?" asked {h}.
-"[Gladly|Of course|With pleasure]," {f.says} {f}. "I have always wanted to {o.use}." So {h} gave
-{f} {o.the} and got {o2.the}.
+"[Gladly|Of course|With pleasure]," {f.says} {f}. "I want to {o.use}."
 
 [Next|Then|After that] {h.he} {h.moved} to {q}. There {g.a} named {g} had {o3.a}! "[Take|I give
-you] my {o2} for your {o3}," {h.says} {h}. "{o2.a}? [Now I can|At last I can] {o2.use}!"
+you] my {o2} for your {o3}," {h.says} {h}. "Now I can {o2.use}!" {g.says} {g}.
 
-Now {f} had {o.the}, {g} had {o2.the}, and {h} had {o3.the}. [All three were|Everybody was] {glad}.
+So {f} had {o.the}, {g} had {o2.the}, and {h} had {o3.the}. [All three were|Everybody was] {glad}.
 """),
 )
 
 GIFT = Plot(
     lines=_slots("""
-{f} the {f.kind} was going to be {n3} years old, and {h} did not know what to give {f.him}.
+{f} the {f.kind} was going to be {n3} years old. "[What should|What can] I give {f.him}?" {h}
+wondered.
 
-"[Should I|Shall I] give {f.him} {o.a}?" {h.he} wondered. "No, {g} the {g.kind} is going to give
-{f.him} {o.a}. Or {f.food}? No, {f.he} eats {f.food} every day."
+"[Maybe|Perhaps] {o.a}? No, {g} the {g.kind} is going to give {f.him} {o.a}."
 
 [Then|At last|In the end] {h} asked the {q.keeper}. "Give {f.him} {o2.a}. {f} [would like|wants] to
 {o2.use}."
@@ -424,10 +419,7 @@ One {weather} {time} in {season} {h} sat down {p.at} to eat {h.food}. [There cam
 came] {f.a}, [thin and tired|cold and hungry].
 
 "[My name is|I am] {f}. I have not eaten for {n1} days," {f.says} {f.the}. "[Sit down|Come here],"
-said {h} [at last|kindly]. "We will share my {h.food}." And {h.he} even found some {f.food} for
-{f.him}.
-
-"I will not forget this," {f.says} {f}, and {f.he} {f.moved} away [to|towards] {q}.
+said {h}. "We will share my {h.food}."
 
 {n2} weeks later, {h} {trouble}. [Suddenly|Then] {f} was there. {f.he.cap} {repay}.
 
@@ -460,10 +452,8 @@ build | a building contest | built | a tower of {n3} floors
 
 {h} and {g} {did} as well as they could, but {f} {did} {test}!
 
-"{f} is the winner!" [called|cried] the judge. {g} [stamped {g.his} foot|went home in a huff]. {h}
-was {sad}, but {h.he} clapped {h.his} hands.
-
-"Come tomorrow, then you may {o.use} too," {f.says} {f}. And {h} was {glad}.
+"{f} is the winner!" [called|cried] the judge. {h} was {sad}, but {h.he} clapped {h.his} hands.
+"[Come tomorrow|Visit me], then you may {o.use} too," {f.says} {f}.
 """),
 )
 
@@ -476,11 +466,9 @@ QUARREL = Plot(
 {o.it} first|picked {o.it} up]!" {f.says} {f}. They quarrelled for {n2} hours.
 
 [Then|At last] {g} came by, {g.a}. "[Listen|That is easy]," {g.says} {g}. "On {day1} {h} may
-{o.use}, and on {day2} it is the turn of {f}. [If you go on quarrelling, I shall keep
-{o.it}|Otherwise {o.they} will be mine]!"
+{o.use}, and on {day2} it is the turn of {f}."
 
-{h} looked at {f}, and {f} looked at {h}. "[I am sorry|Forgive me]," said {h}. So they took turns,
-and {o.the} belonged to both of them.
+So {h} and {f} took turns, and {o.the} belonged to both of them.
 """),
 )
 
@@ -499,8 +487,7 @@ be] {g.plural}!" {h.says} {h}.
 "[Now the last one|Third riddle]: a {k.kind} has {n3} {counted} and gives away {n1}. How many are
 left?" "{n2}!"
 
-"You are as clever as a {k.kind}," said {f}, and [as a prize {h} got {o.a}|gave {h.him} {o.a}]. {h}
-was {glad}.
+So {f} [let {h.him} pass|gave {h.him} {o.a}], and {h} was {glad}.
 """),
 )
 
@@ -509,10 +496,10 @@ JOURNEY = Plot(
 {h} wanted to visit {f}, {f.a} who lived {f.home}. {h.he.cap} packed {h.food} and {o.the} and set
 out.
 
-First {h.he} came to {p} and saw {p.sight}. Then {h.he} came to {q} and saw {q.sight}. At last
-{h.he} came to {r} and [rested|had lunch] {r.spot}.
+First {h.he} came to {p}, then to {q}, and at last to {r}, [where {h.he} rested|and had lunch]
+{r.spot}.
 
-"[Welcome|Come in]!" {f.says} {f}. {h} told {f.him} about {p}, {q} and {r}.
+"[Welcome|Come in]!" {f.says} {f}. "I have seen {p.sight}, {q.sight} and {r.sight}," {h.says} {h}.
 
 "[Now I must go home|It is late]," said {h}, "but which way?" "[Just turn everything around|The
 same way back]," {f.says} {f}.
@@ -542,9 +529,8 @@ somebody found {o.a} {q.at} | I lost {o.a} last {season}
 
 {h} {h.moved} [off|away] and said it [again and again|at every step]: "{news}, {news}."
 
-{p.at} {h.he} saw {p.sight} and nearly forgot [everything|the words].
-
-At last {h.he} reached {g}, who was [eating {g.food}|sitting {g.home}]. "{news}!"
+At last {h.he} reached {g}, who was [eating {g.food}|sitting {g.home}]. "{f} [says|wants you to
+know] that {news}!"
 
 "[Thank you|Good]," {g.says} {g}. "Then tell {f.him} this: {reply}." So {h} {h.moved} back to {f}
 and said: "{reply}."
@@ -575,9 +561,8 @@ and {third}," {h.he} said. But the cupboard was [bare|empty].
 The only thing missing was {third}. {h} {h.moved} to {p}, and {p.spot} {h.he} [met|found] the
 {p.keeper}, who sold {third} for {n1} pennies.
 
-So {h} took {first}, {second} and {third}, and stirred. Soon {f} and {g} came [running|in].
-"[This|Your] {dish} is better than {f.food}," {f.says} {f}. "[And|Or even] better than {g.food},"
-said {g}.
+So {h} took {first}, {second} and {third}, and stirred. "Your {dish} is better than {f.food},"
+{f.says} {f}. "[And|Or even] better than {g.food}," said {g}.
 """),
 )
 
@@ -596,15 +581,13 @@ heal | a headache | could not bear the light | a pillow of dried lavender | on t
 But [one {weather} {time}|one {time}] {h.his} best friend {g} the {g.kind} had {illness}.
 {g.he.cap} {sign}, and {h} was {sad}.
 
-{h} {h.moved} to {f}, {f.a} who lived {f.home}. "{g} has {illness}," {h.says} {h}.
-
-"[I see|Hm, hm]," {f.says} {f}. "Against {illness} there is nothing better than {remedy}. You [get
-it|find it] {spotted}. But hurry!"
+{h} {h.moved} to {f}, {f.a} who lived {f.home}. "{g} has {illness}," {h.says} {h}. "Against
+{illness} there is nothing better than {remedy}," {f.says} {f}. "You [get it|find it] {spotted}."
 
 [So {h}|At once {h}] {h.moved} away. And {spotted} {h.he} really found {remedy}.
 
-{g} [made a face|closed both eyes], but {g.he} took {remedy}. "[I am well again|I feel fine]!"
-{g.says} {g} [the next morning|after {n1} days]. "Now I could eat {g.food}!"
+{g} took {remedy}. "[I am well again|I feel fine]!" {g.says} {g} [the next morning|after {n1}
+days]. "Now I could eat {g.food}!"
 """),
 )
 
@@ -622,8 +605,8 @@ radish seeds | radishes | two round leaves | spring | salad
 """,
     ),
     lines=_slots("""
-{f} the {f.kind} gave {h} {n3} {seed}. "[What shall I do with them|Can I eat them]?" {h.he} asked.
-"Plant them and wait," {f.says} {f}. "In {month} you will see."
+{f} the {f.kind} gave {h} {n3} {seed}. "Plant them and wait," {f.says} {f}. "In {month} you will
+see."
 
 {h} dug a bed {p.at} and planted all {n3}. After {n1} days {h.he} saw {first}.
 
@@ -652,13 +635,11 @@ forge | there was a rusty lock on it | broke the lock with a chisel
 [One {time}|On {day1}] {h} found an old map {p.spot}. "[Go to|The treasure is at] {q}. Look
 {q.spot}!"
 
-{h} {h.moved} to {q} with {h.his} friend {g} the {g.kind}. And {q.spot} [there it was|there really
-was a chest]! But {block}.
+{h} {h.moved} to {q} with {h.his} friend {g} the {g.kind}. There really was a chest {q.spot}, but
+{block}.
 
-{g} [tried|pulled and pushed], but {g.plural} are only good at {g.skill}. "We need {f} the
-{f.kind}," {g.says} {g}. "{f.plural} are good at {f.skill}."
-
-{h} fetched {f}, and {f} {clear}.
+"We need {f} the {f.kind}," {g.says} {g}. "{g.plural} are only good at {g.skill}, but {f.plural}
+are good at {f.skill}." {h} fetched {f}, and {f} {clear}.
 
 Inside were {n3} {counted} and {o.a}. {g} took {n1} {counted} and {f} took {n2}, so {o.the} went to
 {h}, who [had always wanted to|could now] {o.use}.
@@ -679,14 +660,11 @@ be as strong as a giant | had arms like oak trees | broke every cup that {h.he} 
 """,
     ),
     lines=_slots("""
-One {weather} {time} {p.at}, {h} saved a {fairy} from {danger}. "[You have one wish|I grant you a
-wish]," it said. "I want to {wish}!" {h.says} {h}, and [puff|with a flash] {h.he} {turned}.
+One {weather} {time} {p.at}, {h} saved a {fairy} from {danger} and got one wish. "I want to
+{wish}!" {h.says} {h}, and [puff|with a flash] {h.he} {turned}.
 
-{f} the {f.kind} [dropped {f.his} {f.food}|could not believe it]. But after {n1} days {h} {regret}
-and was {sad}.
-
-"[Go back to|You must return to] {p} and look {p.spot}," {f.says} {f}. And {p.spot} sat the
-{fairy}.
+But after {n1} days {h} {regret} and was {sad}. "[Go back to|You must return to] {p} and look
+{p.spot}," {f.says} {f} the {f.kind}. And {p.spot} sat the {fairy}.
 
 "[Please|I beg you], I do not want to {wish} any more," {h.says} {h}. "I just want to be {h.a}."
 And [puff|with a flash], {h} was {h.himself} again.
@@ -703,20 +681,17 @@ Then {h.he} met {f} the {f.kind}. "[Would you give me|May I have] {n1}?" asked {
 {f.him} {n1}. Now there were {n2} {counted}.
 
 [A little later|After the next bend] came {g.a} called {g}. "[Just one|Please, one]," {g.says}
-{g.the}. So {h} gave {g.him} one, and then there were {less}. {h.he.cap} was a little {sad},
-because {n3} {counted} had become {less}.
+{g.the}. So {h} gave {g.him} one, and then there were {less}.
 
-But [that evening|the next day] there was a knock. There stood {f} and {g} with {f.food} and
-{g.food}. "Who shares {n3} {counted} has {n3} friends," {f.says} {f}. And {h} was {glad}.
+But [that evening|the next day] {f} and {g} came with {f.food} and {g.food}. "Who shares {n3}
+{counted} has {n3} friends," {f.says} {f}. And {h} was {glad}.
 """),
 )
 
 LOST = Plot(
     lines=_slots("""
-{h} [could not find|had lost] {h.his} {o}. "[Now I cannot|I can no longer] {o.use}," {h.he}
-[sighed|said].
-
-{h.he.cap} {h.moved} to {p} and looked {p.spot}. There {h.he} saw only {o2.a}.
+{h} [could not find|had lost] {h.his} {o}. {h.he.cap} {h.moved} to {p} and looked {p.spot}. There
+{h.he} saw only {o2.a}.
 
 Then {h.he} {h.moved} to {q}. There sat {g.a}. "Have you seen {o.a}?" "No," {g.says} {g.the}, "but
 I have lost {o2.a}." "[{o2.a.cap}? I have just seen {o2.it}|I know where {o2.they} {o2.are}]!" said
@@ -730,15 +705,13 @@ At home {h.he} found {f}, {h.his} friend the {f.kind}. "You left {o.the} {r.at},
 NEIGHBOUR = Plot(
     lines=_slots("""
 One {time} in {season} somebody new came to live {f.home}. "[Who is it|Who can it be]?" asked {g}
-the {g.kind}. "Somebody who likes {f.food}," {h.says} {h}, who had seen the [boxes|baskets].
+the {g.kind}. "Somebody who likes {f.food}," {h.says} {h}.
 
 "Somebody {f.moved} about there [at night|in the dark]," {g.says} {g}. "[Surely it is a monster|It
 is something wild]!"
 
-But {h} took {o.a} and {h.moved} there. {h.he.cap} knocked {n1} times.
-
-"[Good {time}|Hello]," said {f.a}. "I am {f}. [Nobody has visited me yet|You are my first guest]."
-"This is for you," {h.says} {h}, "so that you can {o.use}." {f} [beamed|blushed] with joy.
+But {h} took {o.a}, {h.moved} there and knocked {n1} times. "[Good {time}|Hello]," said {f.a}. "I
+am {f}." "This is for you," {h.says} {h}, "so that you can {o.use}."
 
 [Later|In the evening] {h} told {g}: "[It is no monster|You were wrong]. It is a {f.trait}
 {f.kind}, and {f.he} {f.habit}."

@@ -60,7 +60,7 @@ def speech(bands: int, frames: int, rng: Generator) -> NDArray[np.float32]:
         place = centre + 0.06 * track
         power += voiced * np.exp(-(((band - place) / width) ** 2)) * 10 ** (-2 * centre)
     hiss = np.exp(-(((band - 0.85) / 0.2) ** 2)) / (1 + np.exp(4 * tracks[0]))
-    power = (power + 0.05 * hiss) * 10 ** (1.0 * tracks[4])  # loudness of syllables
+    power = (power + 0.05 * hiss) * 10 ** (0.6 * tracks[4])  # loudness of syllables
     power += 10 ** (-4.0 - band + 0.2 * tracks[5])  # room
     power *= rng.chisquare(2, power.shape) / 2  # spread of a periodogram
     log = np.log10(power + 1e-10)

@@ -111,7 +111,7 @@ class BlockFitter:
                 left.discard(name)
                 result = done(name)
                 fresh = result is None
-                result = self._block(self._blocks[name], result, progress)
+                result = self._block(self._blocks[name], result, progress, last=not left)
                 if fresh:
                     yield result
         finally:
@@ -132,6 +132,8 @@ class BlockFitter:
         block: Block,
         stored: BlockResult | None,
         progress: Callable[[str, str], None],
+        *,
+        last: bool,
     ) -> BlockResult:
         dense = self._skeleton.load_block(block.name)
         new = copy.deepcopy(dense)
@@ -145,6 +147,8 @@ class BlockFitter:
                 progress(block.name, ", ".join(entry.role for entry in group))
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
+        if last:  # nothing after the last block is of use: the output head was never loaded
+            return stored or result
         routing.replay_in(new)
         self._advance(self._dense, self._own[block.name], routing)
         self._advance(self._new, new.forward, routing)

@@ -78,6 +78,7 @@ def convert(
     output: Path | str,
     *,
     plan: Plan | None = None,
+    data: CalibrationData | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
@@ -88,6 +89,7 @@ def convert(
         recipe: How to convert it.
         output: Folder to write; it appears only when everything is finished.
         plan: The plan, if it was already made.
+        data: Calibration batches, instead of those that the recipe names.
         force: Replace a folder that is not empty.
         progress: Hears how far it is.
 
@@ -104,7 +106,7 @@ def convert(
         source = SourceModel.open(source)
     check_output(output, force=force)
     plan = plan or make_plan(recipe, source)
-    job = _Job(source, recipe, plan, output, progress or Silent())
+    job = _Job(source, recipe, plan, output, progress or Silent(), data)
     with job.workplace() as place:
         job.fit_blocks(place)
         checksums = job.write(place)
@@ -128,7 +130,7 @@ class _Job:
         self.device = pick_device(self.recipe.device)
         dtype = None if self.recipe.dtype is None else DTYPES[self.recipe.dtype]
         self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
-        if self.recipe.calibration.source != "none":
+        if self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration)
         self.block_of = {
             layer.name: block.name

@@ -20,7 +20,7 @@ def install_layers(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     dtype_of: Callable[[str], torch.dtype | None] | None = None,
-) -> dict[str, nn.Module]:
+) -> dict[str, StructuredLinear | StructuredExperts]:
     """Replaces every planned layer by a structured one with empty tensors.
 
     Args:
@@ -35,14 +35,14 @@ def install_layers(
     Returns:
         The new modules by planned name.
     """
-    made: dict[str, nn.Module] = {}
-    experts: dict[str, list[LayerPlan]] = {}
+    made: dict[str, StructuredLinear | StructuredExperts] = {}
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
             continue
         if entry.kind == "experts":
-            experts.setdefault(entry.name, []).append(entry)
+            made[entry.name] = _experts_at(root, path)
+            made[entry.name].rewrite(entry.parameter, entry.parts, dtype=dtype, device=device)
             continue
         own = dtype_of(path) if dtype_of is not None else None
         owner = made.get(entry.input_of) if entry.input_of else None
@@ -55,14 +55,15 @@ def install_layers(
             device=device,
         )
         set_module(root, path, made[entry.name])
-    for name, pair in experts.items():
-        path = runtime_name(name)
-        assert path is not None
-        layouts = {entry.parameter: entry.parts for entry in pair}
-        host = root.get_submodule(path)
-        made[name] = StructuredExperts(host, layouts, dtype=dtype, device=device)
-        set_module(root, path, made[name])
     return made
+
+
+def _experts_at(root: nn.Module, path: str) -> StructuredExperts:
+    host = root.get_submodule(path)
+    if not isinstance(host, StructuredExperts):
+        host = StructuredExperts(host)
+        set_module(root, path, host)
+    return host
 
 
 def set_module(root: nn.Module, path: str, module: nn.Module) -> None:

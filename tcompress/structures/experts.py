@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,38 +18,43 @@ class StructuredExperts(nn.Module):
     """Replaces a module that holds `gate_up_proj` (E, 2 f, d) and `down_proj` (E, d, f).
 
     Inputs are encoded once, before the routing, and results are decoded once, after the weighted
-    sum over experts: only the cores differ between experts. A weight that is not planned stays
-    dense. Empty buffers under the dense names stop plain Transformers on loading.
+    sum over experts: only the cores differ between experts. Both weights are dense until they are
+    rewritten; then empty buffers under the dense names stop plain Transformers on loading.
 
     Args:
-        host: The module to replace; its activation is kept.
-        layouts: Parts by parameter name, of the weights that are structured.
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
+        host: The module to replace; its weights and activation are kept.
     """
 
-    def __init__(
-        self,
-        host: nn.Module,
-        layouts: Mapping[str, Sequence[PartLayout]],
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, host: nn.Module) -> None:
         super().__init__()
         self.act_fn: Callable[[Tensor], Tensor] = host.act_fn  # type: ignore[assignment]
         self.experts = int(host.gate_up_proj.shape[0])  # type: ignore[union-attr,operator]
-        for name, child in CHILD_OF.items():
-            if name in layouts:
-                stack = StructuredLinear(
-                    layouts[name], experts=self.experts, dtype=dtype, device=device
-                )
-                self.add_module(child, stack)
-                guard = torch.empty(0, dtype=dtype, device=device)
-                guard._is_hf_initialized = True  # type: ignore[attr-defined]
-                self.register_buffer(name, guard)
-            else:
-                self.register_parameter(name, getattr(host, name))
+        for name in CHILD_OF:
+            self.register_parameter(name, getattr(host, name))
+
+    def rewrite(
+        self,
+        name: str,
+        parts: Sequence[PartLayout],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> StructuredLinear:
+        """Puts an empty structured stack in the place of one weight.
+
+        Args:
+            name: `gate_up_proj` or `down_proj`.
+            parts: Layout of the stack.
+            dtype: Dtype of the tensors.
+            device: Device of the tensors.
+        """
+        stack = StructuredLinear(parts, experts=self.experts, dtype=dtype, device=device)
+        self.add_module(CHILD_OF[name], stack)
+        delattr(self, name)
+        guard = torch.empty(0, dtype=dtype, device=device)
+        guard._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.register_buffer(name, guard)
+        return stack
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts.

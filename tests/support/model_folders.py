@@ -1,0 +1,59 @@
+"""Model folders as users have them: tiny weights with a tokenizer or an image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny import IMAGE, VOCAB, build
+
+WORDS = ("a red fox runs over the old stone bridge and then it sleeps under one tall tree").split()
+MEAN, SPREAD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
+
+
+def model_folder(
+    family: str, folder: Path, *, tokenizer: bool = True, processor: bool = True
+) -> Path:
+    """Write a tiny model with everything that comes with it on the hub."""
+    build(family).save_pretrained(folder)
+    if tokenizer:
+        save_tokenizer(folder)
+    if processor:
+        save_processor(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, start: bool = True, **options: Any) -> None:
+    """Write a tokenizer of whole words with ids below `VOCAB`."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    vocabulary |= {word: index for index, word in enumerate(WORDS, start=4)}
+    vocabulary |= {f"w{index}": index for index in range(len(vocabulary), VOCAB)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if start:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", **options}
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
+
+
+def save_processor(folder: Path, **options: Any) -> None:
+    """Write the options of an image processor."""
+    content = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": IMAGE, "width": IMAGE},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": MEAN,
+        "image_std": SPREAD,
+        **options,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(content), encoding="utf-8")

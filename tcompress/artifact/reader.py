@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tcompress.artifact.format import METHOD, check_format_version, parse_layers
+from tcompress.artifact.format import (
+    METHOD,
+    check_format_version,
+    parse_layers,
+    stored_tensors,
+)
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
@@ -28,7 +34,7 @@ class Artifact:
     Attributes:
         folder: Its folder.
         config: Content of `config.json`.
-        layers: The rewritten layers, from `config.json`.
+        layers: The rewritten layers, from `config.json`, named as in the weight files.
         manifest: Content of `tcompress.json`; None if the model was saved again elsewhere.
         store: Its weights, of which only the headers were read.
     """
@@ -64,13 +70,15 @@ class Artifact:
         layers = _attempt(problems, lambda: parse_layers(_plan_of(section)))
         store = _attempt(problems, lambda: WeightStore.open(folder))
         manifest = _attempt(problems, lambda: read_manifest(folder))
-        if layers is not None and store is not None:
-            shapes = {key: tuple(store.shape(key)) for key in store.keys()}
-            _attempt(problems, lambda: verify_shapes(layers, shapes))
         if layers is not None and manifest is not None and manifest.plan.layers != layers:
             problems.append(
                 ArtifactError("`tcompress.json` and `config.json` hold different plans", _AGAIN)
             )
+        if layers is not None and store is not None:
+            names = store.keys()
+            shapes = {key: tuple(store.shape(key)) for key in names}
+            layers = renamed_like(layers, shapes)
+            _attempt(problems, partial(verify_shapes, layers, shapes))
         if problems or layers is None or store is None:
             raise _joined(folder, problems)
         return cls(folder, config, layers, manifest, store)
@@ -111,6 +119,36 @@ def is_converted(folder: Path | str) -> bool:
         return False
 
 
+def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[LayerPlan, ...]:
+    """Renames a plan like the weights of a model that was saved again with another head.
+
+    A model saved without its head, or with a head added, stores the same layers under names that
+    lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it was.
+
+    Args:
+        layers: The plan.
+        keys: Names of the stored tensors.
+
+    Returns:
+        The plan with the names found; as it was if they are not found.
+    """
+    marks = [key for layer in layers[:1] for key in stored_tensors(layer)]
+    if not marks or marks[0] in keys:
+        return tuple(layers)
+    for key in keys:
+        if key.endswith(f".{marks[0]}"):
+            return tuple(_moved(layer, "", key.removesuffix(marks[0])) for layer in layers)
+        if marks[0].endswith(f".{key}"):
+            return tuple(_moved(layer, marks[0].removesuffix(key), "") for layer in layers)
+    return tuple(layers)
+
+
+def _moved(layer: LayerPlan, lost: str, gained: str) -> LayerPlan:
+    names = {"name": layer.name, "block": layer.block, "input_of": layer.input_of}
+    moved = {field: gained + name.removeprefix(lost) for field, name in names.items() if name}
+    return layer.model_copy(update=moved)
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
@@ -124,9 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ArtifactError(f"`{path}` is no valid JSON ({error})", _AGAIN) from error
     if not isinstance(config, dict):
-        raise ArtifactError(
-            f"`{path}` holds a {type(config).__name__}, expected an object", _AGAIN
-        )
+        raise ArtifactError(f"`{path}` holds a {type(config).__name__}, expected an object", _AGAIN)
     return config
 
 

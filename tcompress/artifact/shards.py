@@ -139,7 +139,7 @@ def _chunks(
             )
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())
+            yield flat.numpy().data
         written(item.nbytes)
 
 

@@ -203,5 +203,5 @@ def _reads_like_text(cells: list[Any]) -> bool:
         length >= 8 * len(texts)
         and 2 * several_words >= len(texts)
         and 2 * letters >= length
-        and 10 * len(set(texts)) >= len(texts)
+        and 4 * len(set(texts)) > len(texts)
     )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class _Drawn:
     texts: list[str] = field(default_factory=list)
     frames: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    digest: Any = field(default_factory=hashlib.sha256)
 
     def add_texts(self, texts: Iterable[str], name: str) -> None:
         self.texts = list(texts)

@@ -43,9 +43,7 @@ class Skeleton:
         self.load(name for name in self._stored_names() if not name.startswith(skipped))
 
     def _heads(self) -> list[str]:
-        head = self.model.get_output_embeddings() if hasattr(
-            self.model, "get_output_embeddings"
-        ) else None
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
         return [name for name, module in self.model.named_modules() if head is module and name]
 
     def _stored_names(self) -> list[str]:

@@ -55,6 +55,11 @@ def opened(name: str, split: str) -> Iterator[Table]:
     Raises:
         CalibrationError: If there is no such data, or it cannot be read.
     """
+    if not name.strip():  # as a path it would mean the current folder
+        raise CalibrationError(
+            "the name of the calibration data is empty",
+            hint="give `builtin`, `none`, a file, a folder or a hub id",
+        )
     path = Path(name).expanduser()
     with ExitStack() as stack:
         if path.is_file():
@@ -147,7 +152,9 @@ def _explanation(place: str, error: Exception) -> CalibrationError:
     if "Config name is missing" in text:
         return CalibrationError(
             f"`{place}` has several configurations ({' '.join(str(error).split())})",
-            hint=f"write the one you mean after a colon: `{place}:CONFIGURATION`",
+            hint="give one of its files or folders"
+            if Path(place).exists()
+            else f"write the one you mean after a colon: `{place}:CONFIGURATION`",
         )
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         return CalibrationError(
@@ -169,8 +176,7 @@ def _without_rows(place: str) -> CalibrationError:
 def _looks_like_path(name: str) -> bool:
     # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
     return (
-        not name.strip()
-        or name.startswith((".", "/", "~"))
+        name.startswith((".", "/", "~"))
         or name.endswith("/")
         or "\\" in name
         or name.count("/") > 1
@@ -180,11 +186,6 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _missing(name: str) -> CalibrationError:
-    if not name.strip():
-        return CalibrationError(
-            "the name of the calibration data is empty",
-            hint="give `builtin`, `none`, a file, a folder or a hub id",
-        )
     path = Path(name).expanduser()
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:

@@ -130,7 +130,7 @@ def _load(source: SourceModel) -> Any:
         reason = first_line(error).rstrip(":")
     else:
         # Most tokenizers can also be built from nothing, and then know no words.
-        own = set(tokenizer.vocab_files_names.values())
+        own = set(getattr(tokenizer, "vocab_files_names", {}).values())
         if not own or any((source.folder / name).is_file() for name in {*_TOKENIZER_FILES, *own}):
             return tokenizer
     raise CalibrationError(

@@ -35,7 +35,8 @@ class Routing:
         self._routes: dict[int, tuple[Tensor, Tensor]] = {}
         self.current = 0
         if inside is not None:
-            dense.get_submodule(inside).register_forward_pre_hook(self._record, with_kwargs=True)
+            host = dense.get_submodule(inside)
+            host.register_forward_pre_hook(self._record, with_kwargs=True)
 
     def replay_in(self, new: nn.Module) -> None:
         """Makes the experts of the compressed block follow the recorded routing."""
@@ -66,9 +67,9 @@ class ExpertSums:
     def __init__(self, dense: nn.Module, new: nn.Module, *, down: bool) -> None:
         self._dense: Any = dense
         self._down = down
-        self._new_weight: Tensor = dense.gate_up_proj  # type: ignore[assignment]
+        self._new_weight: Tensor = self._dense.gate_up_proj
         if down and isinstance(new, StructuredExperts) and hasattr(new, "tc_gate_up"):
-            self._new_weight = new.tc_gate_up.dense_weight(torch.float32)  # type: ignore[operator]
+            self._new_weight = new.tc_gate_up.dense_weight(torch.float32)  # type: ignore[operator,union-attr]
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(self._new_weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ class _Part:
     def terms(self) -> tuple[Layout, ...]:
         return self.entry.parts[self.index].terms
 
+    @cached_property
+    def scale(self) -> float:
+        """E||W x||^2, never zero."""
+        seen = self.weight if self.moments is None else self.weight @ self.moments.dense
+        return max(float(seen.mul(self.weight).sum()), torch.finfo(torch.float64).tiny)
+
     def target(self, term: int) -> Target:
         """What is left for one term."""
         m = self.moments
@@ -78,12 +85,7 @@ class _Part:
         for other, dense in enumerate(self.dense):
             if other != term:
                 product = product - (dense if m is None else dense @ m.gram)
-        if m is None:
-            scale = self.weight.square().sum()
-        else:
-            scale = (self.weight @ m.dense).mul(self.weight).sum()
-        scale = float(scale.clamp_min(torch.finfo(torch.float64).tiny))
-        return Target(product, None if m is None else m.gram, scale)
+        return Target(product, None if m is None else m.gram, self.scale)
 
 
 def fit_layers(
@@ -159,7 +161,7 @@ def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str
         for _ in range(ROUNDS if count > 1 else 0):
             for term in range(count):
                 _fit_terms(parts, term, dtype)
-    except (FitError, torch.linalg.LinAlgError) as error:
+    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         listed = ", ".join(f"`{name}`" for name in names)
         raise FitError(
             f"the fit of {listed} failed: {error}",

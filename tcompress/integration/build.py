@@ -41,8 +41,8 @@ def install_layers(
         if path is None:
             continue
         if entry.kind == "experts":
-            made[entry.name] = _experts_at(root, path)
-            made[entry.name].rewrite(entry.parameter, entry.parts, dtype=dtype, device=device)
+            stack = made[entry.name] = _experts_at(root, path)
+            stack.rewrite(entry.parameter, entry.parts, dtype=dtype, device=device)
             continue
         own = dtype_of(path) if dtype_of is not None else None
         owner = made.get(entry.input_of) if entry.input_of else None

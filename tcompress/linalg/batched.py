@@ -28,7 +28,8 @@ def _empty(shape: tuple[int, ...], order: tuple[int, ...], like: Tensor) -> Tens
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(sorted(range(3), key=lambda axis: -tensor.stride(axis)))
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(3), key=lambda axis: -strides[axis]))
 
 
 class _ProductInto(torch.autograd.Function):
@@ -45,10 +46,14 @@ class _ProductInto(torch.autograd.Function):
         (grad,) = grads
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = _ProductInto.apply(grad, b.transpose(1, 2), _memory_order(a))
+            grad_a = _apply(grad, b.transpose(1, 2), _memory_order(a))
         if ctx.needs_input_grad[1]:
-            grad_b = _ProductInto.apply(a.transpose(1, 2), grad, _memory_order(b))
+            grad_b = _apply(a.transpose(1, 2), grad, _memory_order(b))
         return grad_a, grad_b, None
+
+
+def _apply(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+    return _ProductInto.apply(a, b, order)  # type: ignore[no-untyped-call]
 
 
 def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -71,7 +76,7 @@ def batched_product(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.bmm(a, b)  # a compiler chooses the memory order itself
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _ProductInto.apply(a, b, order)  # type: ignore[no-any-return]
+        return _apply(a, b, order)
     return _product_into(a, b, order)
 
 

@@ -51,12 +51,13 @@ class Moments:
         """Adds the same multiple of the identity to G and C.
 
         In directions that the calibration never visited the fit then tends to the data-free one,
-        instead of to zero.
+        instead of to zero. The fewer rows for every dimension, the less the moments are trusted.
 
         Args:
-            damping: Multiple of the mean diagonal element of G.
+            damping: Ridge at one row per dimension, as a multiple of the mean diagonal of G.
         """
-        level = damping * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        level = damping * self.features / max(1, self.rows)
+        level = level * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
         return Moments(
             self.gram + ridge,
@@ -69,8 +70,14 @@ class Moments:
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
-        tensors = (self.gram, self.cross, self.dense, self.mean, self.dense_mean)
-        return Moments(*(tensor.to(device) for tensor in tensors), self.rows)
+        return Moments(
+            self.gram.to(device),
+            self.cross.to(device),
+            self.dense.to(device),
+            self.mean.to(device),
+            self.dense_mean.to(device),
+            self.rows,
+        )
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.

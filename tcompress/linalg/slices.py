@@ -117,7 +117,7 @@ def fit_rotation(
     for _ in range(steps):
         optimiser.zero_grad()
         with torch.enable_grad():
-            loss = -objective(build_blocks(generators, stages.block))
+            loss = -objective(build_blocks(generators, stages.block).float())
             loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()

@@ -110,7 +110,7 @@ class _Planner:
         recipe = self.recipe
         if any(matches(pattern, names) for pattern in recipe.keep):
             return None
-        choice = _Choice(recipe.method, recipe.residual_rank, recipe.target)
+        choice: _Choice | None = _Choice(recipe.method, recipe.residual_rank, recipe.target)
         for rule in recipe.layers:
             if matches(rule.match, names):
                 choice = None if rule.keep else _overridden(choice, recipe, rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,14 +14,17 @@ RECIPE_VERSION = 1
 
 DType = Literal["float32", "float16", "bfloat16"]
 
-MethodSpec = Annotated[
-    reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
-]
-"""Options of one method; `name` selects it."""
+if TYPE_CHECKING:
+    MethodSpec = Any
+else:
+    # Options of one method; `name` selects it.
+    MethodSpec = Annotated[
+        reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
+    ]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Calibration(_Model):
@@ -43,7 +46,10 @@ class Calibration(_Model):
         0.1, gt=0, lt=0.9, description="share of the samples kept back to measure errors on"
     )
     damping: float = Field(
-        1e-3, ge=0, description="ridge added to the moments, in units of their mean diagonal"
+        0.3,
+        ge=0,
+        description="ridge added to the moments where there is one row per dimension; shrinks with "
+        "more rows, in units of the moments' mean diagonal",
     )
     seed: int = Field(0, ge=0, description="seed of the choice of samples")
 
@@ -74,8 +80,14 @@ class Convert(_Model):
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
     calibration: Calibration = Field(Calibration(), description="calibration data")
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
-    device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`")
-    max_shard_size: str = Field("2GB", description="largest weight file of the output")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
+        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
+    )
+    max_shard_size: str = Field(
+        "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
+    )
 
 
 class Recipe(_Model):

@@ -28,7 +28,7 @@ class StructuredExperts(nn.Module):
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
         self.act_fn: Callable[[Tensor], Tensor] = host.act_fn  # type: ignore[assignment]
-        self.experts = int(host.gate_up_proj.shape[0])  # type: ignore[union-attr,operator]
+        self.experts = len(host.gate_up_proj)  # type: ignore[arg-type]
         for name in CHILD_OF:
             self.register_parameter(name, getattr(host, name))
 

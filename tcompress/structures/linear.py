@@ -192,7 +192,7 @@ class StructuredLinear(nn.Module):
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""
         owner = self._input_owner[0]
-        parts = []
+        parts: list[Tensor] = []
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
                 kind = structure(layout.structure)

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny import IMAGE, VOCAB, build
 
-WORDS = ("a red fox runs over the old stone bridge and then it sleeps under one tall tree").split()
+_SENTENCE = "a red fox runs over the old stone bridge and then it sleeps under one tall tree"
+WORDS = _SENTENCE.split()
 MEAN, SPREAD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
 
 
@@ -57,3 +58,16 @@ def save_processor(folder: Path, **options: Any) -> None:
         **options,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def sentences(count: int) -> list[str]:
+    """Distinct sentences of 3 to 16 words."""
+    return [
+        " ".join([f"w{20 + index % 80}", *WORDS[: 2 + index % 14], f"w{20 + index // 80}"])
+        for index in range(count)
+    ]
+
+
+def text_file(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return str(path)

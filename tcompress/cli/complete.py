@@ -1,0 +1,93 @@
+"""What shell completion offers. Answers without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+# Spelled out, since the registry imports torch; a test compares them with it.
+METHODS = ("lprod", "svd", "lowrank")
+TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+FORMATS = ("dense",)
+CALIBRATIONS = ("builtin", "none")
+
+_RECIPE_FILES = (".yaml", ".yml", ".json")
+_DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet")
+
+
+def methods(incomplete: str) -> list[str]:
+    """Offers methods."""
+    return _starting(METHODS, incomplete)
+
+
+def transforms(incomplete: str) -> list[str]:
+    """Offers transforms."""
+    return _starting(TRANSFORMS, incomplete)
+
+
+def dtypes(incomplete: str) -> list[str]:
+    """Offers dtypes."""
+    return _starting(DTYPES, incomplete)
+
+
+def devices(incomplete: str) -> list[str]:
+    """Offers kinds of devices."""
+    return _starting(DEVICES, incomplete)
+
+
+def formats(incomplete: str) -> list[str]:
+    """Offers formats of `export`."""
+    return _starting(FORMATS, incomplete)
+
+
+def models(incomplete: str) -> list[str]:
+    """Offers local folders, then short names of well-known models."""
+    from tcompress.source import ALIASES
+
+    return [*_paths(incomplete, ()), *_starting(ALIASES, incomplete)]
+
+
+def folders(incomplete: str) -> list[str]:
+    """Offers local folders."""
+    return list(_paths(incomplete, ()))
+
+
+def calibrations(incomplete: str) -> list[str]:
+    """Offers what ships, then local files and folders."""
+    return [*_starting(CALIBRATIONS, incomplete), *_paths(incomplete, _DATA_FILES)]
+
+
+def shipped_recipes(incomplete: str) -> list[str]:
+    """Offers recipes that ship."""
+    from tcompress.recipe import recipe_names
+
+    return _starting(recipe_names(), incomplete)
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Offers recipes that ship, then local files."""
+    return [*shipped_recipes(incomplete), *_paths(incomplete, _RECIPE_FILES)]
+
+
+def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _paths(incomplete: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Offers folders, with a slash, and files that end as given."""
+    head, slash, start = incomplete.rpartition("/")
+    folder = Path(head + slash).expanduser() if slash else Path()
+    try:
+        items = sorted(folder.iterdir())
+    except OSError:
+        return
+    for item in items:
+        hidden = item.name.startswith(".") and not start.startswith(".")
+        if hidden or not item.name.startswith(start):
+            continue
+        if item.is_dir():
+            yield f"{head}{slash}{item.name}/"
+        elif suffixes and item.name.endswith(suffixes):
+            yield f"{head}{slash}{item.name}"

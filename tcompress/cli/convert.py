@@ -1,0 +1,74 @@
+"""`tcompress convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tcompress.cli import options as opt
+from tcompress.cli.job import Access, Job, Manner, perform, show_plan
+
+EPILOG = opt.examples(
+    "tcompress convert bert-base --method lprod --p 4",
+    "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
+    "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
+    "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
+)
+
+
+def convert(
+    context: typer.Context,
+    model: opt.Model,
+    recipe: opt.RecipeOption = None,
+    method: opt.Method = None,
+    p: opt.Slices = None,
+    transform: opt.Transform = None,
+    block: opt.BlockSize = None,
+    stages: opt.Stages = None,
+    tubal_rank: opt.TubalRank = None,
+    rank: opt.Rank = None,
+    target: opt.Target = None,
+    residual_rank: opt.ResidualRank = None,
+    keep: opt.Keep = None,
+    calib: opt.Calib = None,
+    calib_samples: opt.CalibSamples = None,
+    calib_columns: opt.CalibColumns = None,
+    max_length: opt.MaxLength = None,
+    damping: opt.Damping = None,
+    seed: opt.Seed = None,
+    output: opt.Output = None,
+    force: opt.Force = False,
+    dtype: opt.DType = None,
+    max_shard_size: opt.MaxShardSize = None,
+    device: opt.Device = None,
+    revision: opt.Revision = None,
+    token: opt.Token = None,
+    allow_remote_code: opt.AllowRemoteCode = False,
+    dry_run: opt.DryRun = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Turn a pretrained model into a smaller one that `from_pretrained` loads."""
+    # By name out of the context: most of them only change values of the recipe.
+    job = _job(model, context.params)
+    show_plan(job) if dry_run else perform(job)
+
+
+def _job(model: str, given: dict[str, Any]) -> Job:
+    from tcompress.cli.settings import conversion, default_output
+    from tcompress.recipe import find_recipe, parse_recipe
+
+    recipe = parse_recipe(*find_recipe(given["recipe"])) if given["recipe"] else None
+    settings = conversion(given, recipe)
+    folder = given["output"] or (recipe and recipe.output)
+    return Job(
+        model=model,
+        convert=settings,
+        output=Path(folder or default_output(model, settings)),
+        force=given["force"],
+        access=Access(given["revision"], given["token"], given["allow_remote_code"]),
+        manner=Manner(given["json"], given["quiet"], given["verbose"]),
+    )

@@ -1,0 +1,88 @@
+"""`tcompress demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tcompress.cli import complete
+from tcompress.cli import options as opt
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tcompress.demo import DemoReport
+
+EPILOG = opt.examples("tcompress demo", "tcompress demo --keep-dir demo-models")
+
+
+def demo(
+    keep_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the converted models here.",
+            autocompletion=complete.folders,
+        ),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Convert a small language model that ships, in several ways; needs no network."""
+    from tcompress.cli.output import print_json, results, silence_libraries
+    from tcompress.cli.progress import shown_progress
+
+    silence_libraries(verbose=verbose)
+    from tcompress.demo import run_demo, shipped_data
+
+    with (
+        shipped_data() as data,
+        _folder(keep_dir) as folder,
+        shown_progress(quiet=quiet) as progress,
+    ):
+        report = run_demo(data, folder, progress=progress)
+    if json:
+        print_json(report.model_dump(mode="json"))
+        return
+    screen = results()
+    screen.print(_table(report))
+    screen.print(
+        f"Perplexity per token on {report.measured_stories} stories that neither the training "
+        f"nor the {report.fitting_stories} stories of the fit contain.\n",
+    )
+    for row in report.rows:
+        screen.print(row.label, style="bold")
+        screen.print(f"  {report.prompt} {' '.join(row.text.split())}\n")
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        yield kept
+        return
+    with TemporaryDirectory(prefix="tcompress-demo-") as name:
+        yield Path(name)
+
+
+def _table(report: DemoReport) -> Table:
+    from tcompress.cli.output import table
+
+    numbers = ("kept", "parameters", "bytes", "perplexity", "held-out error", "seconds")
+    rows = table("model", *numbers, right=numbers)
+    for row in report.rows:
+        rows.add_row(
+            row.label,
+            f"{row.kept:.1%}",
+            f"{row.parameters:,}",
+            f"{row.bytes:,}",
+            f"{row.perplexity:.2f}",
+            "" if row.error is None else f"{row.error:.4f}",
+            f"{row.seconds:.1f}" if row.seconds else "",
+        )
+    return rows

@@ -1,0 +1,164 @@
+"""What `convert` and `run` have in common: plan, convert, and say what came of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tcompress.cli.errors import Interrupted
+from tcompress.cli.output import print_json, results, say, silence_libraries
+from tcompress.cli.progress import shown_progress
+
+if TYPE_CHECKING:
+    from tcompress.convert.run import Converted
+    from tcompress.plan.entries import Plan
+    from tcompress.recipe import Convert
+    from tcompress.source import SourceModel
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a model is opened.
+
+    Attributes:
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+        allow_remote_code: Whether Python code that comes with a model may run.
+    """
+
+    revision: str | None = None
+    token: str | None = None
+    allow_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command talks.
+
+    Attributes:
+        as_json: Print one JSON document.
+        quiet: Show no progress.
+        verbose: Let other libraries talk too.
+    """
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion as it was asked for.
+
+    Attributes:
+        model: Name of the dense model.
+        convert: What to do.
+        output: Folder to write.
+        force: Replace the folder.
+        access: How to open the model.
+        manner: How to talk.
+    """
+
+    model: str
+    convert: Convert
+    output: Path
+    force: bool
+    access: Access
+    manner: Manner
+
+
+def open_source(name: str, access: Access, manner: Manner) -> SourceModel:
+    """Opens a dense model, and says so if that means a download."""
+    from tcompress.source import ALIASES
+    from tcompress.source.names import local_folder
+
+    remote = local_folder(name) is None
+    bars = remote and not manner.quiet and sys.stderr.isatty()
+    silence_libraries(verbose=manner.verbose, downloads=bars)
+    from tcompress.source import SourceModel
+
+    if remote and name in ALIASES:
+        say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
+    return SourceModel.open(
+        name,
+        revision=access.revision,
+        token=access.token,
+        trust_remote_code=access.allow_remote_code,
+    )
+
+
+def show_plan(job: Job) -> None:
+    """Prints what a conversion would do, and what it would cost."""
+    from tcompress.plan.estimate import estimate
+    from tcompress.plan.planner import make_plan
+    from tcompress.report.console import render_plan
+
+    source = open_source(job.model, job.access, job.manner)
+    plan = make_plan(job.convert, source)
+    costs = estimate(plan, source, job.convert)
+    if job.manner.as_json:
+        facts = {"plan": _plan_facts(plan), "estimate": costs.model_dump(mode="json")}
+        print_json({"dry_run": True, "output": str(job.output), **facts})
+        return
+    results().print(render_plan(plan, costs, source.store.total_bytes))
+    results().print(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
+
+
+def _plan_facts(plan: Plan) -> dict[str, Any]:
+    return plan.model_dump(mode="json", exclude_defaults=True)
+
+
+def perform(job: Job) -> None:
+    """Converts, and prints the result."""
+    silence_libraries(verbose=job.manner.verbose)
+    from tcompress.convert.run import convert
+    from tcompress.convert.workplace import check_output
+
+    check_output(job.output, force=job.force)  # before a long download
+    source = open_source(job.model, job.access, job.manner)
+    with _resumable(job.output), shown_progress(quiet=job.manner.quiet) as progress:
+        done = convert(source, job.convert, job.output, force=job.force, progress=progress)
+    show_result(done, job)
+
+
+def show_result(done: Converted, job: Job) -> None:
+    """Prints what a conversion made of the model, and what to do next."""
+    from tcompress.report.console import render
+    from tcompress.report.model import report_of
+
+    report = report_of(done.folder, trust_remote_code=job.access.allow_remote_code)
+    name, seconds = relative(done.folder), done.manifest.seconds
+    if job.manner.as_json:
+        facts = {"resumed": done.resumed, "healed": False, "seconds": seconds}
+        print_json({"output": str(done.folder), **facts, "report": report.to_json()})
+        return
+    screen = results()
+    # Before and after; `tcompress report` has the layers.
+    screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
+    resumed = ", continuing an interrupted run" if done.resumed else ""
+    screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
+    screen.print("Not healed yet: quality returns with fine-tuning on your task.")
+    screen.print(f"Next: `tcompress report {name}` shows the layers.", soft_wrap=True)
+
+
+@contextmanager
+def _resumable(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            f"interrupted; `{output}` was not written",
+            "run the same command again: it goes on where it stopped",
+        ) from error
+
+
+def relative(folder: Path) -> Path:
+    """Shortens a path to what a user would type."""
+    try:
+        return folder.relative_to(Path.cwd())
+    except ValueError:
+        return folder

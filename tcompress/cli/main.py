@@ -1,0 +1,88 @@
+"""The program `tcompress`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from tcompress.cli import convert, demo, export, inspect, methods, recipes, report, run
+from tcompress.cli.errors import INTERRUPTED, report_failure
+
+_EPILOG = """\
+[bold]Exit codes[/bold]
+  0    done
+  1    unexpected failure; `TCOMPRESS_TRACEBACK=1` shows where
+  2    bad option, recipe or input
+  3    done, but a declared threshold was missed
+  130  interrupted
+
+[bold]Examples[/bold]
+  tcompress demo
+  tcompress convert bert-base --method lprod --p 4
+  tcompress report bert-base-lprod-p4"""
+
+app = typer.Typer(
+    name="tcompress",
+    help="Compress pretrained transformers with tensor methods.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
+app.command("report", epilog=report.EPILOG)(report.report)
+app.command("export", epilog=export.EPILOG)(export.export)
+app.command("run", epilog=run.EPILOG)(run.run)
+app.command("methods", epilog=methods.EPILOG)(methods.methods)
+app.add_typer(recipes.app, name="recipes", help="List, show, copy and check recipes.")
+app.command("demo", epilog=demo.EPILOG)(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import tcompress
+
+        typer.echo(f"tcompress {tcompress.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and ends the program with its exit code.
+
+    Args:
+        arguments: What was typed after the program's name; default from the system.
+    """
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_run(typed))
+
+
+def _run(typed: list[str]) -> int:
+    as_json = "--json" in typed
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(args=typed, prog_name="tcompress", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 2  # the help is already printed
+        return report_failure(error, as_json=as_json)
+    if code == INTERRUPTED:  # as newer versions of Typer return it
+        return report_failure(KeyboardInterrupt(), as_json=as_json)
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,75 @@
+"""`tcompress methods`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tcompress.cli import options as opt
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tcompress.structures import Structure
+
+EPILOG = opt.examples("tcompress methods", "tcompress methods --json")
+
+
+def methods(json: opt.Json = False) -> None:
+    """List the methods and their options."""
+    from tcompress.cli.output import print_json, results, silence_libraries
+
+    silence_libraries(verbose=False)
+    from tcompress.structures import structures
+
+    facts = [method_facts(item) for item in structures()]
+    if json:
+        print_json({"methods": facts})
+        return
+    screen = results()
+    for method in facts:
+        also = f" (also `{'`, `'.join(method['aliases'])}`)" if method["aliases"] else ""
+        screen.print(f"{method['name']}{also}: {method['summary']}", style="bold")
+        screen.print(method["reference"], style="dim")
+        screen.print(_table(method["options"]))
+
+
+def method_facts(item: Structure[Any, Any]) -> dict[str, Any]:
+    """Describes a method from the registry.
+
+    Returns:
+        Its name, aliases, summary, reference and options with types and defaults.
+    """
+    from tcompress.cli.settings import METHOD_OPTIONS, flag
+    from tcompress.recipe.words import describe
+
+    schema = item.spec.model_json_schema()
+    names = item.spec.model_fields["name"].annotation.__args__
+    return {
+        "name": names[0],
+        "aliases": list(names[1:]),
+        "structure": item.name,
+        "summary": item.summary,
+        "reference": item.reference,
+        "options": [
+            {
+                "name": name,
+                "option": flag(name) if name in METHOD_OPTIONS else None,
+                "type": describe(fragment, schema),
+                "default": fragment.get("default"),
+                "description": fragment["description"],
+            }
+            for name, fragment in schema["properties"].items()
+            if name != "name"
+        ],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from tcompress.cli.output import table
+
+    result = table("option", "takes", "default", "")
+    for row in rows:
+        default = "" if row["default"] is None else str(row["default"]).lower()
+        option = row["option"] or f"{row['name']} (in recipes)"
+        result.add_row(option, row["type"], default, row["description"])
+    return result

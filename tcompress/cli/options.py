@@ -1,0 +1,239 @@
+"""Options of commands: names, help, panels, completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tcompress.cli import complete
+
+METHOD, CALIBRATION, SOURCE, OUTPUT, REPORT = (
+    "Method",
+    "Calibration",
+    "Model",
+    "Output",
+    "What is printed",
+)
+
+
+def examples(*lines: str) -> str:
+    """Writes the end of a command's help."""
+    return "\n".join(["[bold]Examples[/bold]", *(f"  {line}" for line in lines)])
+
+
+# Model
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="Folder, short name (`bert-base`) or hub id.",
+        autocompletion=complete.models,
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=SOURCE),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HF_TOKEN",
+        show_default=False,
+        help="Access token for the hub.",
+        rich_help_panel=SOURCE,
+    ),
+]
+AllowRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-remote-code",
+        help="Run Python code that comes with the model. Read it before.",
+        rich_help_panel=SOURCE,
+    ),
+]
+
+# Method
+
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE|NAME",
+        help="Start from a recipe; options override it.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.recipes,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="`lprod`, `svd` or `lowrank`; see `tcompress methods`. Default `lprod`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.methods,
+    ),
+]
+Slices = Annotated[
+    int | None,
+    typer.Option(
+        "--p", help="lprod: number of slices; 1/p of the weights is kept.", rich_help_panel=METHOD
+    ),
+]
+Transform = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="lprod: `fitted`, `dct`, ... Default `fitted` with calibration, else `dct`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.transforms,
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block", help="lprod: block size of the fitted transform.", rich_help_panel=METHOD
+    ),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(help="lprod: stages of the fitted transform.", rich_help_panel=METHOD),
+]
+TubalRank = Annotated[
+    int | None,
+    typer.Option(help="lprod: singular tubes kept of the slices.", rich_help_panel=METHOD),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(help="svd: rank of every rewritten weight.", rich_help_panel=METHOD),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(
+        help="Kept fraction of the rewritten layers' parameters, such as 0.25.",
+        rich_help_panel=METHOD,
+    ),
+]
+ResidualRank = Annotated[
+    int | None,
+    typer.Option(help="Rank of a low-rank term added to the structure.", rich_help_panel=METHOD),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Leave these layers dense: a name, `*` wildcards, a role such as `down`, or `re:` "
+        "and an expression. Repeatable; added to the recipe's.",
+        rich_help_panel=METHOD,
+    ),
+]
+
+# Calibration
+
+Calib = Annotated[
+    str | None,
+    typer.Option(
+        "--calib",
+        metavar="builtin|none|FILE|DATASET",
+        help="Data that the fit may look at: what ships, nothing, a txt, csv, jsonl or parquet "
+        "file, a folder of images, or a hub id.",
+        rich_help_panel=CALIBRATION,
+        autocompletion=complete.calibrations,
+    ),
+]
+CalibSamples = Annotated[
+    int | None, typer.Option(help="Number of texts or images.", rich_help_panel=CALIBRATION)
+]
+CalibColumns = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Text or image columns; repeatable, or with commas between.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=CALIBRATION)
+]
+Damping = Annotated[
+    float | None,
+    typer.Option(
+        help="Ridge added to the moments, in units of their mean diagonal.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of all random choices.", rich_help_panel=CALIBRATION)
+]
+
+# Output
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FOLDER",
+        help="Folder to write. Default: a name made of the model and the method.",
+        rich_help_panel=OUTPUT,
+        autocompletion=complete.folders,
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Replace the output if it is not empty.", rich_help_panel=OUTPUT),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="`float32`, `float16` or `bfloat16`. Default: as the source.",
+        rich_help_panel=OUTPUT,
+        autocompletion=complete.dtypes,
+    ),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(help="Largest weight file, such as `2GB`.", rich_help_panel=OUTPUT),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. Default `auto`.",
+        rich_help_panel=OUTPUT,
+        autocompletion=complete.devices,
+    ),
+]
+
+# What is printed
+
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the plan and what it will cost; no weight is read, nothing is written.",
+        rich_help_panel=REPORT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON document to stdout, on failure too.",
+        rich_help_panel=REPORT,
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=REPORT)
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="Show what other libraries log.", rich_help_panel=REPORT),
+]

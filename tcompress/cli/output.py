@@ -1,0 +1,89 @@
+"""Where things go: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA = 1
+"""Version of the JSON documents that commands print."""
+
+_PIPE_WIDTH = 100  # of tables in files and pipes, unless COLUMNS says otherwise
+_SILENCED = {
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def results() -> Console:
+    """Opens stdout for tables and text."""
+    return _console(sys.stdout)
+
+
+def notices() -> Console:
+    """Opens stderr for messages and progress."""
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console
+
+    width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
+
+
+def table(*names: str, right: Collection[str] = ()) -> Table:
+    """Makes an empty table.
+
+    Args:
+        names: Headings.
+        right: Those whose columns are aligned to the right.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in names:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints the one JSON document of a command; `schema` comes first."""
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
+    sys.stdout.write(text + "\n")
+
+
+def say(text: str, *, quiet: bool = False) -> None:
+    """Tells the user something that is not a result."""
+    if not quiet:
+        notices().print(text, soft_wrap=True)
+
+
+def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
+    """Keeps other libraries' log lines and progress bars off the terminal.
+
+    Has to run before they are imported.
+
+    Args:
+        verbose: Leave them as they are.
+        downloads: Show the bars of downloads all the same.
+    """
+    if verbose:
+        return
+    warnings.simplefilter("ignore")
+    for name, value in _SILENCED.items():
+        if not (downloads and name == "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, value)

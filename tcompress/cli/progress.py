@@ -1,0 +1,135 @@
+"""Progress of long work: bars on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from tcompress.cli.output import notices, say
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress(Protocol):
+    """Hears how far long work is."""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """Begins a stage."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Goes on with the current stage."""
+
+
+@contextmanager
+def shown_progress(*, quiet: bool) -> Iterator[Progress]:
+    """Shows progress on stderr while the block runs.
+
+    Args:
+        quiet: Show nothing.
+    """
+    if quiet:
+        yield _Nothing()
+    elif sys.stderr.isatty():
+        with _Bars() as bars:
+            yield bars
+    else:
+        lines = _Lines()
+        yield lines
+        lines.close()
+
+
+class _Nothing:
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """Says nothing."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Says nothing."""
+
+
+class _Bars:
+    """One bar for each stage."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=notices(),
+        )
+        self._stage = _Stage("", 0, "")
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, note="")
+        self._stage = _Stage(name, total, unit)
+        count = self._stage.count()
+        self._task = self._bars.add_task(name, total=total, count=count, note="")
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        if self._task is None:
+            return
+        self._stage.done += amount
+        self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
+
+
+class _Lines:
+    """A line when a stage ends, and now and then before."""
+
+    def __init__(self) -> None:
+        self._stage: _Stage | None = None
+        self._last = 0.0
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        self.close()
+        self._stage = _Stage(name, total, unit)
+        self._last = time.monotonic()
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        if self._stage is None:
+            return
+        self._stage.done += amount
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            say(f"{self._stage.name}: {self._stage.count()}")
+
+    def close(self) -> None:
+        """Says that the stage is over."""
+        if self._stage is not None:
+            seconds = time.monotonic() - self._stage.start
+            say(f"{self._stage.name}: {self._stage.count()} in {seconds:.1f} s")
+        self._stage = None
+
+
+class _Stage:
+    def __init__(self, name: str, total: int, unit: str) -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.done = 0
+        self.start = time.monotonic()
+
+    def count(self) -> str:
+        """Says how far the stage is."""
+        if self.unit == "bytes":
+            return f"{_megabytes(self.done)} of {_megabytes(self.total)} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f}"

@@ -1,0 +1,196 @@
+"""From the options of a command to what a recipe says about a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tcompress.cli.errors import suggestion
+from tcompress.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from tcompress.recipe import Convert, Recipe
+    from tcompress.structures import Spec
+
+DEFAULT_METHOD = "lprod"
+
+METHOD_OPTIONS = ("p", "transform", "block", "stages", "tubal_rank", "rank")
+"""Options of `convert` that belong to a method: fields of its options in a recipe."""
+
+_CALIBRATION = {
+    "calib": "source",
+    "calib_samples": "samples",
+    "calib_columns": "columns",
+    "max_length": "max_length",
+    "damping": "damping",
+    "seed": "seed",
+}
+_CONVERT = ("target", "residual_rank", "dtype", "device", "max_shard_size")
+
+
+def flag(field: str) -> str:
+    """Names the option that sets a field."""
+    return f"--{field.replace('_', '-')}"
+
+
+def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Convert:
+    """Merges options into a recipe.
+
+    Args:
+        options: Values by the name of the parameter; None and empty lists were not given.
+        recipe: What they override.
+
+    Raises:
+        RecipeError: An option does not apply to the method, or its value is not allowed.
+    """
+    from pydantic import ValidationError
+
+    from tcompress.recipe import Convert
+
+    given = {name: value for name, value in options.items() if value not in (None, [])}
+    base = recipe.convert.model_dump() if recipe else {"calibration": {}}
+    kind = _method_class(given.get("method") or base.get("method", {}).get("name"))
+    data = {
+        **base,
+        "method": _method(given, base.get("method", {}), kind),
+        "calibration": base["calibration"] | _calibration(given),
+        "keep": (*base.get("keep", ()), *given.get("keep", ())),
+        **{name: given[name] for name in _CONVERT if name in given},
+    }
+    try:
+        result = Convert.model_validate(data)
+    except ValidationError as error:
+        raise _in_words(error, data) from error
+    if recipe is None:
+        _check_size(result)
+    return result
+
+
+def default_output(model: str, convert: Convert) -> str:
+    """Names the folder to write, such as `bert-base-lprod-p4`."""
+    from tcompress.source import default_output_name
+
+    return default_output_name(model, _suffix(convert))
+
+
+def _suffix(convert: Convert) -> str:
+    """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
+    method: Any = convert.method
+    words = [str(method.name)]
+    for field, letter in (("p", "p"), ("tubal_rank", "k"), ("rank", "r")):
+        if getattr(method, field, None) is not None:
+            words.append(f"{letter}{getattr(method, field)}")
+    if transform := getattr(method, "transform", None):
+        words.append(transform)
+    if convert.residual_rank:
+        words.append(f"plus{convert.residual_rank}")
+    if convert.target is not None:
+        words.append(f"{100 * convert.target:g}")
+    return "-".join(words)
+
+
+def _method_class(name: str | None) -> type[Spec]:
+    from tcompress.recipe import method_names
+    from tcompress.structures import structures
+
+    name = name or DEFAULT_METHOD
+    for item in structures():
+        if name in _names(item.spec):
+            return item.spec
+    known = method_names()
+    listed = ", ".join(f"`{word}`" for word in known)
+    hint = suggestion(name, known) or "see `tcompress methods`"
+    raise RecipeError(f"unknown method `{name}`; methods are {listed}", hint)
+
+
+def _names(spec: type[Spec]) -> tuple[str, ...]:
+    names: tuple[str, ...] = spec.model_fields["name"].annotation.__args__  # type: ignore[union-attr]
+    return names
+
+
+def _method(given: Mapping[str, Any], base: Mapping[str, Any], kind: type[Spec]) -> dict[str, Any]:
+    chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
+    name = given.get("method") or base.get("name") or DEFAULT_METHOD
+    wrong = [option for option in chosen if option not in kind.model_fields]
+    if wrong:
+        raise _not_applicable(wrong, name, kind)
+    if "seed" in given and "seed" in kind.model_fields:
+        chosen["seed"] = given["seed"]
+    # Of another method's options nothing can be kept.
+    kept = base if base.get("name") in _names(kind) else {}
+    return {**kept, **chosen, "name": name}
+
+
+def _not_applicable(wrong: Sequence[str], name: str, kind: type[Spec]) -> RecipeError:
+    from tcompress.structures import structures
+
+    allowed = [option for option in METHOD_OPTIONS if option in kind.model_fields]
+    owners = [
+        _names(item.spec)[0]
+        for item in structures()
+        if all(option in item.spec.model_fields for option in wrong)
+    ]
+    verb = "does" if len(wrong) == 1 else "do"
+    belongs = "belongs" if len(wrong) == 1 else "belong"
+    listed = _flags(wrong)
+    return RecipeError(
+        f"{listed} {verb} not apply to method `{name}`; its options are {_flags(allowed)}",
+        f"{listed} {belongs} to `--method {owners[0]}`" if owners else None,
+    )
+
+
+def _flags(fields: Iterable[str]) -> str:
+    return ", ".join(f"`{flag(field)}`" for field in fields)
+
+
+def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {field: given[name] for name, field in _CALIBRATION.items() if name in given}
+    if "columns" in values:
+        joined = ",".join(values["columns"])
+        values["columns"] = tuple(name.strip() for name in joined.split(",") if name.strip())
+    return values
+
+
+def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
+    """Names options, where validation names fields, and says what they take."""
+    from tcompress.recipe import json_schema
+    from tcompress.recipe.words import describe
+
+    schema = json_schema()
+    lines = []
+    for item in error.errors(include_url=False):
+        place = [str(step) for step in item["loc"]]
+        fragment = _fragment(schema, place, data)
+        allowed = describe(fragment, schema) if fragment else item["msg"]
+        lines.append(f"`{_option(place)}` is `{item['input']}`, allowed is {allowed}")
+    return RecipeError("; ".join(lines), "see `tcompress convert --help`")
+
+
+def _option(place: Sequence[str]) -> str:
+    if place[0] == "calibration":
+        names = {field: name for name, field in _CALIBRATION.items()}
+        return flag(names.get(place[-1], place[-1]))
+    return flag(place[-1])
+
+
+def _fragment(
+    schema: Mapping[str, Any], place: Sequence[str], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Finds the part of the schema that a failed field belongs to."""
+    owner = {"method": _method_class(data["method"]["name"]).__name__}.get(place[0], "Convert")
+    if place[0] == "calibration":
+        owner = "Calibration"
+    found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(place[-1])
+    return found
+
+
+def _check_size(convert: Convert) -> None:
+    """A rank that nothing determines would be refused for every layer, after a download."""
+    method: Any = convert.method
+    if getattr(method, "rank", 0) is None and convert.target is None:
+        raise RecipeError(
+            f"method `{method.name}` needs a size: give `--target` or `--rank`",
+            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
+        )

@@ -1,0 +1,303 @@
+"""Tables for the terminal; their rows are those of the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from tcompress.plan.entries import Left, Plan
+from tcompress.plan.estimate import Estimate
+from tcompress.report.model import (
+    ERRORS,
+    Amount,
+    LayerReport,
+    ModelReport,
+    layer_report,
+    mean_errors,
+)
+
+MOST_LAYERS = 40
+"""Above this many layers a table shows them by role, unless all are asked for."""
+
+_ERROR_NAMES = {
+    "held_out": "held-out error",
+    "calibration": "calibration error",
+    "weight": "weight error",
+}
+_COLUMN = 26  # width that one model takes in a comparison
+_LABELS = 20
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line about a model: a quantity before and after, or a single value."""
+
+    label: str
+    value: str = ""
+    dense: str = ""
+    kept: str = ""
+
+
+def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
+    """Renders models: one with its layers, several side by side.
+
+    Args:
+        reports: The models.
+        per_layer: Show every layer, of every model.
+    """
+    parts: list[RenderableType] = [_single(reports[0])]
+    if len(reports) > 1:
+        parts = [Comparison(reports)]
+    for report in reports:
+        if report.layers and (per_layer or len(reports) == 1):
+            title = short_name(report, reports) if len(reports) > 1 else ""
+            parts += [Text(""), layer_table(report.layers, per_layer=per_layer, title=title)]
+        if report.left and len(reports) == 1:
+            parts += [Text(""), left_table(report.left)]
+    return Group(*parts)
+
+
+def render_plan(
+    plan: Plan,
+    estimate: Estimate | None = None,
+    source_bytes: int | None = None,
+    per_layer: bool = False,
+) -> RenderableType:
+    """Renders what a conversion would do.
+
+    Args:
+        plan: The plan.
+        estimate: What it would cost, see `tcompress.plan.estimate`.
+        source_bytes: Bytes of the source's tensors.
+        per_layer: Show every layer.
+    """
+    saved = plan.dense_rewritten - plan.structured_rewritten
+    amounts = [
+        ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
+        ("all blocks", plan.block_parameters, plan.block_parameters - saved),
+        ("whole model", plan.parameters, plan.parameters - saved),
+    ]
+    rows = [_amount(name, Amount.of(dense, now)) for name, dense, now in amounts]
+    if estimate is not None:
+        rows.append(_size("bytes on disk", source_bytes, estimate.disk_bytes))
+        rows.append(_Row("peak memory", f"about {_bytes(estimate.memory_bytes)}"))
+        rows.append(_Row("time", f"roughly {_time(estimate.seconds)}"))
+    table = _amount_table(rows, "now", "after")
+    layers = [layer_report(entry) for entry in plan.layers]
+    title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
+    parts: list[RenderableType] = [title, table, Text("")]
+    parts.append(layer_table(layers, per_layer=per_layer))
+    if plan.left:
+        parts += [Text(""), left_table(plan.left)]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+    return Group(*parts)
+
+
+class Comparison:
+    """Models side by side, as many in one table as the terminal is wide.
+
+    Args:
+        reports: The models.
+    """
+
+    def __init__(self, reports: Sequence[ModelReport]) -> None:
+        self.reports = tuple(reports)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yields one table or several."""
+        count = max(1, (options.max_width - _LABELS) // _COLUMN)
+        for start in range(0, len(self.reports), count):
+            if start:
+                yield Text("")
+            yield self._table(self.reports[start : start + count])
+
+    def _table(self, reports: Sequence[ModelReport]) -> Table:
+        table = _table()
+        table.add_column("", ratio=None)
+        for report in reports:
+            name = Text(short_name(report, self.reports), overflow="fold")
+            table.add_column(name, justify="right", overflow="fold")
+        rows = [{row.label: row for row in _rows(report, facts=True)} for report in reports]
+        for label in dict.fromkeys(label for row in rows for label in row):
+            cells = [row.get(label, _Row(label)) for row in rows]
+            table.add_row(label, *(f"{cell.value}  {cell.kept:>6}".rstrip() for cell in cells))
+        return table
+
+
+def short_name(report: ModelReport, others: Iterable[ModelReport] = ()) -> str:
+    """Gives the last part of a model's name, or all of it where others have the same."""
+    short = Path(report.name).name or report.name
+    alike = [other for other in others if Path(other.name).name == short]
+    return short if len(alike) < 2 else report.name
+
+
+def layer_table(
+    layers: Sequence[LayerReport], *, per_layer: bool = False, title: str = ""
+) -> Table:
+    """Lists layers one by one, or by role and structure where there are many.
+
+    Args:
+        layers: The layers.
+        per_layer: List them one by one in any case.
+        title: Heading.
+    """
+    one_by_one = per_layer or len(layers) <= MOST_LAYERS
+    table = _table(title)
+    table.add_column("block" if one_by_one else "layers", overflow="fold")
+    table.add_column("role")
+    table.add_column("structure", overflow="fold")
+    table.add_column("in → out", justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("kept", justify="right")
+    kinds = mean_errors(layers)
+    for kind in kinds:
+        table.add_column(_ERROR_NAMES.get(kind, kind), justify="right")
+    groups = [[layer] for layer in layers] if one_by_one else _by_role(layers)
+    before = ""
+    for group in groups:
+        block = group[0].block if one_by_one else str(len(group))
+        table.add_row("" if one_by_one and block == before else block, *_cells(group, kinds))
+        before = block
+    return table
+
+
+def left_table(left: Sequence[Left]) -> Table:
+    """Says how many layers stay dense for which reason."""
+    table = _table()
+    table.add_column("left dense", justify="right")
+    table.add_column("such as", overflow="fold")
+    table.add_column("because", overflow="fold")
+    reasons: dict[str, list[str]] = {}
+    for item in left:
+        reasons.setdefault(item.reason, []).append(item.name)
+    for reason, names in reasons.items():
+        table.add_row(str(len(names)), names[0], reason)
+    return table
+
+
+def _single(report: ModelReport) -> RenderableType:
+    parts: list[RenderableType] = [Text(short_name(report), style="bold")]
+    facts = [report.family, report.method]
+    if report.source is not None and report.method != "dense":
+        facts.append(f"from {report.source}")
+    if report.calibration is not None:
+        facts.append(f"calibration {_calibration(report)}")
+    parts.append(Text(" · ".join(facts), style="dim"))
+    parts.append(_amount_table(_rows(report), "dense", "now"))
+    return Group(*parts)
+
+
+def _rows(report: ModelReport, facts: bool = False) -> list[_Row]:
+    """The lines about one model; a comparison also says there what a title says otherwise."""
+    rows = []
+    if facts:
+        rows += [_Row("family", report.family), _Row("method", report.method)]
+        if report.calibration is not None:
+            rows.append(_Row("calibration", _calibration(report)))
+    parts = report.parameters
+    rows += [
+        _amount("rewritten layers", parts.rewritten),
+        _amount("all blocks", parts.blocks),
+        _amount("embeddings", parts.embeddings),
+        _amount("other", parts.other),
+        _amount("whole model", parts.total),
+    ]
+    disk, macs = report.bytes_on_disk, report.macs_per_token
+    rows.append(_size("bytes on disk", disk.dense, disk.now))
+    rows.append(_amount(f"MACs/token, T={macs.length}", macs))
+    for kind, error in report.errors.items():
+        rows.append(_Row(_ERROR_NAMES.get(kind, kind), _error(error)))
+    rows += [_Row(metric.name, f"{metric.value:.4g}") for metric in report.metrics]
+    return rows
+
+
+def _calibration(report: ModelReport) -> str:
+    facts = report.calibration
+    if facts is None or facts.name == "none":
+        return "none"
+    return f"{facts.name}, {facts.samples:,} samples"
+
+
+def _amount_table(rows: Sequence[_Row], dense: str, now: str) -> Table:
+    table = _table()
+    table.add_column("parameters")
+    for name in (dense, now, "kept"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.label, row.dense, row.value, row.kept)
+    return table
+
+
+def _amount(label: str, amount: Amount) -> _Row:
+    return _Row(label, f"{amount.now:,}", f"{amount.dense:,}", f"{amount.kept:.1%}")
+
+
+def _size(label: str, dense: int | None, now: int) -> _Row:
+    if dense is None:
+        return _Row(label, _bytes(now))
+    return _Row(label, _bytes(now), _bytes(dense), f"{now / max(1, dense):.1%}")
+
+
+def _by_role(layers: Sequence[LayerReport]) -> list[list[LayerReport]]:
+    def key(layer: LayerReport) -> tuple[str, str, int, int]:
+        return (layer.role, layer.structure, layer.in_features, layer.out_features)
+
+    order = {value: index for index, value in enumerate(dict.fromkeys(map(key, layers)))}
+    ranked = sorted(layers, key=lambda layer: order[key(layer)])
+    return [list(group) for _, group in groupby(ranked, key)]
+
+
+def _cells(group: Sequence[LayerReport], kinds: Iterable[str]) -> list[str]:
+    first = group[0]
+    dense = sum(layer.parameters.dense for layer in group)
+    now = sum(layer.parameters.now for layer in group)
+    widths = f"{first.in_features} → {first.out_features}"
+    errors = mean_errors(group)
+    return [
+        first.role,
+        first.structure,
+        widths if first.experts is None else f"{first.experts} x ({widths})",
+        f"{now:,}",
+        f"{Amount.of(dense, now).kept:.1%}",
+        *(_error(errors[kind]) if kind in errors else "" for kind in kinds),
+    ]
+
+
+def _table(title: str = "") -> Table:
+    return Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+    )
+
+
+def _error(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _bytes(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"

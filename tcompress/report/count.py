@@ -1,0 +1,148 @@
+"""Parameters and multiply-adds of a model, from its shapes alone.
+
+Multiply-adds are those of one token in a sequence of T tokens that passes every block once: in
+models with an encoder and a decoder, or with two towers, one token of each. The sum is
+
+    linear layers of the blocks   in x out; of experts, only those that a token is routed to
+    + attention, per attention    2 T d   (query times keys, weights times values; d = heads x
+                                  head size, the input width of the output projection)
+    + output head                 d x vocabulary, if the class of the model has one
+
+Embeddings are look-ups and count nothing. Norms, activations, biases, pooling and heads that run
+once per sequence are left out. Windows and causal masks are not subtracted: the number is that of
+the last of T tokens under full attention. In families without a table of roles every block is
+taken to hold one attention of the width that the config calls `hidden_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tcompress.anatomy import Anatomy, Layer
+from tcompress.plan.entries import LayerPlan
+from tcompress.structures.base import structure
+
+Planned = Mapping[tuple[str, str], LayerPlan]
+"""Rewritten layers by module path and parameter."""
+
+_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def block_parameters(model: nn.Module, anatomy: Anatomy) -> int:
+    """Parameters of all transformer blocks, biases and norms counted."""
+    return _distinct(
+        parameter
+        for block in anatomy.blocks
+        for parameter in model.get_submodule(block.name).parameters()
+    )
+
+
+def embedding_parameters(model: nn.Module, anatomy: Anatomy) -> int:
+    """Parameters of all embedding tables outside the blocks: words, positions, segments."""
+    inside = tuple(f"{block.name}." for block in anatomy.blocks)
+    return _distinct(
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not name.startswith(inside)
+    )
+
+
+def all_parameters(model: nn.Module) -> int:
+    """Parameters of the model; tied ones count once."""
+    return _distinct(model.parameters())
+
+
+def _distinct(parameters: Iterable[Tensor]) -> int:
+    return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
+
+
+def macs_per_token(
+    model: nn.Module, anatomy: Anatomy, planned: Planned, length: int
+) -> tuple[int, int]:
+    """Multiply-adds for one token, dense and with the planned layers rewritten.
+
+    Args:
+        model: The dense model; the meta device is enough.
+        anatomy: Its anatomy.
+        planned: What is rewritten.
+        length: Number of tokens T in the sequence.
+    """
+    config = getattr(model, "config", None)
+    same = _attention(anatomy, config, length) + _head(model, anatomy)
+    same += sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
+    dense = now = same
+    for layer in anatomy.layers:
+        runs = experts_per_token(config, layer.experts)
+        own = layer.in_features * layer.out_features * runs
+        entry = planned.get((layer.name, layer.parameter))
+        dense += own
+        now += own if entry is None else layer_macs(entry, runs)
+    return dense, now
+
+
+def experts_per_token(config: Any, experts: int | None) -> int:
+    """Experts that one token passes: all of them where the config does not say."""
+    if experts is None:
+        return 1
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = (getattr(text, name, None) for name in _ROUTED)
+    return next((number for number in found if isinstance(number, int)), experts)
+
+
+def layer_macs(entry: LayerPlan, runs: int = 1) -> int:
+    """Multiply-adds of a rewritten layer for one token.
+
+    Args:
+        entry: The layer.
+        runs: Experts that the token passes. What they share runs once: the input side of their
+            first weight, the output side of their second.
+    """
+    if entry.kind != "experts":
+        return entry.macs
+    once = "out" if entry.parameter == "down_proj" else "in"
+    total = 0
+    for index, part in enumerate(entry.parts):
+        for layout in part.terms:
+            kind = structure(layout.structure)
+            total += kind.core_macs(layout) * runs
+            total += kind.side_macs(layout, "out") * (1 if once == "out" else runs)
+            if not index:
+                total += kind.side_macs(layout, "in") * (1 if once == "in" else runs)
+    return total
+
+
+def _attention(anatomy: Anatomy, config: Any, length: int) -> int:
+    total = 0
+    for block in anatomy.blocks:
+        widths = [layer.in_features for layer in block.layers if layer.role in ("o", "cross_o")]
+        if not widths and all(layer.role == "linear" for layer in block.layers):
+            widths = [_hidden_size(config, block.layers)]
+        total += sum(2 * length * width for width in widths)
+    return total
+
+
+def _hidden_size(config: Any, layers: Iterable[Layer]) -> int:
+    size = getattr(config, "hidden_size", None)
+    return size if isinstance(size, int) else next(iter(layers)).in_features
+
+
+def _head(model: nn.Module, anatomy: Anatomy) -> int:
+    if anatomy.output_head is None:
+        return 0
+    weight = getattr(model.get_submodule(anatomy.output_head), "weight", None)
+    return 0 if weight is None else int(weight.numel())
+
+
+def _left_alone(module: nn.Module, config: Any) -> int:
+    """Multiply-adds of a projection that is never rewritten, such as a router."""
+    total = 0
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 2:
+            total += parameter.numel()
+        elif parameter.ndim == 3:
+            experts = parameter.shape[0]
+            total += parameter.numel() // experts * experts_per_token(config, experts)
+    return total

@@ -1,0 +1,232 @@
+"""The text and the exit code of every kind of failure."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import typer
+
+from tcompress.cli.errors import describe, suggestion
+from tcompress.errors import FitError, TCompressError
+from tests.support.cli import error, run
+from tests.support.model_folders import model_folder
+
+SEE = "see `tcompress convert --help`"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder("bert", tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            ["convet"],
+            "unknown command `convet`; commands are `convert`, `inspect`, `report`, `export`, "
+            "`run`, `methods`, `demo`, `recipes`",
+            "did you mean `convert`?",
+        ),
+        (
+            ["recipes", "zzz"],
+            "unknown command `zzz`; commands are `list`, `show`, `copy`, `validate`",
+            "see `tcompress recipes --help`",
+        ),
+        (["convert"], "missing argument `MODEL`", SEE),
+        (["convert", "m", "--tagret"], "unknown option `--tagret`", "did you mean `--target`?"),
+        (["convert", "m", "--qqqqqq"], "unknown option `--qqqqqq`", SEE),
+        (["convert", "m", "--p"], "option `--p` requires an argument", "see `tcompress --help`"),
+    ],
+)  # fmt: skip
+def test_usage(arguments: list[str], message: str, hint: str) -> None:
+    done = run(*arguments)
+    assert (done.code, done.out, done.err) == (2, "", error(message, hint))
+
+
+def test_value_of_a_wrong_type() -> None:
+    done = run("convert", "m", "--p", "many")
+    assert done.code == 2
+    assert done.err.startswith("error: invalid value for `--p`: ")
+    assert done.err.endswith(f"hint: {SEE}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            ["--method", "lprd"],
+            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`",
+            "did you mean `lprod`?",
+        ),
+        (
+            ["--method", "qqq"],
+            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`",
+            "see `tcompress methods`",
+        ),
+        (
+            ["--rank", "4"],
+            "`--rank` does not apply to method `lprod`; its options are `--p`, `--transform`, "
+            "`--block`, `--stages`, `--tubal-rank`",
+            "`--rank` belongs to `--method svd`",
+        ),
+        (
+            ["--method", "lowrank", "--p", "4", "--tubal-rank", "2"],
+            "`--p`, `--tubal-rank` do not apply to method `lowrank`; its options are `--rank`",
+            "`--p`, `--tubal-rank` belong to `--method lprod`",
+        ),
+        (
+            ["--method", "svd"],
+            "method `svd` needs a size: give `--target` or `--rank`",
+            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
+        ),
+        (["--p", "0"], "`--p` is `0`, allowed is a whole number, at least 1", SEE),
+        (
+            ["--target", "25", "--calib-samples", "-1"],
+            "`--target` is `25.0`, allowed is a number, greater than 0 and less than 1; "
+            "`--calib-samples` is `-1`, allowed is a whole number, at least 1",
+            SEE,
+        ),
+        (
+            ["--dtype", "float8"],
+            "`--dtype` is `float8`, allowed is one of `float32`, `float16`, `bfloat16`",
+            SEE,
+        ),
+        (
+            ["--transform", "dcd"],
+            "`--transform` is `dcd`, allowed is one of `dct`, `identity`, `haar`, `hadamard`, "
+            "`random`, `dft`, `learned`, `fitted`",
+            SEE,
+        ),
+        (["--keep", "qeury"], "no layer matches `qeury`", "did you mean `query`?"),
+        (
+            ["--calib", "none", "--p", "7"],
+            "none of 12 layers can be rewritten:\n"
+            "  - p=7 does not divide the input 32 and the output 32: 8 layers, such as "
+            "`bert.encoder.layer.0.attention.self.query.weight`\n"
+            "  - p=7 does not divide the input 32 and the output 64: 2 layers, such as "
+            "`bert.encoder.layer.0.intermediate.dense.weight`\n"
+            "  - p=7 does not divide the input 64 and the output 32: 2 layers, such as "
+            "`bert.encoder.layer.0.output.dense.weight`",
+            "choose another p or rank, or `pad: true` in the method's options of a recipe",
+        ),
+        (
+            ["--device", "cuda:77"],
+            "device `cuda:77` cannot be used here",
+            "use `--device cpu`, or `auto`",
+        ),
+    ],
+)  # fmt: skip
+def test_options_of_convert(model: Path, arguments: list[str], message: str, hint: str) -> None:
+    done = run("convert", model, "--quiet", *arguments)
+    assert (done.code, done.out, done.err) == (2, "", error(message, hint))
+    assert not list(Path().iterdir())
+
+
+def test_missing_model() -> None:
+    done = run("convert", "./modell", "--p", "2")
+    assert done.code == 2
+    assert done.err.startswith("error: there is no folder `./modell`; ")
+
+
+def test_output_that_is_not_empty(model: Path) -> None:
+    Path("out").mkdir()
+    Path("out/mine.txt").touch()
+    done = run("convert", model, "-o", "out")
+    expected = "choose another one with `-o`, or replace it with `--force`"
+    assert done.code == 2
+    assert done.err.startswith("error: output folder `out` is not empty\n")
+    assert done.err.endswith(f"hint: {expected}\n")
+    assert [path.name for path in Path("out").iterdir()] == ["mine.txt"]
+
+
+def test_recipe_with_problems() -> None:
+    Path("my.yaml").write_text("recipe_version: 1\nconvert: {method: {name: svd}, tagret: 0.5}\n")
+    done = run("run", "my.yaml")
+    assert done.code == 2
+    assert "1 problem in `my.yaml`:\n  my.yaml:2: `convert.tagret`: " in done.err
+    assert "did you mean `target`" in done.err
+
+
+def test_recipe_without_a_model() -> None:
+    Path("my.yaml").write_text("recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n")
+    done = run("run", "my.yaml")
+    assert done.err == error("recipe `my.yaml` names no model", "add `--model MODEL`")
+    assert done.code == 2
+
+
+def test_unknown_export_format() -> None:
+    done = run("export", "folder", "--to", "dens")
+    assert done.err == error("unknown format `dens`; formats are `dense`", "did you mean `dense`?")
+    assert done.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["convert", "m", "--json", "--tagret", "1"], "UsageError", "unknown option `--tagret`"),
+        (["convert", "--json"], "UsageError", "missing argument `MODEL`"),
+        (["convert", "m", "--p", "0", "--json"], "RecipeError",
+         "`--p` is `0`, allowed is a whole number, at least 1"),
+        (["inspect", "./nowhere", "--json"], "SourceError", "there is no folder `./nowhere`; "),
+    ],
+)  # fmt: skip
+def test_json_on_failure(arguments: list[str], kind: str, message: str) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert list(done.document) == ["schema", "error"]
+    assert done.document["error"]["type"] == kind
+    assert done.document["error"]["message"].startswith(message)
+    assert done.document["error"]["hint"]
+    assert done.err.startswith(f"error: {message}")
+
+
+def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("lost\nmore")
+
+    monkeypatch.setattr("tcompress.inspection.inspect_model", fail)
+    done = run("inspect", "m", "--json")
+    assert done.code == 1
+    assert done.document["error"]["type"] == "KeyError"
+    hint = "run again with `TCOMPRESS_TRACEBACK=1` to see where, and report it"
+    assert done.err == error("unexpected `KeyError`: 'lost\\nmore'", hint)
+
+
+def test_traceback_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCOMPRESS_TRACEBACK", "1")
+    done = run("inspect", "./nowhere")
+    assert done.code == 2
+    assert done.err.startswith("Traceback (most recent call last):")
+    assert "error: there is no folder `./nowhere`; " in done.err
+
+
+def test_full_disk_says_what_to_do() -> None:
+    found = describe(OSError(errno.ENOSPC, "No space left on device"))
+    assert found.code == 1
+    assert found.hint == "free some disk space, then run the same command again"
+
+
+def test_lack_of_memory_says_what_to_do() -> None:
+    found = describe(MemoryError())
+    assert found.message == "unexpected `MemoryError`"
+    assert found.hint == "lower `calibration.batch_size` in a recipe, or choose another `--device`"
+
+
+def test_exit_codes_of_errors() -> None:
+    assert describe(TCompressError("x")).code == 1
+    assert describe(FitError("x")).code == 2
+    assert describe(KeyboardInterrupt()).code == 130
+    assert describe(typer.Abort()).code == 130
+
+
+def test_suggestion_only_where_something_is_close() -> None:
+    assert suggestion("targt", ["--x", "target"]) == "did you mean `target`?"
+    assert suggestion("zzz", ["target"]) is None

@@ -140,7 +140,7 @@ def shipped_data() -> Iterator[DemoData]:
 def run_demo(
     data: DemoData,
     output: Path,
-    variants: Sequence[Variant] = VARIANTS,
+    variants: Sequence[Variant] | None = None,
     progress: Progress | None = None,
 ) -> DemoReport:
     """Converts a language model in several ways and compares the results.
@@ -148,7 +148,7 @@ def run_demo(
     Args:
         data: The model and its held-out texts: the first calibrate, the others measure.
         output: Folder for the converted models; must be empty.
-        variants: What to try.
+        variants: What to try; default `VARIANTS`.
         progress: Hears how far it is.
 
     Raises:
@@ -159,7 +159,7 @@ def run_demo(
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise InputError(f"folder `{output}` is not empty", "choose another folder")
     output.mkdir(parents=True, exist_ok=True)
-    progress = progress or Silent()
+    progress, variants = progress or Silent(), variants or VARIANTS
     fitting, measured = data.texts[:FITTING_STORIES], data.texts[FITTING_STORIES:]
     stories = output / "stories.txt"
     stories.write_text("\n".join(fitting) + "\n", encoding="utf-8")

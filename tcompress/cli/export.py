@@ -50,9 +50,9 @@ def export(
 
     folder = output or Path(f"{model.name or model.resolve().name}-{to}")
     with shown_progress(quiet=quiet) as progress:
-        export_dense(model, folder, force=force, progress=progress)
+        written = export_dense(model, folder, force=force, progress=progress)
     if json:
-        print_json({"output": str(folder), "format": to})
+        print_json({"output": str(written), "format": to})
     else:
         results().print(f"Wrote `{folder}`, which loads without tcompress.", soft_wrap=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tcompress.cli.errors import Interrupted
 from tcompress.cli.output import print_json, results, say, silence_libraries
@@ -15,7 +15,6 @@ from tcompress.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     from tcompress.convert.run import Converted
-    from tcompress.plan.entries import Plan
     from tcompress.recipe import Convert
     from tcompress.source import SourceModel
 
@@ -101,15 +100,13 @@ def show_plan(job: Job) -> None:
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
-        facts = {"plan": _plan_facts(plan), "estimate": costs.model_dump(mode="json")}
-        print_json({"dry_run": True, "output": str(job.output), **facts})
+        facts = {"plan": plan.model_dump(mode="json"), "estimate": costs.model_dump(mode="json")}
+        print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
     results().print(render_plan(plan, costs, source.store.total_bytes))
-    results().print(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
-
-
-def _plan_facts(plan: Plan) -> dict[str, Any]:
-    return plan.model_dump(mode="json", exclude_defaults=True)
+    results().print(
+        f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.", soft_wrap=True
+    )
 
 
 def perform(job: Job) -> None:

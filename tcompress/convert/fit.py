@@ -103,7 +103,8 @@ def fit_layers(
         weights: Dense weights.  # ([experts,] out, in) each
         moments: Moments of the input, for every layer: one entry, or one per expert.
         dtype: Dtype in which tensors are stored.
-        damping: Ridge added to the moments.
+        damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
+            diagonal: the fewer rows, the less they are trusted.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
@@ -139,7 +140,12 @@ def _parts(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
-    damped = [m.train.damped(damping) if m.train is not None else None for m in moments]
+    main = entry.parts[0].terms[0]
+    regressors = structure(main.structure).regressors(main)
+    damped = [
+        None if m.train is None else m.train.damped(damping * regressors / m.train.rows)
+        for m in moments
+    ]
     sizes = [part.out_features for part in entry.parts]
     return [
         _Part(entry, index, expert, rows, damped[min(expert, len(damped) - 1)])

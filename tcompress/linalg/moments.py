@@ -51,13 +51,12 @@ class Moments:
         """Adds the same multiple of the identity to G and C.
 
         In directions that the calibration never visited the fit then tends to the data-free one,
-        instead of to zero. The fewer rows for every dimension, the less the moments are trusted.
+        instead of to zero.
 
         Args:
-            damping: Ridge at one row per dimension, as a multiple of the mean diagonal of G.
+            damping: Ridge as a multiple of the mean diagonal element of G.
         """
-        level = damping * self.features / max(1, self.rows)
-        level = level * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        level = damping * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
         return Moments(
             self.gram + ridge,

@@ -90,8 +90,8 @@ def fit_rotation(
     count: int,
     z: Tensor,
     output: bool,
-    steps: int = 150,
-    rate: float = 0.03,
+    steps: int = 100,
+    rate: float = 0.08,
 ) -> Tensor:
     """Fits the generators of a staged rotation by ascent on the variance that slices explain.
 

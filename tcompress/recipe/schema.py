@@ -46,10 +46,10 @@ class Calibration(_Model):
         0.1, gt=0, lt=0.9, description="share of the samples kept back to measure errors on"
     )
     damping: float = Field(
-        0.3,
+        0.1,
         ge=0,
-        description="ridge added to the moments where there is one row per dimension; shrinks with "
-        "more rows, in units of the moments' mean diagonal",
+        description="ridge added to the moments where there is one row per regressor, in units of "
+        "their mean diagonal; shrinks with more rows",
     )
     seed: int = Field(0, ge=0, description="seed of the choice of samples")
 

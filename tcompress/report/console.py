@@ -15,7 +15,6 @@ from rich.text import Text
 from tcompress.plan.entries import Left, Plan
 from tcompress.plan.estimate import Estimate
 from tcompress.report.model import (
-    ERRORS,
     Amount,
     LayerReport,
     ModelReport,
@@ -58,9 +57,9 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
     for report in reports:
         if report.layers and (per_layer or len(reports) == 1):
             title = short_name(report, reports) if len(reports) > 1 else ""
-            parts += [Text(""), layer_table(report.layers, per_layer=per_layer, title=title)]
+            parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
         if report.left and len(reports) == 1:
-            parts += [Text(""), left_table(report.left)]
+            parts.append(left_table(report.left))
     return Group(*parts)
 
 
@@ -92,10 +91,9 @@ def render_plan(
     table = _amount_table(rows, "now", "after")
     layers = [layer_report(entry) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
-    parts: list[RenderableType] = [title, table, Text("")]
-    parts.append(layer_table(layers, per_layer=per_layer))
+    parts: list[RenderableType] = [title, table, layer_table(layers, per_layer=per_layer)]
     if plan.left:
-        parts += [Text(""), left_table(plan.left)]
+        parts.append(left_table(plan.left))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     return Group(*parts)
 
@@ -114,8 +112,6 @@ class Comparison:
         """Yields one table or several."""
         count = max(1, (options.max_width - _LABELS) // _COLUMN)
         for start in range(0, len(self.reports), count):
-            if start:
-                yield Text("")
             yield self._table(self.reports[start : start + count])
 
     def _table(self, reports: Sequence[ModelReport]) -> Table:
@@ -143,27 +139,30 @@ def layer_table(
 ) -> Table:
     """Lists layers one by one, or by role and structure where there are many.
 
+    Of several kinds of error the most telling one is shown.
+
     Args:
         layers: The layers.
         per_layer: List them one by one in any case.
         title: Heading.
     """
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
+    kind = next(iter(mean_errors(layers)), None)
     table = _table(title)
     table.add_column("block" if one_by_one else "layers", overflow="fold")
     table.add_column("role")
     table.add_column("structure", overflow="fold")
-    table.add_column("in → out", justify="right")
-    table.add_column("parameters", justify="right")
-    table.add_column("kept", justify="right")
-    kinds = mean_errors(layers)
-    for kind in kinds:
-        table.add_column(_ERROR_NAMES.get(kind, kind), justify="right")
+    for name in ("in → out", "params", "kept"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if kind is not None:
+        heading = _error_name(kind).replace(" ", "\n")
+        table.add_column(heading, justify="right", no_wrap=True)
     groups = [[layer] for layer in layers] if one_by_one else _by_role(layers)
+    names = _short_blocks(layers)
     before = ""
     for group in groups:
-        block = group[0].block if one_by_one else str(len(group))
-        table.add_row("" if one_by_one and block == before else block, *_cells(group, kinds))
+        block = names[group[0].block] if one_by_one else str(len(group))
+        table.add_row("" if one_by_one and block == before else block, *_cells(group, kind))
         before = block
     return table
 
@@ -185,11 +184,11 @@ def left_table(left: Sequence[Left]) -> Table:
 def _single(report: ModelReport) -> RenderableType:
     parts: list[RenderableType] = [Text(short_name(report), style="bold")]
     facts = [report.family, report.method]
-    if report.source is not None and report.method != "dense":
-        facts.append(f"from {report.source}")
     if report.calibration is not None:
         facts.append(f"calibration {_calibration(report)}")
     parts.append(Text(" · ".join(facts), style="dim"))
+    if report.source is not None and report.method != "dense":
+        parts.append(Text(f"from {report.source}", style="dim"))
     parts.append(_amount_table(_rows(report), "dense", "now"))
     return Group(*parts)
 
@@ -199,11 +198,13 @@ def _rows(report: ModelReport, facts: bool = False) -> list[_Row]:
     rows = []
     if facts:
         rows += [_Row("family", report.family), _Row("method", report.method)]
-        if report.calibration is not None:
-            rows.append(_Row("calibration", _calibration(report)))
+        rows.append(_Row("calibration", _calibration(report)))
     parts = report.parameters
+    if parts.rewritten.dense:
+        rows.append(_amount("rewritten layers", parts.rewritten))
+    elif facts:  # keeps its place beside models that have some
+        rows.append(_Row("rewritten layers"))
     rows += [
-        _amount("rewritten layers", parts.rewritten),
         _amount("all blocks", parts.blocks),
         _amount("embeddings", parts.embeddings),
         _amount("other", parts.other),
@@ -213,14 +214,16 @@ def _rows(report: ModelReport, facts: bool = False) -> list[_Row]:
     rows.append(_size("bytes on disk", disk.dense, disk.now))
     rows.append(_amount(f"MACs/token, T={macs.length}", macs))
     for kind, error in report.errors.items():
-        rows.append(_Row(_ERROR_NAMES.get(kind, kind), _error(error)))
+        rows.append(_Row(_error_name(kind), _error(error)))
     rows += [_Row(metric.name, f"{metric.value:.4g}") for metric in report.metrics]
     return rows
 
 
 def _calibration(report: ModelReport) -> str:
     facts = report.calibration
-    if facts is None or facts.name == "none":
+    if facts is None:
+        return ""
+    if facts.name == "none":
         return "none"
     return f"{facts.name}, {facts.samples:,} samples"
 
@@ -254,19 +257,30 @@ def _by_role(layers: Sequence[LayerReport]) -> list[list[LayerReport]]:
     return [list(group) for _, group in groupby(ranked, key)]
 
 
-def _cells(group: Sequence[LayerReport], kinds: Iterable[str]) -> list[str]:
+def _short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
+    """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
+    blocks = list(dict.fromkeys(layer.block for layer in layers))
+    most = max((block.count(".") + 1 for block in blocks), default=0)
+    for count in range(2, most + 1):
+        short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
+        if len(set(short.values())) == len(blocks):
+            return short
+    return {block: block for block in blocks}
+
+
+def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
     first = group[0]
     dense = sum(layer.parameters.dense for layer in group)
     now = sum(layer.parameters.now for layer in group)
     widths = f"{first.in_features} → {first.out_features}"
-    errors = mean_errors(group)
+    error = [] if kind is None else [mean_errors(group).get(kind)]
     return [
         first.role,
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{now:,}",
         f"{Amount.of(dense, now).kept:.1%}",
-        *(_error(errors[kind]) if kind in errors else "" for kind in kinds),
+        *("" if value is None else _error(value) for value in error),
     ]
 
 
@@ -280,6 +294,10 @@ def _table(title: str = "") -> Table:
         padding=(0, 1, 0, 0),
         header_style="bold",
     )
+
+
+def _error_name(kind: str) -> str:
+    return _ERROR_NAMES.get(kind, kind)
 
 
 def _error(value: float) -> str:

@@ -8,10 +8,11 @@ models with an encoder and a decoder, or with two towers, one token of each. The
                                   head size, the input width of the output projection)
     + output head                 d x vocabulary, if the class of the model has one
 
-Embeddings are look-ups and count nothing. Norms, activations, biases, pooling and heads that run
-once per sequence are left out. Windows and causal masks are not subtracted: the number is that of
-the last of T tokens under full attention. In families without a table of roles every block is
-taken to hold one attention of the width that the config calls `hidden_size`.
+Embeddings are look-ups and count nothing. Left out are norms, activations and biases, projections
+outside the blocks other than the output head, what runs once per sequence (poolers, classifiers,
+tables of relative positions), and patch projections. Windows and causal masks are not subtracted:
+the number is that of the last of T tokens under full attention. In families without a table of
+roles every block is taken to hold one attention of the width that the config calls `hidden_size`.
 """
 
 from __future__ import annotations

@@ -148,6 +148,10 @@ class Structure(ABC, Generic[S, L]):
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
         """Draws random tensors that keep the scale of unit-variance inputs, float32."""
 
+    def regressors(self, layout: L) -> int:
+        """How many inputs every output sees: what calibration rows must suffice for."""
+        return layout.in_features
+
     def settle(self, spec: S, *, calibrated: bool) -> S:
         """Fills options whose default depends on whether there is calibration data."""
         return spec

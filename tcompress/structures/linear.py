@@ -186,7 +186,7 @@ class StructuredLinear(nn.Module):
         x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
         y = self.decode(self.core(self.encode(x)))
         if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
+            y = y.add_(self.bias.to(y.dtype))  # fresh, and no gradient needs it: no second copy
         return y.view(*x.shape[:-1], self.out_features)
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:

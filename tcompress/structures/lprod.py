@@ -169,6 +169,9 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         macs = sum(a * b * c for a, b, c in self.tensors(layout).values())
         return 2 * macs if layout.transform == "dft" else macs
 
+    def regressors(self, layout: LprodLayout) -> int:
+        return layout.padded_in // layout.p
+
     def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
         if spec.transform is not None:
             return spec

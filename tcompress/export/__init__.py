@@ -1,0 +1,1 @@
+"""Converted models in other formats."""

@@ -1,0 +1,225 @@
+"""A plain model from a converted one: every structured weight multiplied out again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tcompress.artifact.format import CARD
+from tcompress.artifact.reader import Artifact
+from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
+from tcompress.convert.run import Progress, Silent
+from tcompress.convert.workplace import Workplace, check_output, identity_of
+from tcompress.errors import FitError, InputError
+from tcompress.integration.build import stored_name
+from tcompress.plan.entries import LayerPlan
+from tcompress.source.companions import companion_files
+from tcompress.source.names import local_folder
+from tcompress.structures.linear import StructuredLinear
+
+LARGEST_SHARD = "2GB"
+
+
+def export_dense(
+    folder: Path | str,
+    output: Path | str,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a plain model that needs no tcompress and computes the same within rounding.
+
+    Tensors are written one by one: memory holds the largest of them, one weight in float64, and
+    what multiplying it out takes.
+
+    Args:
+        folder: Folder of a converted model.
+        output: Folder to write; it appears only when everything is finished.
+        force: Replace a folder that is not empty.
+        progress: Hears how far it is.
+
+    Returns:
+        The written folder.
+
+    Raises:
+        ArtifactError: `folder` holds no converted model, or a damaged one.
+        InputError: `output` cannot be written.
+        FitError: A weight is not finite in the dtype that the layer is stored in.
+    """
+    artifact = Artifact.open(folder)
+    output = Path(output).expanduser().absolute()
+    if output.resolve() == artifact.folder.resolve():
+        raise InputError(
+            f"output `{output}` is the converted model itself", "choose another folder with `-o`"
+        )
+    check_output(output, force=force)
+    place = Workplace(
+        output, identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
+    )
+    try:
+        _write_weights(artifact, place.model, progress or Silent())
+        _write_rest(artifact, place.model)
+        place.publish(force=force)
+    except BaseException:
+        place.discard()
+        raise
+    return output
+
+
+def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
+    """Multiplies out the weight of one rewritten layer, in float64.
+
+    Args:
+        artifact: The converted model.
+        entry: One of its layers.
+
+    Returns:
+        The weight as the dense model stores it, in the dtype of the structured tensors: (out, in),
+        transposed for GPT-2's kind of layer, stacked for experts.
+
+    Raises:
+        FitError: It is not finite in that dtype.
+    """
+    names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
+    owner = None if entry.input_of is None else _sides(artifact, names[entry.input_of])
+    own = _tensors(artifact, entry)
+    dtype = next(iter(own.values())).dtype
+    weights = [
+        _multiplied(entry, _of_expert(entry, own, index), owner).to(dtype)
+        for index in range(entry.copies)
+    ]
+    weight = torch.stack(weights) if entry.experts else weights[0]
+    if not bool(torch.isfinite(weight).all()):
+        raise FitError(
+            f"the weight of layer `{entry.name}` is not finite in {dtype}",
+            "convert the model again, with `--dtype float32`",
+        )
+    return weight.mT.contiguous() if entry.kind == "conv1d" else weight
+
+
+def _multiplied(
+    entry: LayerPlan, tensors: Mapping[str, Tensor], owner: StructuredLinear | None
+) -> Tensor:
+    layer = StructuredLinear(entry.parts, input_of=owner, dtype=torch.float64, device="meta")
+    _assign(layer, tensors)
+    with torch.no_grad():
+        return layer.dense_weight(torch.float64)
+
+
+def _sides(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
+    """Builds a layer of which only the shared input sides hold numbers."""
+    layer = StructuredLinear(entry.parts, dtype=torch.float64, device="meta")
+    shared = {name for name, _ in layer.named_parameters() if name.partition(".")[2]}
+    _assign(layer, _tensors(artifact, entry, shared))
+    return layer
+
+
+def _tensors(
+    artifact: Artifact, entry: LayerPlan, wanted: set[str] | None = None
+) -> dict[str, Tensor]:
+    return {
+        name: artifact.store.tensor(f"{entry.name}.{stored_name(entry, name)}")
+        for name in entry.tensor_shapes
+        if wanted is None or name in wanted
+    }
+
+
+def _of_expert(entry: LayerPlan, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Gives one expert's own tensors, and those of the sides that all experts share."""
+    if entry.experts is None:
+        return dict(tensors)
+    return {name: t if "." in name else t[index] for name, t in tensors.items()}
+
+
+def _assign(layer: StructuredLinear, tensors: Mapping[str, Tensor]) -> None:
+    exact = {name: tensor.double() for name, tensor in tensors.items()}
+    layer.load_state_dict(exact, strict=False, assign=True)
+
+
+def _write_weights(artifact: Artifact, folder: Path, progress: Progress) -> None:
+    made = {f"{entry.name}.{entry.parameter}": entry for entry in artifact.layers}
+    shards = plan_shards(list(_outputs(artifact, made)), LARGEST_SHARD)
+    total = sum(item.nbytes for shard in shards for item in shard.tensors)
+    progress.stage("writing", total, "bytes")
+
+    def value(item: Stored) -> Tensor:
+        if item.key in made:
+            return dense_weight(artifact, made[item.key])
+        return artifact.store.tensor(item.key)
+
+    for shard in shards:
+        write_shard(folder, shard, value, lambda size: progress.advance(size, ""))
+    write_index(folder, shards)
+
+
+def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stored]:
+    """Lists what is written: the guards under dense names become weights, factors are dropped."""
+    store = artifact.store
+    dropped = {
+        f"{entry.name}.{stored_name(entry, name)}"
+        for entry in artifact.layers
+        for name in entry.tensor_shapes
+    }
+    names = store.keys()
+    for key in sorted(names, key=lambda key: (store.file_of(key), key)):
+        if key in made:
+            entry = made[key]
+            first = f"{entry.name}.{stored_name(entry, next(iter(entry.tensor_shapes)))}"
+            yield Stored(key, _dense_shape(entry), store.dtype(first))
+        elif key not in dropped:
+            yield Stored(key, tuple(store.shape(key)), store.dtype(key))
+
+
+def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
+    shape = (entry.out_features, entry.in_features)
+    if entry.kind == "conv1d":
+        return shape[::-1]
+    return shape if entry.experts is None else (entry.experts, *shape)
+
+
+def _write_rest(artifact: Artifact, folder: Path) -> None:
+    """Writes everything but the weights; `config.json`, which makes it loadable, last."""
+    carries_code = bool(artifact.config.get("auto_map"))
+    for path in companion_files(artifact.folder, with_code=carries_code):
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(artifact.folder / path, target)
+    (folder / CARD).write_text(_card(artifact), encoding="utf-8")
+    config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _card(artifact: Artifact) -> str:
+    manifest = artifact.manifest
+    layers = artifact.layers
+    before = sum(entry.dense_parameters for entry in layers)
+    kept = sum(entry.parameters for entry in layers) / max(1, before)
+    base, origin, method = "", "a model", ""
+    if manifest is not None:
+        source = manifest.source.id
+        origin, method = f"`{Path(source).name}`", f" with `{manifest.plan.method}`"
+        if local_folder(source) is None:  # a path on the author's machine means nothing to others
+            base, origin = f"base_model: {source}\n", f"`{source}`"
+    return f"""---
+library_name: transformers
+{base}tags:
+- tcompress
+---
+
+# Dense form of {origin}, compressed{method}
+
+[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
+{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again: the model \
+is as large as before, computes what the compressed one computes within rounding, and needs \
+nothing but Transformers.
+
+```python
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("PATH")
+```
+"""

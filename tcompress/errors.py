@@ -1,13 +1,13 @@
 """Errors of tcompress.
 
-    TCompressError
-    ├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
-    │   ├── SourceError                the model to convert cannot be read
-    │   ├── RecipeError                a recipe or an option is wrong
-    │   ├── PlanError                  the recipe does not fit the model
-    │   ├── CalibrationError           the calibration data cannot be used
-    │   └── ArtifactError              a converted model is damaged or too new
-    └── FitError (ArithmeticError)     a factorisation failed: names the layer
+TCompressError
+├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
+│   ├── SourceError                the model to convert cannot be read
+│   ├── RecipeError                a recipe or an option is wrong
+│   ├── PlanError                  the recipe does not fit the model
+│   ├── CalibrationError           the calibration data cannot be used
+│   └── ArtifactError              a converted model is damaged or too new
+└── FitError (ArithmeticError)     a factorisation failed: names the layer
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
+from grammar import stories
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     GenerationConfig,
@@ -24,8 +25,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     set_seed,
 )
-
-from grammar import stories
 
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "tcompress" / "data" / "demo"
 HELDOUT_COUNT = 120

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tcompress.artifact.manifest import Manifest
 
 
@@ -10,6 +12,8 @@ def model_card(manifest: Manifest) -> str:
     plan = manifest.plan
     errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
     mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
+    name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
+    base = "" if name else f"base_model: {manifest.source.id}\n"
     kind = "held-out output error" if manifest.calibration.name != "none" else "weight error"
     saved = plan.dense_rewritten - plan.structured_rewritten
     rows = [
@@ -20,13 +24,12 @@ def model_card(manifest: Manifest) -> str:
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     return f"""---
 library_name: transformers
-base_model: {manifest.source.id}
-tags:
+{base}tags:
 - tcompress
 - compressed
 ---
 
-# {manifest.source.id}, compressed with `{plan.method}`
+# {name or manifest.source.id}, compressed with `{plan.method}`
 
 Converted by [tcompress](https://pypi.org/project/tcompress/) {manifest.tool_version}: \
 {plan.kept:.1%} of the rewritten layers' parameters are kept.

@@ -7,7 +7,7 @@ layers store `tc_*` tensors and an empty tensor under the dense name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -77,3 +77,33 @@ def stored_tensors(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
         names = {f"{child}.{name}": shape for name, shape in entry.tensor_shapes.items()}
         names[entry.parameter] = (0,)
     return {f"{entry.name}.{name}": shape for name, shape in names.items()}
+
+
+def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[LayerPlan, ...]:
+    """Renames a plan like the weights of a model that was saved again with another head.
+
+    A model saved without its head, or with a head added, stores the same layers under names that
+    lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it was.
+
+    Args:
+        layers: The plan.
+        keys: Names of the stored tensors.
+
+    Returns:
+        The plan with the names found; as it was if they are not found.
+    """
+    marks = [key for layer in layers[:1] for key in stored_tensors(layer)]
+    if not marks or marks[0] in keys:
+        return tuple(layers)
+    for key in keys:
+        if key.endswith(f".{marks[0]}"):
+            return tuple(_moved(layer, "", key.removesuffix(marks[0])) for layer in layers)
+        if marks[0].endswith(f".{key}"):
+            return tuple(_moved(layer, marks[0].removesuffix(key), "") for layer in layers)
+    return tuple(layers)
+
+
+def _moved(layer: LayerPlan, lost: str, gained: str) -> LayerPlan:
+    names = {"name": layer.name, "block": layer.block, "input_of": layer.input_of}
+    moved = {field: gained + name.removeprefix(lost) for field, name in names.items() if name}
+    return layer.model_copy(update=moved)

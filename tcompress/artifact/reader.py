@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from tcompress.artifact.format import (
     METHOD,
     check_format_version,
     parse_layers,
-    stored_tensors,
+    renamed_like,
 )
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.shards import digest_of
@@ -117,36 +117,6 @@ def is_converted(folder: Path | str) -> bool:
         return _section(_read_config(Path(folder).expanduser())) is not None
     except ArtifactError:
         return False
-
-
-def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[LayerPlan, ...]:
-    """Renames a plan like the weights of a model that was saved again with another head.
-
-    A model saved without its head, or with a head added, stores the same layers under names that
-    lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it was.
-
-    Args:
-        layers: The plan.
-        keys: Names of the stored tensors.
-
-    Returns:
-        The plan with the names found; as it was if they are not found.
-    """
-    marks = [key for layer in layers[:1] for key in stored_tensors(layer)]
-    if not marks or marks[0] in keys:
-        return tuple(layers)
-    for key in keys:
-        if key.endswith(f".{marks[0]}"):
-            return tuple(_moved(layer, "", key.removesuffix(marks[0])) for layer in layers)
-        if marks[0].endswith(f".{key}"):
-            return tuple(_moved(layer, marks[0].removesuffix(key), "") for layer in layers)
-    return tuple(layers)
-
-
-def _moved(layer: LayerPlan, lost: str, gained: str) -> LayerPlan:
-    names = {"name": layer.name, "block": layer.block, "input_of": layer.input_of}
-    moved = {field: gained + name.removeprefix(lost) for field, name in names.items() if name}
-    return layer.model_copy(update=moved)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

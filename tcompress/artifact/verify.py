@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from safetensors import SafetensorError, safe_open
 
-from tcompress.artifact.format import stored_tensors
+from tcompress.artifact.format import renamed_like, stored_tensors
 from tcompress.errors import ArtifactError
 from tcompress.plan.entries import LayerPlan
 
@@ -26,7 +26,8 @@ def verify_headers(layers: Sequence[LayerPlan], files: Sequence[str]) -> None:
     """
     files = [file for file in files if file.endswith(".safetensors")]
     if files:
-        verify_shapes(layers, _shapes(files))
+        found = _shapes(files)
+        verify_shapes(renamed_like(layers, found), found)
 
 
 def verify_shapes(layers: Sequence[LayerPlan], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -81,7 +81,7 @@ def _table(report: DemoReport) -> Table:
             f"{row.kept:.1%}",
             f"{row.parameters:,}",
             f"{row.bytes:,}",
-            f"{row.perplexity:.2f}",
+            f"{row.perplexity:,.2f}" if row.perplexity < 1000 else f"{row.perplexity:,.0f}",
             "" if row.error is None else f"{row.error:.4f}",
             f"{row.seconds:.1f}" if row.seconds else "",
         )

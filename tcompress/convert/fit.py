@@ -7,7 +7,7 @@ form, so the error never grows. What is stored is rounded before the next step l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,11 +62,16 @@ class _Part:
     entry: LayerPlan
     index: int
     expert: int
-    weight: Tensor  # (out, in) float64
+    stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: Moments | None  # damped
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     operators: list[Operators] = field(default_factory=list)
-    dense: list[Tensor] = field(default_factory=list)
+    dense: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def weight(self) -> Tensor:
+        """Dense weight in float64; made anew each time, so that large layers are held once."""
+        return self.stored.double()
 
     @property
     def terms(self) -> tuple[Layout, ...]:
@@ -75,17 +80,18 @@ class _Part:
     @cached_property
     def scale(self) -> float:
         """E||W x||^2, never zero."""
-        seen = self.weight if self.moments is None else self.weight @ self.moments.dense
-        return max(float(seen.mul(self.weight).sum()), torch.finfo(torch.float64).tiny)
+        weight = self.weight
+        seen = weight if self.moments is None else weight @ self.moments.dense
+        return max(float(seen.mul(weight).sum()), torch.finfo(torch.float64).tiny)
 
     def target(self, term: int) -> Target:
         """What is left for one term."""
         m = self.moments
         product = self.weight if m is None else self.weight @ m.cross
         for other, dense in enumerate(self.dense):
-            if other != term:
+            if other != term and dense is not None:
                 product = product - (dense if m is None else dense @ m.gram)
-        return Target(product, None if m is None else m.gram, self.scale)
+        return Target(product, None if m is None else m.gram)
 
 
 def fit_layers(
@@ -134,8 +140,8 @@ def _clusters(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
 def _parts(
     entry: LayerPlan, weight: Tensor, moments: Sequence[LayerMoments], damping: float
 ) -> list[_Part]:
-    stack = weight.double() if entry.experts else weight.double()[None]
-    if not bool(torch.isfinite(stack).all()):
+    stack = weight if entry.experts else weight[None]
+    if not _finite(stack):
         raise FitError(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
@@ -160,7 +166,7 @@ def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str
         for part in parts:
             part.tensors = [{} for _ in range(count)]
             part.operators = [{} for _ in range(count)]
-            part.dense = [torch.zeros_like(part.weight) for _ in range(count)]
+            part.dense = [None] * count
         for term in reversed(range(count)):  # the residual first: it takes what everybody needs
             _fit_sides(parts, term, dtype)
             _fit_terms(parts, term, dtype)
@@ -180,16 +186,27 @@ def _fit_sides(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
     layout = parts[0].terms[term]
     kind = structure(layout.structure)
     if kind.has_side(layout, "in"):
-        targets = _pooled([part.target(term) for part in parts])
-        _install(parts, term, "in", kind.fit_side(targets, layout, "in"), dtype)
+        _install(parts, term, "in", _side_tensors(parts, term, "in"), dtype)
     by_part: dict[str, list[_Part]] = {}
     for part in parts:
         by_part.setdefault(f"{part.entry.name}/{part.index}", []).append(part)
     for group in by_part.values():
         layout = group[0].terms[term]
         if kind.has_side(layout, "out"):
-            targets = [part.target(term) for part in group]
-            _install(group, term, "out", kind.fit_side(targets, layout, "out"), dtype)
+            _install(group, term, "out", _side_tensors(group, term, "out"), dtype)
+
+
+def _side_tensors(parts: Sequence[_Part], term: int, side: Side) -> dict[str, Tensor]:
+    layout = parts[0].terms[term]
+    kind = structure(layout.structure)
+    if not kind.side_tensors(layout, side):
+        return {}  # a fixed transform
+    targets = [_scaled(part, term) for part in parts]
+    return kind.fit_side(_pooled(targets) if side == "in" else targets, layout, side)
+
+
+def _scaled(part: _Part, term: int) -> Target:
+    return replace(part.target(term), scale=part.scale)
 
 
 def _pooled(targets: list[Target]) -> list[Target]:
@@ -207,7 +224,8 @@ def _install(
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     layout = parts[0].terms[term]
     exact = {name: tensor.double() for name, tensor in stored.items()}
-    operator = structure(layout.structure).operator(exact, layout, side, parts[0].weight)
+    like = torch.empty(0, dtype=torch.float64, device=parts[0].stored.device)
+    operator = structure(layout.structure).operator(exact, layout, side, like)
     for part in parts:
         part.operators[term][side] = operator
         part.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
@@ -218,7 +236,7 @@ def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
         layout = part.terms[term]
         kind = structure(layout.structure)
         fitted = kind.fit(part.target(term), layout, part.operators[term])
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in fitted.values()):
+        if not all(map(_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
         part.tensors[term] |= stored
@@ -260,7 +278,11 @@ def _collect(
 
 def _whole(parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
     weight = torch.cat([part.weight for part in parts])
-    return weight, torch.cat([torch.stack(part.dense).sum(0) for part in parts])
+    return weight, torch.cat([_total(part) for part in parts])
+
+
+def _total(part: _Part) -> Tensor:
+    return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
 
 
 def _errors(parts: Sequence[_Part], moments: LayerMoments) -> dict[str, float]:
@@ -277,19 +299,24 @@ def _probed_error(parts: Sequence[_Part]) -> float:
     """Relative squared error of the weight, from random inputs: the dense form is never built."""
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(PROBES, parts[0].weight.shape[1], generator=generator)
-    probes = probes.to(parts[0].weight)
+    probes = probes.to(parts[0].stored.device)
     norm = error = 0.0
     for part in parts:
-        wanted = probes @ part.weight.mT
+        wanted = probes @ part.stored.to(probes.dtype).mT
         found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
         norm += float(wanted.square().sum())
         error += float((wanted - found).square().sum())
     return error / norm if norm else 0.0
 
 
+def _finite(tensor: Tensor) -> bool:
+    """NaN and infinity survive a sum; no mask of the tensor's size is made."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+
+
 def _applied(part: _Part, term: int, x: Tensor) -> Tensor:
     layout = part.terms[term]
     kind = structure(layout.structure)
-    tensors = {k: t.to(x.dtype) for k, t in part.tensors[term].items() if "." not in k}
-    z = kind.encode(x, part.operators[term].get("in"), layout)
+    tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
+    z = kind.encode(x.double(), part.operators[term].get("in"), layout)
     return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +24,14 @@ from tcompress.artifact.manifest import (
     environment,
     write_manifest,
 )
-from tcompress.artifact.shards import Stored, digest_of, plan_shards, write_index, write_shard
+from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.convert.blocks import BlockFitter, BlockResult
-from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.convert.fit import LayerMoments, fit_layers
 from tcompress.convert.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
 from tcompress.convert.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
-from tcompress.plan.entries import LayerPlan, Plan
+from tcompress.plan.entries import Plan
 from tcompress.plan.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_parameter
@@ -270,6 +270,9 @@ class _Job:
             else CalibrationFacts(
                 name=data.name,
                 samples=data.samples,
+                held_out_samples=sum(
+                    len(next(iter(data.batches[index].values()))) for index in data.holdout
+                ),
                 tokens=data.tokens,
                 fingerprint=data.fingerprint,
             ),

@@ -67,10 +67,15 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         check_format_version(self.quantization_config.format_version)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        layers = parse_layers(self.quantization_config.plan)
+        keymap = KeyMap(model, ())
+        # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
+        layers = [
+            entry
+            for entry in parse_layers(self.quantization_config.plan)
+            if keymap.runtime_name(entry.name) is not None
+        ]
         files: Iterable[str] = kwargs.get("checkpoint_files") or ()
         verify_headers(layers, [str(file) for file in files])
-        keymap = KeyMap(model, ())
         install_layers(model, layers, keymap.runtime_name, dtype=kwargs.get("dtype"), device="meta")
         return model
 

@@ -224,7 +224,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 
 def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
     names = [name for name, _ in model.named_modules() if name]
-    stored = [key.removesuffix(".weight") for key in source.store.keys()]
+    stored = [key.removesuffix(".weight") for key in source.store.keys()]  # noqa: SIM118 - not a mapping
     roles = {layer.role for layer in anatomy_of(model).layers}
     known = [*names, *stored, *roles]
     patterns = [*recipe.keep, *(rule.match for rule in recipe.layers)]

@@ -88,12 +88,12 @@ class Target:
     Attributes:
         product: W C, less what other terms of the sum contribute.  # (out, in)
         gram: G, damped; None stands for the identity (data-free).  # (in, in)
-        scale: E||W x||^2, which makes layers comparable.
+        scale: E||W x||^2, which makes layers comparable where several share a side.
     """
 
     product: Tensor
     gram: Tensor | None
-    scale: float
+    scale: float = 1.0
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

@@ -225,8 +225,7 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
     def fit(
         self, target: Target, layout: LprodLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
-        product = pad(target.product, (0, layout.padded_in - layout.in_features))
-        product = pad(product, (0, 0, 0, layout.padded_out - layout.out_features))
+        product = _padded(target.product, layout)
         gram = None if target.gram is None else _padded_gram(target.gram, layout.padded_in)
         turn_in, turn_out = operators.get("in"), operators.get("out")
         if turn_in is not None:
@@ -252,10 +251,7 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
             return self.start_side(layout, side)
         problems = [
             Problem(
-                pad(
-                    target.product,
-                    (0, layout.padded_in - layout.in_features, 0, -len(target.product) % layout.p),
-                ),
+                _padded(target.product, layout),
                 _padded_gram(target.full_gram(), layout.padded_in),
                 target.scale,
             )
@@ -279,6 +275,12 @@ def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tens
         return slice_product(z, slices, feature_major=feature_major)
     parts = z.unflatten(-1, (slices.shape[-3], slices.shape[-1])).transpose(-3, -2)
     return (parts @ slices.mT).transpose(-3, -2).flatten(-2)
+
+
+def _padded(product: Tensor, layout: LprodLayout) -> Tensor:
+    """Extends W C to widths that p divides; outputs of layers that share a side may differ."""
+    right, below = layout.padded_in - product.shape[1], -product.shape[0] % layout.p
+    return pad(product, (0, right, 0, below)) if right or below else product
 
 
 def _padded_gram(gram: Tensor, width: int) -> Tensor:

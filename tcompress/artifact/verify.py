@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,12 +14,15 @@ _SHOWN = 12
 _MARK = ".tc_"
 
 
-def verify_headers(layers: Sequence[LayerPlan], files: Sequence[str]) -> None:
+def verify_headers(
+    layers: Sequence[LayerPlan], files: Sequence[str], needed: Collection[str] | None = None
+) -> None:
     """Compares the headers of weight files with the plan.
 
     Args:
         layers: The plan.
         files: Weight files; others than safetensors are left to Transformers.
+        needed: Names of the layers that must be there; default all.
 
     Raises:
         ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
@@ -27,14 +30,31 @@ def verify_headers(layers: Sequence[LayerPlan], files: Sequence[str]) -> None:
     files = [file for file in files if file.endswith(".safetensors")]
     if files:
         found = _shapes(files)
-        verify_shapes(renamed_like(layers, found), found)
+        known = renamed_like(layers, found)
+        chosen = [
+            new
+            for old, new in zip(layers, known, strict=True)
+            if needed is None or old.name in needed
+        ]
+        verify_shapes(chosen, found, known)
 
 
-def verify_shapes(layers: Sequence[LayerPlan], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares shapes of stored tensors with the plan; see `verify_headers`."""
+def verify_shapes(
+    layers: Sequence[LayerPlan],
+    found: Mapping[str, tuple[int, ...]],
+    known: Sequence[LayerPlan] = (),
+) -> None:
+    """Compares shapes of stored tensors with the plan; see `verify_headers`.
+
+    Args:
+        layers: Layers that must be stored.
+        found: Shapes of all stored tensors.
+        known: Layers that may be stored too.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for entry in layers:
         expected |= stored_tensors(entry)
+    allowed = {name for entry in known for name in stored_tensors(entry)} | set(expected)
     problems = [f"`{name}` is missing" for name in expected if name not in found]
     problems += [
         f"`{name}` has shape {list(found[name])}, the plan says {list(shape)}"
@@ -42,7 +62,7 @@ def verify_shapes(layers: Sequence[LayerPlan], found: Mapping[str, tuple[int, ..
         if name in found and tuple(found[name]) != shape
     ]
     problems += [
-        f"`{name}` is not in the plan" for name in found if _MARK in name and name not in expected
+        f"`{name}` is not in the plan" for name in found if _MARK in name and name not in allowed
     ]
     if problems:
         more = len(problems) - _SHOWN

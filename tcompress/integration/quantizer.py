@@ -69,13 +69,10 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        layers = [
-            entry
-            for entry in parse_layers(self.quantization_config.plan)
-            if keymap.runtime_name(entry.name) is not None
-        ]
+        layers = parse_layers(self.quantization_config.plan)
+        needed = {entry.name for entry in layers if keymap.runtime_name(entry.name) is not None}
         files: Iterable[str] = kwargs.get("checkpoint_files") or ()
-        verify_headers(layers, [str(file) for file in files])
+        verify_headers(layers, [str(file) for file in files], needed)
         install_layers(model, layers, keymap.runtime_name, dtype=kwargs.get("dtype"), device="meta")
         return model
 

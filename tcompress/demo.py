@@ -245,4 +245,4 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
     output = model.generate(**inputs, do_sample=False, max_new_tokens=_NEW_TOKENS, max_length=None)
     start = inputs["input_ids"].shape[1]
     text: str = tokenizer.decode(output[0, start:], skip_special_tokens=True)
-    return text.strip()
+    return text.rstrip()

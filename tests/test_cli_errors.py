@@ -105,7 +105,8 @@ def test_value_of_a_wrong_type() -> None:
             "`random`, `dft`, `learned`, `fitted`",
             SEE,
         ),
-        (["--keep", "qeury"], "no layer matches `qeury`", "did you mean `query`?"),
+        (["--keep", "bert.encoderr"], "no layer matches `bert.encoderr`",
+         "did you mean `bert.encoder`?"),
         (
             ["--calib", "none", "--p", "7"],
             "none of 12 layers can be rewritten:\n"

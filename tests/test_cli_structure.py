@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_completion_of_words() -> None:
     assert set(recipe_names()) <= set(complete.recipes(""))
 
 
-def test_completion_of_paths(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("models/small", "models/.hidden", "more"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("mine.yaml", "models/texts.csv", "models/image.png"):

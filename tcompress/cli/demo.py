@@ -58,7 +58,7 @@ def demo(
     )
     for row in report.rows:
         screen.print(row.label, style="bold")
-        screen.print(f"  {report.prompt} {' '.join(row.text.split())}\n")
+        screen.print(" ".join(f"{report.prompt}{row.text}".split()) + "\n")
 
 
 @contextmanager

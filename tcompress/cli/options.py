@@ -162,7 +162,7 @@ MaxLength = Annotated[
 Damping = Annotated[
     float | None,
     typer.Option(
-        help="Ridge added to the moments, in units of their mean diagonal.",
+        help="Strength of the ridge added to the moments; more data needs less.",
         rich_help_panel=CALIBRATION,
     ),
 ]

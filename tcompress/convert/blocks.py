@@ -143,8 +143,8 @@ class BlockFitter:
         routing = Routing(dense, inside)
         result = BlockResult(block.name, {}, {})
         for group in self._groups(block):
+            progress(block.name, ", ".join(entry.role for entry in group))
             if stored is None:
-                progress(block.name, ", ".join(entry.role for entry in group))
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
         if last:  # nothing after the last block is of use: the output head was never loaded

@@ -32,5 +32,7 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
     """Returns a hint that names the closest known name, if one is close."""
-    close = difflib.get_close_matches(pattern, list(names), 1, 0.4)
+    # Patterns mostly name the end of a path, such as `output.dense`.
+    ends = {".".join(name.split(".")[-size:]) for name in names for size in (1, 2, 3)}
+    close = difflib.get_close_matches(pattern, sorted(ends), 1, 0.5)
     return f"did you mean `{close[0]}`?" if close else None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -37,8 +40,15 @@ class Ran:
 def run(*arguments: object) -> Ran:
     """Runs a command that prints to files, not to a terminal."""
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
+    with (
+        patch.dict(os.environ),  # commands set variables for the libraries that they import
+        warnings.catch_warnings(),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        os.environ.pop("COLUMNS", None)
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
     assert isinstance(ended.value.code, int)
     return Ran(ended.value.code, out.getvalue(), err.getvalue())
 

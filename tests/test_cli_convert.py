@@ -1,0 +1,251 @@
+"""`tcompress convert` and `tcompress run`, from options to files."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from tcompress.cli import job
+from tcompress.cli.settings import conversion, default_output
+from tcompress.recipe import parse_recipe
+from tcompress.source import WeightStore
+from tests.support.cli import run
+from tests.support.model_folders import model_folder
+
+RECIPE = """\
+recipe_version: 1
+model: MODEL
+convert:
+  method: {name: lprod, p: 2, transform: haar}
+  keep: [down]
+  calibration: {source: none, samples: 7}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder("bert", tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def manifest(folder: Path | str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((Path(folder) / "tcompress.json").read_text())
+    return loaded
+
+
+def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
+    """What options make of a recipe, less what are defaults."""
+    recipe = None if text is None else parse_recipe(text, "test.yaml")
+    return conversion(options, recipe).model_dump(exclude_defaults=True)
+
+
+def test_default_is_lprod() -> None:
+    assert conversion({}).method.name == "lprod"
+
+
+def test_every_option_reaches_the_recipe() -> None:
+    made = settings(
+        p=8, transform="dct", block=4, stages=3, tubal_rank=2, target=0.5, residual_rank=4,
+        keep=["down", "o"], calib="a.csv", calib_samples=9, calib_columns=["x, y", "z"],
+        max_length=33, damping=0.5, seed=3, dtype="float16", device="cpu", max_shard_size="1GB",
+    )  # fmt: skip
+    assert made == {
+        "method": {"p": 8, "transform": "dct", "block": 4, "stages": 3, "tubal_rank": 2, "seed": 3},
+        "target": 0.5,
+        "residual_rank": 4,
+        "keep": ("down", "o"),
+        "calibration": {
+            "source": "a.csv", "samples": 9, "columns": ("x", "y", "z"), "max_length": 33,
+            "damping": 0.5, "seed": 3,
+        },
+        "dtype": "float16",
+        "device": "cpu",
+        "max_shard_size": "1GB",
+    }  # fmt: skip
+
+
+def test_options_override_a_recipe() -> None:
+    made = settings(RECIPE, p=4, calib_samples=8, keep=["o"])
+    assert made == {
+        "method": {"transform": "haar"},
+        "keep": ("down", "o"),
+        "calibration": {"source": "none", "samples": 8},
+    }
+
+
+def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
+    made = settings(RECIPE, method="lowrank", rank=3)
+    assert made["method"] == {"name": "lowrank", "rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "bert-base-lprod-p4"),
+        ({"p": 8, "transform": "dct", "target": 0.25}, "bert-base-lprod-p8-dct-25"),
+        ({"tubal_rank": 5, "residual_rank": 16}, "bert-base-lprod-p4-k5-plus16"),
+        ({"method": "svd", "target": 0.125}, "bert-base-svd-12.5"),
+        ({"method": "lowrank", "rank": 64}, "bert-base-lowrank-r64"),
+    ],
+)
+def test_default_output(options: dict[str, Any], name: str) -> None:
+    assert default_output("bert-base", conversion(options)) == name
+
+
+def test_conversion_prints_the_result_and_writes_a_model(model: Path) -> None:
+    done = run("convert", model, "--p", "2", "--calib", "none")
+    assert done.code == 0
+    assert done.lines[0] == "bert-lprod-p2"
+    assert "bert · lprod" in done.lines[1]
+    assert re.search(r"rewritten layers +16,384 +8,192 +50\.0%", done.out)
+    assert re.fullmatch(r"Wrote `bert-lprod-p2` in \d+\.\d s\.", done.lines[-3])
+    assert done.lines[-2:] == [
+        "Not healed yet: quality returns with fine-tuning on your task.",
+        "Next: `tcompress report bert-lprod-p2` shows the layers.",
+    ]
+    assert re.fullmatch(r"writing: 0\.\d of 0\.\d MB in \d+\.\d s\n", done.err)
+    assert AutoModelForMaskedLM.from_pretrained("bert-lprod-p2").config.model_type == "bert"
+
+
+def test_data_aware_conversion_reports_held_out_errors(model: Path) -> None:
+    options = ["--calib-samples", "24", "--p", "2", "--transform", "dct"]
+    done = run("convert", model, *options, "-o", "out", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"held-out error +0\.\d{4}", done.out)
+    assert manifest("out")["calibration"]["samples"] == 24
+
+
+def test_json_is_one_document(model: Path) -> None:
+    done = run("convert", model, "--method", "svd", "--rank", "4", "--calib", "none", "--json")
+    assert done.code == 0
+    document = done.document
+    assert Path(document["output"]).name == "bert-svd-r4"
+    assert (document["resumed"], document["healed"]) == (False, False)
+    assert document["report"]["parameters"]["rewritten"]["now"] == 2 * (4 * 4 * 64 + 2 * 4 * 96)
+    assert document["report"]["schema"] == 1
+
+
+def test_force_replaces_the_output(model: Path) -> None:
+    Path("out").mkdir()
+    Path("out/old.txt").touch()
+    done = run("convert", model, "--calib", "none", "-o", "out", "--force", "--quiet")
+    assert done.code == 0
+    assert not Path("out/old.txt").exists()
+
+
+def test_token_is_not_written_anywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    done = run("convert", model, "--calib", "none", "-o", "out", "--json")
+    files = [path for path in Path("out").rglob("*") if path.suffix in (".json", ".md")]
+    written = "".join(path.read_text() for path in files)
+    assert "secret-token" not in done.out + done.err + written
+    assert "secret-token" not in run("convert", "--help").out
+
+
+def test_dry_run_reads_no_weight_and_writes_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(WeightStore, "tensor", refuse)
+    monkeypatch.setattr(WeightStore, "slice", refuse)
+    done = run("convert", model, "--p", "2", "--transform", "dct", "--keep", "down", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"rewritten layers +12,288 +6,144 +50\.0%", done.out)
+    assert "kept dense by the recipe" in done.out
+    last = "Nothing was written. Without `--dry-run`, this writes `bert-lprod-p2-dct`."
+    assert done.lines[-1] == last
+    assert not list(Path().iterdir())
+
+
+def test_dry_run_prints_the_plan_that_is_written(model: Path) -> None:
+    options = ["convert", model, "--p", "2", "--calib", "none", "-o", "out", "--json"]
+    planned = run(*options, "--dry-run").document
+    run(*options)
+    assert planned["output"] == str(Path("out").absolute())
+    assert planned["dry_run"] is True
+    assert planned["plan"] == manifest("out")["plan"]
+    assert planned["estimate"]["disk_bytes"] > 0
+
+
+def test_run_does_what_a_recipe_says(model: Path) -> None:
+    Path("my.yaml").write_text(RECIPE.replace("MODEL", str(model)))
+    done = run("run", "my.yaml", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    recorded = manifest("bert-lprod-p2-haar")
+    assert recorded["recipe"]["method"]["transform"] == "haar"
+    assert len(recorded["plan"]["left"]) == 2
+
+
+def test_run_takes_another_model_and_output(model: Path) -> None:
+    Path("my.yaml").write_text(RECIPE.replace("MODEL", "./nowhere") + "output: elsewhere\n")
+    done = run("run", "my.yaml", "--model", model, "-o", "out", "--dry-run", "--json")
+    assert done.document["output"] == str(Path("out").absolute())
+    done = run("run", "my.yaml", "--model", model, "--dry-run", "--json")
+    assert done.document["output"] == str(Path("elsewhere").absolute())
+
+
+def test_recipe_by_name(model: Path) -> None:
+    options = ["--recipe", "encoder/minilm-lprod", "--p", "2", "--calib", "none"]
+    done = run("convert", model, *options, "--dry-run", "--json")
+    assert done.document["plan"]["layers"][0]["parts"][0]["terms"][0]["transform"] == "fitted"
+
+
+@contextmanager
+def stopped_after(steps: int) -> Iterator[Any]:
+    """Progress that presses Ctrl-C after some steps."""
+
+    class Stopping:
+        left = steps
+
+        def stage(self, name: str, total: int, unit: str) -> None: ...
+
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            self.left -= 1
+            if not self.left:
+                signal.raise_signal(signal.SIGINT)
+
+    yield Stopping()
+
+
+def test_interrupted_conversion_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--calib-samples", "24", "--p", "2", "--transform", "dct", "-o", "out"]
+    with monkeypatch.context() as patch:
+        # Four groups of layers in each block: the first block is done.
+        patch.setattr(job, "shown_progress", lambda quiet: stopped_after(6))
+        done = run("convert", model, *options)
+    assert (done.code, done.out) == (130, "")
+    assert done.err == (
+        "error: interrupted; `out` was not written\n\n"
+        "hint: run the same command again: it goes on where it stopped\n"
+    )
+    with pytest.raises(OSError, match="out"):
+        AutoModel.from_pretrained("./out")
+    done = run("convert", model, *options)
+    assert done.code == 0
+    assert ", continuing an interrupted run." in done.out
+    assert AutoModel.from_pretrained("./out").config.model_type == "bert"
+    assert [path.name for path in Path().iterdir()] == ["out"]
+
+
+def test_interrupted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("tcompress.inspection.inspect_model", stop)
+    done = run("inspect", "m", "--json")
+    assert done.code == 130
+    assert done.document["error"] == {"type": "Interrupted", "message": "interrupted", "hint": None}

@@ -1,0 +1,160 @@
+"""Conversions of tiny models, for tests of what comes out of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tcompress.calibrate.data import CalibrationData
+from tcompress.convert.run import Converted, convert
+from tcompress.linalg.slices import fit_rotation
+from tcompress.plan.entries import Plan
+from tcompress.recipe.schema import Convert
+from tcompress.structures import lprod
+from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.linear import StructuredLinear
+from tests.support.tiny import TINY, build
+
+
+def _lprod(transform: str, **options: Any) -> dict[str, Any]:
+    return {"name": "lprod", "p": 4, "transform": transform, **options}
+
+
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "dct": {"method": _lprod("dct")},
+    "fitted": {"method": _lprod("fitted", block=4)},
+    "dft": {"method": _lprod("dft")},
+    "tubal_rank": {"method": _lprod("haar", tubal_rank=2)},
+    "residual": {"method": _lprod("dct"), "residual_rank": 2},
+    "svd": {"method": {"name": "svd"}, "target": 0.4},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A tiny model and what became of it."""
+
+    family: str
+    dense: nn.Module
+    source: Path
+    converted: Converted
+
+    @property
+    def folder(self) -> Path:
+        return self.converted.folder
+
+    @property
+    def plan(self) -> Plan:
+        return self.converted.manifest.plan
+
+    def load(self, **options: Any) -> nn.Module:
+        """Load the converted model with the class of the dense one."""
+        model: nn.Module = type(self.dense).from_pretrained(self.folder, **options)
+        return model
+
+    def inputs(self, seed: int = 50) -> dict[str, Tensor]:
+        return TINY[self.family].inputs(2, 8, seed)
+
+
+def recipe(option: str = "dct", *, aware: bool = False, **changes: Any) -> Convert:
+    """A recipe with one of `OPTIONS`."""
+    chosen = {"calibration": {"source": "builtin" if aware else "none"}, **OPTIONS[option]}
+    return Convert.model_validate({**chosen, **changes})
+
+
+def calibration(family: str, batches: int = 3) -> CalibrationData:
+    """Batches of a tiny model's inputs; the last one is held out."""
+    drawn = [TINY[family].inputs(4, 8, seed) for seed in range(batches)]
+    return CalibrationData(drawn, [batches - 1], "tiny", 4 * batches, 32 * batches, family)
+
+
+def make(
+    family: str, folder: Path, option: str = "dct", *, aware: bool = False, **changes: Any
+) -> Made:
+    """Save a tiny model and convert it, on its own inputs where `aware`."""
+    dense = build(family)
+    dense.save_pretrained(folder / "dense")
+    data = calibration(family) if aware else None
+    chosen = recipe(option, aware=aware, **changes)
+    converted = convert(str(folder / "dense"), chosen, folder / "small", data=data)
+    return Made(family, dense, folder / "dense", converted)
+
+
+def threads() -> int:
+    """How many threads run, without the one that progress bars keep."""
+    return sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate())
+
+
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop fits of a transform early, where their quality does not matter."""
+    monkeypatch.setattr(lprod, "fit_rotation", partial(fit_rotation, steps=4))
+
+
+def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """All tensors of floats that a model returns, caches left out."""
+    with torch.no_grad():
+        return list(_floats(model(**inputs)))
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _floats(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floats(item)
+
+
+def distance(one: list[Tensor], two: list[Tensor]) -> float:
+    """The largest difference of two lists of results."""
+    assert one
+    assert [tensor.shape for tensor in one] == [tensor.shape for tensor in two]
+    return max(float((a.float() - b.float()).abs().max()) for a, b in zip(one, two, strict=True))
+
+
+def structured(model: nn.Module) -> dict[str, StructuredLinear]:
+    """The structured layers of a model; experts give two, named after the dense weights."""
+    found: dict[str, StructuredLinear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StructuredExperts):
+            for parameter, child in CHILD_OF.items():
+                if child in module._modules:
+                    found[f"{name}.{parameter}"] = getattr(module, child)
+        elif isinstance(module, StructuredLinear) and module.experts is None:
+            found[f"{name}.weight"] = module
+    return found
+
+
+def dense_weight(dense: nn.Module, name: str) -> Tensor:
+    """A view of a dense model's weight, stored in whatever way, that can be written.
+
+    Returns:
+        Weight.  # ([experts,] out, in)
+    """
+    path, _, parameter = name.rpartition(".")
+    host = dense.get_submodule(path)
+    weight: Tensor = getattr(host, parameter).detach()
+    return weight.mT if isinstance(host, Conv1D) else weight
+
+
+def densified(model: nn.Module, dense: nn.Module) -> nn.Module:
+    """A copy of the dense model with the weights and biases of the structured layers."""
+    dense = copy.deepcopy(dense)
+    with torch.no_grad():
+        for name, layer in structured(model).items():
+            dense_weight(dense, name).copy_(layer.dense_weight(torch.float32))
+            if layer.bias is not None:
+                dense.get_submodule(name.rpartition(".")[0]).bias.copy_(layer.bias)
+    return dense

@@ -1,0 +1,133 @@
+"""Conversions that are cut short: killed, or interrupted by an exception."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from tcompress.convert.run import Converted, Silent, convert
+from tcompress.recipe.schema import Convert
+from tests.support.conversions import calibration, recipe
+
+MODULES = ["tests.support.interrupted", "transformers.models.auto.modeling_auto"]
+
+
+def several_files(aware: bool = False, **changes: Any) -> Convert:
+    """A recipe whose output has several weight files."""
+    return recipe("svd", aware=aware, **{"max_shard_size": "20KB", **changes})
+
+
+def run(source: Path, output: Path, aware: bool = False, **options: Any) -> Converted:
+    """Convert a tiny bert with the recipe above."""
+    chosen = several_files(aware, **options.pop("changes", {}))
+    data = calibration("bert") if aware else None
+    return convert(str(source), chosen, output, data=data, **options)
+
+
+def partial_folder(output: Path) -> Path:
+    return output.parent / f".{output.name}.partial"
+
+
+def assert_nothing_loads(output: Path) -> None:
+    """Neither the output, nor what is left of the work on it."""
+    assert not output.exists()
+    assert partial_folder(output).is_dir()
+    for folder in partial_folder(output).rglob("*"):
+        if folder.is_dir():
+            with pytest.raises((OSError, ValueError)):
+                AutoModel.from_pretrained(folder)
+
+
+def assert_nothing_left(output: Path) -> None:
+    assert not output.exists()
+    assert not partial_folder(output).exists()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Checksums of all files; the date and the duration in the manifest are left out."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            if path.name == "tcompress.json":
+                facts = {**json.loads(content), "created": "", "seconds": 0}
+                content = json.dumps(facts).encode()
+            found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+class Interrupt(Silent):
+    """A progress that raises something after some steps."""
+
+    def __init__(self, error: BaseException, after: int) -> None:
+        self.error, self.left = error, after
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+
+
+class Killer:
+    """A progress that kills its process after some steps of a stage."""
+
+    def __init__(self, stage: str, step: int) -> None:
+        self._wanted, self._left = stage, step
+        self._stage = ""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        self._stage = name
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        if self._stage == self._wanted:
+            self._left -= 1
+            if not self._left:
+                die()
+
+
+def die(*args: object, **options: object) -> None:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def convert_until_killed(
+    source: Path, recipe: Convert, output: Path, family: str | None, moment: tuple[str, int] | str
+) -> None:
+    """Run a conversion in another process, which must die.
+
+    Args:
+        source: The dense model.
+        recipe: How to convert it.
+        output: Folder to write.
+        family: Whose inputs to calibrate on, if any.
+        moment: A stage and a number of steps in it, or a function at whose call to die.
+    """
+    # A process that forks from a fresh one inherits no threads, and imports only once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)
+    process = context.Process(target=_run, args=(source, recipe, output, family, moment))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _run(
+    source: Path, recipe: Convert, output: Path, family: str | None, moment: tuple[str, int] | str
+) -> None:
+    torch.set_num_threads(1)
+    data = calibration(family) if family else None
+    if isinstance(moment, str):
+        with patch(moment, die):
+            convert(str(source), recipe, output, data=data)
+    else:
+        convert(str(source), recipe, output, data=data, progress=Killer(*moment))

@@ -1,0 +1,158 @@
+"""Rows of test cases for every structure; a new structure adds its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tcompress.structures import Layout, Site, Structure, structure, structures
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of a structure and the site they are applied to.
+
+    Attributes:
+        structure: Name of the structure.
+        name: What is special about the row.
+        options: Options of the spec.
+        inputs: Width of the input.
+        outputs: Width of the output.
+        side: Placement by role.
+        budget: Parameters that may be spent.
+        exact: Whether the layout holds every weight of its size.
+        optimal: Whether the fit is the optimum of its class.
+    """
+
+    structure: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    inputs: int = 16
+    outputs: int = 24
+    side: Literal["in", "out", "both"] = "in"
+    budget: int | None = None
+    exact: bool = False
+    optimal: bool = True
+
+    @property
+    def kind(self) -> Structure[Any, Any]:
+        return structure(self.structure)
+
+    def layout(self) -> Layout:
+        spec = self.kind.spec(**self.options)
+        return self.kind.layout(spec, Site(self.inputs, self.outputs, self.side), self.budget)
+
+    def __str__(self) -> str:
+        return f"{self.structure}-{self.name}"
+
+
+KINDS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
+PLACES: tuple[Literal["in", "out", "both"], ...] = ("in", "out", "both")
+
+
+def _lprod(name: str, kind: str, **rest: Any) -> Case:
+    fields = ("inputs", "outputs", "side", "exact", "optimal")
+    own = {key: rest.pop(key) for key in fields if key in rest}
+    return Case("lprod", name, {"p": 4, "transform": kind, **rest}, **own)
+
+
+def _lprod_cases() -> list[Case]:
+    rows = [_lprod(f"{kind}-{side}", kind, side=side) for kind in KINDS for side in PLACES]
+    # Stages that the transform of the tubes folds into (4 divides b), and odd counts that do not.
+    rows += [
+        _lprod("fitted-b4-in", "fitted", side="in", block=4),
+        _lprod("fitted-b4-out", "fitted", side="out", block=4),
+        _lprod("fitted-b4-4-stages", "fitted", side="in", block=4, stages=4),
+        _lprod("fitted-b4-3-stages", "fitted", side="out", block=4, stages=3),
+        _lprod("fitted-b8-1-stage", "fitted", side="in", block=8, stages=1),
+        _lprod("tubal-rank-in", "dct", side="in", tubal_rank=2),
+        _lprod("tubal-rank-out", "fitted", side="out", tubal_rank=1),
+        _lprod("tubal-rank-too-large", "dct", tubal_rank=9),
+        _lprod("placement-over-role", "dct", side="in", placement="out"),
+        _lprod("seed", "random", p=5, inputs=15, outputs=10, seed=7),
+        _lprod("dft-odd", "dft", p=5, inputs=15, outputs=10),
+        _lprod("as-many-slices-as-inputs", "dct", p=8, inputs=8, outputs=16),
+    ]
+    rows += [_lprod(f"p1-{kind}", kind, p=1, exact=True) for kind in ("dct", "dft", "learned")]
+    rows.append(_lprod("p1-prime", "fitted", p=1, inputs=7, outputs=11, exact=True))
+    return rows + _padded_cases()
+
+
+def _padded_cases() -> list[Case]:
+    """Widths that p does not divide.
+
+    Outputs that are cut off are fitted too, to zero: where a transform mixes them with those that
+    are kept, the fit is not the optimum.
+    """
+    both = {"pad": True, "inputs": 14, "outputs": 22}
+    return [
+        _lprod("pad-identity", "identity", side="in", **both),
+        _lprod("pad-dct-in", "dct", side="in", **both),
+        _lprod("pad-dct-out", "dct", side="out", **both, optimal=False),
+        _lprod("pad-dct-both", "dct", side="both", **both, optimal=False),
+        _lprod("pad-dft", "dft", **both, optimal=False),
+        _lprod("pad-fitted-in", "fitted", side="in", **both),
+        _lprod("pad-fitted-out", "fitted", side="out", **both, optimal=False),
+        _lprod("pad-tubal-rank", "dct", side="in", **both, tubal_rank=1),
+    ]
+
+
+CASES: dict[str, list[Case]] = {
+    "lowrank": [
+        Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
+        Case("lowrank", "wide", {"rank": 3}, inputs=16, outputs=10, side="out"),
+        Case("lowrank", "budget", budget=5 * (16 + 24), side="both"),
+        Case("lowrank", "full", {"rank": 10}, inputs=10, outputs=16, exact=True),
+        Case("lowrank", "rank-beyond-full", {"rank": 99}, inputs=16, outputs=10, exact=True),
+        Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
+    ],
+    "lprod": _lprod_cases(),
+}
+
+LADDERS: dict[str, list[list[Case]]] = {
+    # Options by growing capacity, each class inside the next.
+    "lowrank": [[Case("lowrank", f"{rank}", {"rank": rank}) for rank in (1, 2, 4, 8, 12, 16)]],
+    "lprod": [
+        *(
+            [_lprod(f"p{p}-{kind}", kind, p=p, side=side) for p in (8, 4, 2, 1)]
+            for kind in ("identity", "hadamard", "dft")
+            for side in PLACES
+        ),
+        *(
+            [_lprod(f"k{k}-{kind}", kind, p=2, tubal_rank=k) for k in (1, 2, 3, 4, None)]
+            for kind in ("dct", "fitted")
+        ),
+    ],
+}
+
+REFUSALS: dict[str, list[tuple[Case, str]]] = {
+    "lowrank": [
+        (Case("lowrank", "no-rank"), "no rank is given: set `rank` or `target`"),
+        (
+            Case("lowrank", "small-budget", budget=39),
+            "the budget of 39 parameters does not pay for rank 1",
+        ),
+    ],
+    "lprod": [
+        (_lprod("input", "dct", p=3, outputs=24), "p=3 does not divide the input 16"),
+        (_lprod("output", "dct", p=16), "p=16 does not divide the output 24"),
+        (
+            _lprod("both", "fitted", p=7),
+            "p=7 does not divide the input 16 and the output 24",
+        ),
+        (
+            _lprod("haar", "haar", p=6, inputs=12),
+            "transform `haar` needs a power of two as number of slices, found 6",
+        ),
+        (
+            _lprod("hadamard-padded", "hadamard", p=6, pad=True),
+            "transform `hadamard` needs a power of two as number of slices, found 6",
+        ),
+        (_lprod("dft", "dft", tubal_rank=1), "`tubal_rank` needs a real transform, not `dft`"),
+    ],
+}
+
+
+def all_cases() -> list[Case]:
+    """Rows of every registered structure."""
+    return [case for kind in structures() for case in CASES[kind.name]]

@@ -1,0 +1,224 @@
+"""Strict reading of converted models: what is damaged is refused, and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from tcompress.artifact.reader import Artifact, is_converted
+from tcompress.convert.run import convert
+from tcompress.errors import ArtifactError
+from tests.support.converted import converted, recipe
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted("bert", tmp_path_factory.mktemp("bert")).folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(written, tmp_path / "model"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def refused(folder: Path) -> ArtifactError:
+    with pytest.raises(ArtifactError) as caught:
+        Artifact.open(folder)
+    return caught.value
+
+
+def test_an_intact_model_opens(written: Path) -> None:
+    artifact = Artifact.open(str(written))
+    assert artifact.folder == written
+    assert artifact.manifest is not None
+    assert artifact.layers == artifact.manifest.plan.layers
+    assert artifact.config["model_type"] == "bert"
+    assert f"{QUERY}.tc_slices" in artifact.store
+    artifact.verify_checksums()
+    assert is_converted(written)
+
+
+def test_a_model_without_manifest_opens(folder: Path) -> None:
+    (folder / "tcompress.json").unlink()
+    artifact = Artifact.open(folder)
+    assert artifact.manifest is None
+    with pytest.raises(ArtifactError, match=r"has no `tcompress\.json`, so there are no checksums"):
+        artifact.verify_checksums()
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_a_model_saved_again_with_another_head_opens(
+    written: Path, tmp_path: Path, auto: Any
+) -> None:
+    auto.from_pretrained(written).save_pretrained(tmp_path / "again")
+    layers = Artifact.open(tmp_path / "again").layers
+    name = QUERY if auto is not AutoModel else QUERY.removeprefix("bert.")
+    assert layers[0].name == layers[1].input_of == name
+    assert layers[0].block == name.partition(".attention")[0]
+
+
+def test_a_model_that_gained_a_head_opens(written: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    AutoModel.from_pretrained(written.parent / "bert").save_pretrained(bare)
+    convert(str(bare), recipe(), tmp_path / "small")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
+    model.save_pretrained(tmp_path / "again")
+    assert Artifact.open(tmp_path / "again").layers[0].name == QUERY
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop(f"{QUERY}.tc_slices"))
+    error = refused(folder)
+    assert error.message == (
+        "the weights do not fit the plan in `config.json`, 1 problems:\n"
+        f"  - `{QUERY}.tc_slices` is missing"
+    )
+    assert error.hint == "take `config.json` and the weights from one and the same conversion"
+
+
+def test_all_problems_of_tensors_are_in_one_error(folder: Path) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{QUERY}.tc_slices"] = torch.zeros(4, 8, 7)
+        tensors[f"{QUERY}.tc_in0.generators"] = torch.zeros(3)
+        tensors[f"{QUERY}.weight"] = torch.zeros(32, 32)
+
+    rewrite(folder, damage)
+    message = refused(folder).message
+    assert f"`{QUERY}.tc_slices` has shape [4, 8, 7], the plan says [4, 8, 8]" in message
+    assert f"`{QUERY}.weight` has shape [32, 32], the plan says [0]" in message
+    assert f"`{QUERY}.tc_in0.generators` is not in the plan" in message
+
+
+def test_damages_of_several_files_are_in_one_error(folder: Path) -> None:
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.truncate(5000)
+    (folder / "tcompress.json").write_text("{")
+    edit(folder / "config.json", lambda config: plan_of(config)[1].update(kind="lineal"))
+    error = refused(folder)
+    assert f"the converted model in `{folder}` is damaged, 3 problems:" in error.message
+    assert (
+        f"the plan in `config.json` is damaged at layer `{plan_name(folder, 1)}`" in error.message
+    )
+    assert "`model.safetensors` is truncated" in error.message
+    assert f"`{folder / 'tcompress.json'}` is damaged" in error.message
+
+
+def plan_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    layers: list[dict[str, Any]] = config["quantization_config"]["plan"]["layers"]
+    return layers
+
+
+def plan_name(folder: Path, index: int) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    return str(plan_of(config)[index]["name"])
+
+
+@pytest.mark.parametrize("version", [2, 0, None, "1"])
+def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
+    edit(
+        folder / "config.json",
+        lambda config: config["quantization_config"].update(format_version=version),
+    )
+    error = refused(folder)
+    assert error.message == (
+        f"the model has format version `{version}`, this tcompress reads up to 1"
+    )
+    assert error.hint == "upgrade: `pip install --upgrade tcompress`"
+
+
+def test_a_newer_manifest_is_refused(folder: Path) -> None:
+    edit(folder / "tcompress.json", lambda manifest: manifest.update(format_version=2))
+    assert "format version `2`" in refused(folder).message
+
+
+def test_different_plans_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", lambda config: plan_of(config)[0].update(role="k"))
+    message = refused(folder).message
+    assert message == "`tcompress.json` and `config.json` hold different plans"
+
+
+def test_a_plan_that_is_missing_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", lambda config: config["quantization_config"].pop("plan"))
+    assert refused(folder).message == "`quantization_config` in `config.json` has no plan"
+
+
+def test_a_flipped_byte_is_found_by_its_checksum(folder: Path) -> None:
+    path = folder / WEIGHTS
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    artifact = Artifact.open(folder)
+    with pytest.raises(ArtifactError) as caught:
+        artifact.verify_checksums()
+    assert caught.value.message == (
+        f"the weights in `{folder}` are not those that were written: "
+        "`model.safetensors` differs from its checksum"
+    )
+
+
+def test_other_weight_files_are_found_by_their_checksums(folder: Path) -> None:
+    edit(
+        folder / "tcompress.json",
+        lambda manifest: manifest.update(checksums={"model-00001-of-00002.safetensors": "0"}),
+    )
+    with pytest.raises(ArtifactError) as caught:
+        Artifact.open(folder).verify_checksums()
+    assert "`model-00001-of-00002.safetensors` is missing; " in caught.value.message
+    assert "`model.safetensors` is not in `tcompress.json`" in caught.value.message
+
+
+def test_a_dense_model_is_not_a_converted_one(written: Path) -> None:
+    dense = written.parent / "bert"
+    assert not is_converted(dense)
+    error = refused(dense)
+    assert error.message == f"`{dense}` is a model that was not converted by tcompress"
+    assert error.hint == f"convert it first: `tcompress convert {dense}`"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "`{folder}` has no `config.json`"),
+        ("{", "`{path}` is no valid JSON ("),
+        ("[]", "`{path}` holds a list, expected an object"),
+    ],
+)
+def test_a_folder_without_config_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    assert not is_converted(tmp_path)
+    assert refused(tmp_path).message.startswith(message.format(folder=tmp_path, path=path))
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "nowhere"
+    assert not is_converted(folder)
+    assert refused(folder).message == f"there is no folder `{folder}`"

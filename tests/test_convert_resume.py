@@ -1,0 +1,222 @@
+"""Conversions that were cut short go on where they stopped, with the same result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tcompress.artifact.reader import Artifact
+from tcompress.convert.run import Converted, Silent, convert
+from tcompress.convert.workplace import Workplace
+from tcompress.errors import InputError
+from tests.support.conversions import calibration, threads
+from tests.support.interrupted import (
+    Interrupt,
+    assert_nothing_loads,
+    contents,
+    convert_until_killed,
+    partial_folder,
+    run,
+    several_files,
+)
+from tests.support.tiny import TINY, build
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums of floats depend on how many threads share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    build("bert").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], Converted]:
+    """Whole conversions to compare with, without and with data."""
+    made: dict[bool, Converted] = {}
+
+    def of(aware: bool) -> Converted:
+        if aware not in made:
+            made[aware] = run(source, tmp_path_factory.mktemp("whole") / "out", aware)
+        return made[aware]
+
+    return of
+
+
+# Where to kill, without and with data, and whether a line of the journal was written by then.
+MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
+    (False, ("writing", 1), False),  # the first tensor of the first file
+    (False, ("writing", 40), True),  # inside a later file
+    (False, "tcompress.convert.run.write_index", True),
+    (False, "tcompress.convert.run.write_manifest", True),
+    (False, "tcompress.convert.run._Job._write_config", True),
+    (True, ("fitting blocks", 2), False),  # inside the first block
+    (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
+    (True, "tcompress.convert.workplace.Workplace.note", False),
+    (True, ("writing", 40), True),
+    (True, "tcompress.convert.run.write_manifest", True),
+]
+
+
+@pytest.mark.parametrize(("aware", "moment", "begun"), MOMENTS)
+def test_killed_and_run_again(
+    aware: bool,
+    moment: tuple[str, int] | str,
+    begun: bool,
+    source: Path,
+    uninterrupted: Callable[[bool], Converted],
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "out"
+    family = "bert" if aware else None
+    convert_until_killed(source, several_files(aware), output, family, moment)
+    assert_nothing_loads(output)
+    again = run(source, output, aware)
+    assert again.resumed is begun
+    assert contents(output) == contents(uninterrupted(aware).folder)
+    assert not partial_folder(output).exists()
+
+
+def test_killed_before_the_last_rename(
+    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+) -> None:
+    """What is then in the working folder is whole."""
+    output = tmp_path / "out"
+    moment = "tcompress.convert.workplace.Workplace.publish"
+    convert_until_killed(source, several_files(), output, None, moment)
+    assert not output.exists()
+    Artifact.open(partial_folder(output) / "model").verify_checksums()
+    assert run(source, output).resumed
+    assert contents(output) == contents(uninterrupted(False).folder)
+
+
+def test_killed_between_the_last_rename_and_the_end(
+    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    moment = "tcompress.convert.workplace.Workplace.discard"
+    convert_until_killed(source, several_files(), output, None, moment)
+    assert contents(output) == contents(uninterrupted(False).folder)
+    run(source, output, force=True)
+    assert contents(output) == contents(uninterrupted(False).folder)
+    assert not partial_folder(output).exists()
+
+
+def test_finished_work_is_not_done_again(source: Path, tmp_path: Path) -> None:
+    """Blocks and shards that an interrupted run finished are taken as they are."""
+    output = tmp_path / "out"
+    convert_until_killed(source, several_files(True), output, "bert", ("writing", 40))
+    kept = {path.name: path.stat().st_mtime_ns for path in partial_folder(output).rglob("*.safe*s")}
+    assert len([name for name in kept if name.startswith("model-")]) >= 1
+    seen: list[str] = []
+
+    class Recorder(Silent):
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            seen.append(note)
+
+    run(source, output, True, progress=Recorder())
+    assert not any("bert.encoder" in note for note in seen)
+    for path in output.glob("*.safetensors"):
+        assert kept.get(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(("aware", "after"), [(False, 40), (True, 6), (True, 40)])
+def test_an_interrupt_keeps_the_work(
+    aware: bool,
+    after: int,
+    source: Path,
+    uninterrupted: Callable[[bool], Converted],
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "out"
+    before = threads()
+    with pytest.raises(KeyboardInterrupt):
+        run(source, output, aware, progress=Interrupt(KeyboardInterrupt(), after))
+    assert threads() == before
+    assert_nothing_loads(output)
+    assert run(source, output, aware).resumed
+    assert contents(output) == contents(uninterrupted(aware).folder)
+
+
+@pytest.mark.parametrize("change", ["recipe", "weights", "data"])
+def test_changed_input_starts_afresh(change: str, source: Path, tmp_path: Path) -> None:
+    output, other = tmp_path / "out", tmp_path / "other"
+    with pytest.raises(KeyboardInterrupt):
+        run(source, output, True, progress=Interrupt(KeyboardInterrupt(), 60))
+    recipe, data = several_files(True), calibration("bert")
+    if change == "recipe":
+        recipe = several_files(True, keep=["down"])
+    elif change == "weights":
+        source = tmp_path / "changed"
+        build("bert", seed=1).save_pretrained(source)
+    else:
+        batches = calibration("bert", 2).batches
+        data = dataclasses.replace(data, batches=batches, holdout=[1], fingerprint="another")
+    again = convert(str(source), recipe, output, data=data)
+    assert not again.resumed
+    assert contents(output) == contents(convert(str(source), recipe, other, data=data).folder)
+
+
+@pytest.mark.parametrize("name", ["query.weight", "LayerNorm.bias"])
+def test_one_changed_tensor_starts_afresh(name: str, tmp_path: Path) -> None:
+    """Such as a repaired one: names, shapes and sizes stay what they were."""
+    source, output, other = (tmp_path / name for name in ("dense", "out", "other"))
+    options = {**TINY["bert"].options, "vocab_size": 20_000}  # most of the file is not a layer
+    dataclasses.replace(TINY["bert"], options=options).build().save_pretrained(source)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, output, progress=Interrupt(KeyboardInterrupt(), 60))
+    weights = source / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(weights).items()}
+    key = next(key for key in tensors if "layer.0" in key and key.endswith(name))
+    tensors[key] += 0.5
+    weights.unlink()
+    save_file(tensors, weights, {"format": "pt"})
+    run(source, output)
+    assert contents(output) == contents(run(source, other).folder)
+
+
+def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    failures: list[InputError] = []
+
+    class Second(Silent):
+        def stage(self, name: str, total: int, unit: str) -> None:
+            with pytest.raises(InputError) as failed:
+                run(source, output)
+            failures.append(failed.value)
+
+    run(source, output, progress=Second())
+    assert "another conversion is writing" in failures[0].message
+    Artifact.open(output).verify_checksums()
+
+
+def test_a_damaged_working_folder_is_no_obstacle(
+    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+) -> None:
+    """A kill may cut off anything that was being written."""
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(source, output, True, progress=Interrupt(KeyboardInterrupt(), 60))
+    folder = partial_folder(output)
+    block = next((folder / "blocks").glob("*.safetensors"))
+    block.write_bytes(block.read_bytes()[:50])
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write('{"kind": "shard", "file": "model-0')
+    run(source, output, True)
+    assert contents(output) == contents(uninterrupted(True).folder)
+    assert Workplace(output, "x").notes("shard") == []

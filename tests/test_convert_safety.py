@@ -1,0 +1,232 @@
+"""Conversions that cannot be finished leave nothing that loads, and touch nothing else."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tcompress.artifact import shards
+from tcompress.artifact.reader import Artifact
+from tcompress.convert.run import Converted, Silent
+from tcompress.errors import FitError, InputError, PlanError, SourceError
+from tests.support.interrupted import (
+    assert_nothing_left,
+    assert_nothing_loads,
+    contents,
+    partial_folder,
+    run,
+)
+from tests.support.tiny import build
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums of floats depend on how many threads share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    build("bert").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], Converted]:
+    """Whole conversions to compare with, without and with data."""
+    made: dict[bool, Converted] = {}
+
+    def of(aware: bool) -> Converted:
+        if aware not in made:
+            made[aware] = run(source, tmp_path_factory.mktemp("whole") / "out", aware)
+        return made[aware]
+
+    return of
+
+
+def test_output_is_not_empty(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"output folder `.*out` is not empty") as failed:
+        run(source, output)
+    assert "--force" in (failed.value.hint or "")
+    assert [path.name for path in output.iterdir()] == ["notes.txt"]
+    assert not partial_folder(output).exists()
+
+
+def test_output_is_a_file(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.write_text("mine")
+    for force in (False, True):
+        with pytest.raises(InputError, match=r"output `.*out` is a file"):
+            run(source, output, force=force)
+    assert output.read_text() == "mine"
+
+
+def test_output_is_an_empty_folder(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run(source, tmp_path / "out")
+    Artifact.open(tmp_path / "out").verify_checksums()
+
+
+def test_output_in_folders_that_do_not_exist(source: Path, tmp_path: Path) -> None:
+    Artifact.open(run(source, tmp_path / "a" / "b" / "out").folder).verify_checksums()
+
+
+def test_force_replaces_everything(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    run(source, output, force=True)
+    assert not (output / "notes.txt").exists()
+    assert contents(output) == contents(run(source, tmp_path / "other").folder)
+    assert not partial_folder(output).exists()
+
+
+def test_force_keeps_the_old_output_until_the_new_one_is_whole(
+    source: Path, tmp_path: Path
+) -> None:
+    output = run(source, tmp_path / "out").folder
+    before = contents(output)
+    broken = _with_tensor(source, tmp_path / "broken", REWRITTEN, float("nan"))
+    with pytest.raises(FitError):
+        run(broken, output, force=True)
+    assert contents(output) == before
+
+
+REWRITTEN = "bert.encoder.layer.1.attention.self.key.weight"
+COPIED = "bert.embeddings.word_embeddings.weight"
+BIAS = "bert.encoder.layer.1.attention.self.key.bias"
+
+
+def _with_tensor(source: Path, folder: Path, name: str, value: float) -> Path:
+    """A copy of a model with one bad number in it."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (REWRITTEN, float("nan")),
+        (REWRITTEN, float("inf")),
+        (COPIED, float("nan")),
+        (BIAS, float("nan")),
+    ],
+)
+def test_bad_numbers_are_named(
+    name: str, value: float, aware: bool, source: Path, tmp_path: Path
+) -> None:
+    broken = _with_tensor(source, tmp_path / "broken", name, value)
+    with pytest.raises(FitError, match=name.removesuffix(".weight").replace(".", r"\.")):
+        run(broken, tmp_path / "out", aware)
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_a_truncated_shard(source: Path, tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    victim = sorted((tmp_path / "dense").glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    with pytest.raises(SourceError, match=victim.name):
+        run(tmp_path / "dense", tmp_path / "out")
+    assert_nothing_left(tmp_path / "out")
+
+
+def test_a_shard_that_is_cut_off_while_it_is_read(source: Path, tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    victim = sorted((tmp_path / "dense").glob("*.safetensors"))[1]
+
+    class Cut(Silent):
+        def stage(self, name: str, total: int, unit: str) -> None:
+            victim.write_bytes(victim.read_bytes()[:200])
+
+    with pytest.raises(SourceError):
+        run(tmp_path / "dense", tmp_path / "out", progress=Cut())
+    assert_nothing_left(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": ["no_such_layer"]}, "no layer matches `no_such_layer`"),
+        ({"layers": [{"match": "re:^qq$"}, {"match": "outptu"}]}, "`re:^qq$`, `outptu`"),
+        ({"keep": ["re:("]}, "`re:(` is not a regular expression"),
+        ({"method": {"name": "lprod", "p": 7}}, "p=7 does not divide the input 32"),
+        ({"keep": ["*"]}, "keeps all 12 layers dense"),
+        ({"method": {"name": "svd"}, "target": None}, "no rank is given"),
+        ({"target": 0.001}, "does not pay for rank 1"),
+    ],
+)
+def test_recipes_that_do_not_fit(
+    changes: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError) as failed:
+        run(source, tmp_path / "out", changes=changes)
+    assert message in failed.value.message
+    assert_nothing_left(tmp_path / "out")
+
+
+class _FullDisk(io.FileIO):
+    """A file on a disk with little room left."""
+
+    room = 30_000
+
+    def write(self, data: Any) -> int:
+        _FullDisk.room -= memoryview(data).nbytes
+        if _FullDisk.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data) or 0
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_full_disk(
+    aware: bool,
+    source: Path,
+    uninterrupted: Callable[[bool], Converted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out"
+    own = Path.open
+
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if path.suffix == ".tmp" and mode == "wb":
+            return _FullDisk(path, "w")
+        return own(path, mode, *args, **options)
+
+    monkeypatch.setattr(_FullDisk, "room", 30_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.Path, "open", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(source, output, aware)
+    assert_nothing_loads(output)
+    run(source, output, aware)
+    assert contents(output) == contents(uninterrupted(aware).folder)
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_two_runs_give_the_same_files(
+    aware: bool, source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+) -> None:
+    again = run(source, tmp_path / "out", aware)
+    assert not again.resumed
+    assert contents(again.folder) == contents(uninterrupted(aware).folder)

@@ -1,0 +1,140 @@
+"""Imports inside the package point one way, and what is public is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tcompress"
+
+# What each package, or module beside the packages, may import of its siblings.
+FOUNDATION = {"errors", "linalg", "structures", "source", "anatomy", "recipe"}
+APPLICATION = FOUNDATION | {"plan", "calibrate", "artifact", "integration", "convert"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "linalg": {"errors"},
+    "structures": {"errors", "linalg"},
+    "source": {"errors"},
+    "anatomy": {"errors"},
+    "recipe": {"errors", "structures"},
+    "plan": {"errors", "structures", "source", "anatomy", "recipe"},
+    "calibrate": {"errors", "source", "recipe"},
+    "artifact": {"errors", "structures", "source", "recipe", "plan"},
+    "integration": {"errors", "structures", "source", "plan", "artifact"},
+    "convert": APPLICATION - {"convert"},
+    "report": {"errors", "structures", "source", "anatomy", "recipe", "plan", "artifact"},
+    "export": FOUNDATION | {"plan", "artifact", "integration", "convert"},
+    "inspection": APPLICATION | {"report"},
+    "demo": APPLICATION | {"report"},
+    "cli": APPLICATION | {"report", "export", "inspection", "demo"},
+    "__main__": {"cli"},
+    "__init__": {"integration"},
+}
+
+# Where a package may use a part of another one only.
+ONLY = {
+    ("integration", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.verify"},
+    ("export", "convert"): {"tcompress.convert.run", "tcompress.convert.workplace"},
+    ("__init__", "integration"): {"tcompress.integration.autoload"},
+}
+
+
+def _modules() -> dict[str, Path]:
+    """All modules of the package by dotted name; a package itself stands for its `__init__`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ["tcompress", *path.relative_to(PACKAGE).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and modules that a file imports from the package, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] == "tcompress":
+                while name not in MODULES:
+                    name = name.rpartition(".")[0]
+                yield node.lineno, name
+
+
+def _unit(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _edges() -> Iterator[tuple[str, str, str]]:
+    """Importer, imported, and where, for imports that leave a package; not of the version."""
+    for module, path in MODULES.items():
+        for line, target in _imports(path):
+            if target != "tcompress" and _unit(target) != _unit(module):
+                yield module, target, f"{path.relative_to(PACKAGE.parent)}:{line}"
+
+
+def test_the_table_lists_every_package() -> None:
+    assert {_unit(module) for module in MODULES} <= set(ALLOWED)
+    assert set().union(*ALLOWED.values()) <= set(ALLOWED)
+
+
+def test_the_table_itself_has_no_cycle() -> None:
+    order = list(TopologicalSorter(ALLOWED).static_order())
+    assert order.index("linalg") < order.index("structures") < order.index("cli")
+
+
+def test_imports_follow_the_table() -> None:
+    wrong = [
+        f"{place}: `{_unit(module)}` must not import `{target}`"
+        for module, target, place in _edges()
+        if _unit(target) not in ALLOWED[_unit(module)]
+        or target not in ONLY.get((_unit(module), _unit(target)), {target})
+    ]
+    assert not wrong, "\n" + "\n".join(sorted(set(wrong)))
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    graph = {
+        module: {target for _, target in _imports(path)} - {"tcompress", module}
+        for module, path in MODULES.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
+
+
+PUBLIC = [module for module in MODULES if _unit(module) in ("linalg", "structures")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    missing = []
+    for key, value in vars(module).items():
+        own = getattr(value, "__module__", None) == name and not key.startswith("_")
+        if not own or not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        described = {key: value}
+        if inspect.isclass(value):
+            described |= {
+                f"{key}.{method}": getattr(value, method)
+                for method, found in vars(value).items()
+                if not method.startswith("_")
+                and (inspect.isfunction(found) or isinstance(found, property))
+            }
+        # Methods that implement a documented one inherit its text.
+        missing += [path for path, target in described.items() if not inspect.getdoc(target)]
+    assert not missing

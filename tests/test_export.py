@@ -1,0 +1,189 @@
+"""Exports: plain models that compute what the converted ones compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tcompress.artifact.reader import Artifact
+from tcompress.errors import ArtifactError, FitError, InputError
+from tcompress.export.dense import dense_weight, export_dense
+from tests.support.converted import converted
+from tests.support.model_folders import model_folder
+from tests.support.tiny import TINY
+
+SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
+FITTED = {"method": {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}}
+HALF = {"keep": ["experts_gate_up"]}
+RECIPES: dict[str, dict[str, Any]] = {
+    "bert": FITTED,
+    "gpt2": SUM,
+    "llama": {"method": {"name": "svd"}, "target": 0.5, "max_shard_size": "10KB"},
+    "t5": FITTED,
+    "vit": {},
+    "mixtral": FITTED,
+    "qwen3_moe": HALF,
+    "phi3": SUM,
+}
+
+# Runs in a process of its own that must not know of tcompress.
+_RUN = """
+import sys, torch, transformers
+for kind, folder, inputs, expected in torch.load(sys.argv[1]):
+    model, found = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), (folder, found)
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+assert "tcompress" not in sys.modules
+"""
+
+
+def logits(family: str, folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = getattr(transformers, TINY[family].model).from_pretrained(folder).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(**inputs).logits
+    return found
+
+
+def test_exports_compute_the_same_without_tcompress(tmp_path: Path) -> None:
+    cases = []
+    for family, options in RECIPES.items():
+        folder = converted(family, tmp_path, **options).folder
+        inputs = TINY[family].inputs(batch=2, length=8, seed=1)
+        written = export_dense(folder, tmp_path / f"{family}-plain")
+        expected = logits(family, folder, inputs)
+        cases.append((TINY[family].model, str(written), inputs, expected))
+    torch.save(cases, tmp_path / "cases.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, tmp_path / "cases.pt"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_export_is_an_ordinary_folder(tmp_path: Path) -> None:
+    model_folder("llama", tmp_path / "llama")
+    folder = converted("llama", tmp_path).folder
+    written = export_dense(folder, tmp_path / "plain")
+    assert written == tmp_path / "plain"
+    assert sorted(path.name for path in written.iterdir()) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    config = json.loads((written / "config.json").read_text())
+    source = json.loads((tmp_path / "llama" / "config.json").read_text())
+    assert config == source
+    card = (written / "README.md").read_text()
+    assert "# Dense form of `llama`, compressed with `lprod`" in card
+    assert "compressed 14 layers of `llama` with `lprod` to 25.0% of their parameters." in card
+    assert str(tmp_path) not in card
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tensors_that_were_not_rewritten_stay_as_they_are(tmp_path: Path) -> None:
+    from tcompress.source import WeightStore
+
+    folder = converted("gpt2", tmp_path).folder
+    before = WeightStore.open(tmp_path / "gpt2")
+    after = WeightStore.open(export_dense(folder, tmp_path / "plain"))
+    assert after.keys() == before.keys()
+    planned = {f"{layer.name}.weight" for layer in Artifact.open(folder).layers}
+    for key in before.keys():  # noqa: SIM118 - not a mapping
+        assert after.shape(key) == before.shape(key)
+        if key not in planned:
+            assert torch.equal(after.tensor(key), before.tensor(key))
+
+
+def test_the_dtype_of_the_conversion_is_kept(tmp_path: Path) -> None:
+    folder = converted("gpt2", tmp_path, dtype="bfloat16").folder
+    export_dense(folder, tmp_path / "plain")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_saved_again_is_exported(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path, **FITTED).folder
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    model.save_pretrained(tmp_path / "again")
+    export_dense(tmp_path / "again", tmp_path / "plain")
+    plain = transformers.AutoModel.from_pretrained(tmp_path / "plain").eval()
+    inputs = TINY["bert"].inputs(batch=2, length=8, seed=1)
+    with torch.no_grad():
+        difference = (model(**inputs)[0] - plain(**inputs)[0]).abs().max()
+    assert difference < 1e-5
+    assert "# Dense form of a model, compressed\n" in (tmp_path / "plain" / "README.md").read_text()
+
+
+def test_progress_counts_all_bytes(tmp_path: Path) -> None:
+    class Heard:
+        total = written = 0
+
+        def stage(self, name: str, total: int, unit: str) -> None:
+            assert (name, unit) == ("writing", "bytes")
+            self.total = total
+
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            self.written += amount
+
+    heard = Heard()
+    export_dense(converted("gpt2", tmp_path).folder, tmp_path / "plain", progress=heard)
+    assert heard.total == heard.written > 0
+
+
+def test_an_output_that_is_not_empty_is_refused_unless_forced(tmp_path: Path) -> None:
+    folder = converted("gpt2", tmp_path).folder
+    output = tmp_path / "plain"
+    output.mkdir()
+    (output / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not empty"):
+        export_dense(folder, output)
+    assert (output / "mine.txt").exists()
+    export_dense(folder, output, force=True)
+    assert not (output / "mine.txt").exists()
+    with pytest.raises(InputError, match="is the converted model itself"):
+        export_dense(folder, tmp_path / "." / folder.name, force=True)
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    converted("gpt2", tmp_path)
+    with pytest.raises(ArtifactError, match="was not converted by tcompress"):
+        export_dense(tmp_path / "gpt2", tmp_path / "plain")
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = converted("gpt2", tmp_path).folder
+
+    def fail(*_: Any) -> None:
+        raise FitError("no")
+
+    monkeypatch.setattr("tcompress.export.dense.dense_weight", fail)
+    with pytest.raises(FitError):
+        export_dense(folder, tmp_path / "plain")
+    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "gpt2-small"}
+
+
+def test_a_weight_beyond_the_dtype_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = converted("gpt2", tmp_path, method={"name": "svd", "rank": 4}, dtype="float16").folder
+    artifact = Artifact.open(folder)
+    read = artifact.store.tensor
+    monkeypatch.setattr(artifact.store, "tensor", lambda key: torch.full_like(read(key), 6e4))
+    with pytest.raises(FitError, match=r"h\.0\.attn\.c_attn` is not finite in torch\.float16"):
+        dense_weight(artifact, artifact.layers[0])

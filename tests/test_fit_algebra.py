@@ -1,0 +1,366 @@
+"""Closed forms of fits, against least squares on raw rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tcompress.errors import FitError
+from tcompress.linalg import complex_dft, mat_p, t_product, ten_p
+from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
+from tcompress.linalg.moments import Moments, MomentSums, safe_cholesky
+from tcompress.linalg.rotation import (
+    Stages,
+    build_blocks,
+    fold_tube_transform,
+    merges_with,
+    mix_tubes,
+    nearest_block,
+    rotate,
+    rotate_back,
+)
+from tcompress.linalg.slices import (
+    Problem,
+    diagonal_blocks,
+    fit_rotation,
+    fit_slices,
+    fit_truncated_slices,
+)
+from tcompress.linalg.tdomain import fit_conjugate_slices
+from tcompress.structures import Site, structure
+from tests.support.lproduct import quick
+from tests.support.structures import TUBES, dense_reference, randn
+
+WIDTH, OUTPUTS, ROWS = 12, 8, 60
+
+
+def _rows(rows: int = ROWS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Correlated rows of the dense stream, and of a noisy copy."""
+    x = randn(rows, WIDTH, seed=seed) @ randn(WIDTH, WIDTH, seed=seed + 1)
+    return x, x + 0.3 * randn(rows, WIDTH, seed=seed + 2)
+
+
+def _products(x: Tensor, new: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """W C and G."""
+    return weight @ (x.T @ new) / len(x), new.T @ new / len(x)
+
+
+# ---------------------------------------------------------------- moments
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_moments_equal_direct_sums(centred: bool) -> None:
+    x, new = _rows()
+    x, new = x + 2.0, new - 1.0
+    sums = MomentSums(WIDTH)
+    for one, two in zip(x.split(17), new.split(17), strict=True):
+        sums.add(one, two)
+    sums.add(x[:0], new[:0])
+    found = sums.moments(centred=centred)
+    a, b = x.numpy(), new.numpy()
+    means = [a.mean(0), b.mean(0)] if centred else [np.zeros(WIDTH)] * 2
+    a, b = a - means[0], b - means[1]
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(found.gram, torch.from_numpy(b.T @ b / ROWS), **near)
+    assert_close(found.cross, torch.from_numpy(a.T @ b / ROWS), **near)
+    assert_close(found.dense, torch.from_numpy(a.T @ a / ROWS), **near)
+    assert_close(found.dense_mean, torch.from_numpy(means[0]), **near)
+    assert_close(found.mean, torch.from_numpy(means[1]), **near)
+    assert (sums.rows, found.rows, found.features) == (ROWS, ROWS, WIDTH)
+    assert {t.dtype for t in (found.gram, found.cross, found.dense)} == {torch.float64}
+
+
+def test_variances_survive_a_large_mean() -> None:
+    x = randn(4000, 3) + 300.0
+    sums = MomentSums(3)
+    for part in x.bfloat16().split(500):
+        sums.add(part, part)
+    wanted = x.bfloat16().double().var(0, correction=0)
+    assert_close(sums.moments(centred=True).gram.diagonal(), wanted, rtol=0.02, atol=0)
+
+
+def test_moments_of_nothing_and_of_bad_rows_are_refused() -> None:
+    sums = MomentSums(2)
+    with pytest.raises(FitError, match="no calibration rows reached this layer"):
+        sums.moments(centred=True)
+    sums.add(torch.tensor([[1.0, float("inf")]]), torch.ones(1, 2))
+    with pytest.raises(FitError, match="calibration activations hold NaN or infinity"):
+        sums.moments(centred=True)
+
+
+def test_damping_adds_one_ridge_to_all_three() -> None:
+    x, new = _rows()
+    mean = randn(WIDTH)
+    m = Moments(new.T @ new, x.T @ new, x.T @ x, mean, 2 * mean, ROWS)
+    ridge = 0.25 * torch.eye(WIDTH, dtype=torch.float64) * m.gram.diagonal().mean()
+    damped = m.damped(0.25)
+    assert_close(damped.gram, m.gram + ridge)
+    assert_close(damped.cross, m.cross + ridge)
+    assert_close(damped.dense, m.dense + ridge)
+    assert_close(damped.mean, m.mean)
+    assert_close(damped.dense_mean, m.dense_mean)
+    assert damped.rows == ROWS
+
+
+def test_error_of_moments_is_that_of_rows() -> None:
+    x, new = _rows()
+    weight, fitted = randn(OUTPUTS, WIDTH, seed=5), randn(OUTPUTS, WIDTH, seed=6)
+    zero = torch.zeros(WIDTH, dtype=torch.float64)
+    m = Moments(new.T @ new / ROWS, x.T @ new / ROWS, x.T @ x / ROWS, zero, zero, ROWS)
+    wanted = (x @ weight.T - new @ fitted.T).square().sum() / (x @ weight.T).square().sum()
+    assert m.error(weight, fitted) == pytest.approx(float(wanted))
+    assert m.error(torch.zeros_like(weight), fitted) == 0.0
+    identity = Moments.identity(WIDTH)
+    free = (weight - fitted).square().sum() / weight.square().sum()
+    assert identity.error(weight, fitted) == pytest.approx(float(free))
+
+
+def test_cholesky_of_singular_matrices() -> None:
+    x = randn(5, WIDTH)
+    singular, regular = x.T @ x, x.T @ x + torch.eye(WIDTH, dtype=torch.float64)
+    zero = torch.zeros_like(singular)
+    factors = safe_cholesky(torch.stack([singular, regular, zero]))
+    for factor, gram in zip(factors, (singular, regular, zero), strict=True):
+        assert_close(factor, factor.tril())
+        assert bool(factor.isfinite().all())
+        assert float((factor @ factor.T - gram).abs().max()) < 1e-5 * (1 + float(gram.abs().max()))
+    assert_close(safe_cholesky(regular), torch.linalg.cholesky(regular))
+
+
+@pytest.mark.parametrize(
+    ("gram", "reason"),
+    [
+        (torch.full((2, 2), float("nan")).double(), "holds NaN or infinity"),
+        (torch.eye(2).double() * float("inf"), "holds NaN or infinity"),
+        (torch.diag(torch.tensor([1.0, -1.0])).double(), "not positive semidefinite"),
+    ],
+)
+def test_cholesky_refuses_what_is_no_moment_matrix(gram: Tensor, reason: str) -> None:
+    with pytest.raises(FitError, match=reason):
+        safe_cholesky(gram)
+
+
+# ---------------------------------------------------------------- low rank
+
+
+def _reduced_rank(x: Tensor, y: Tensor, rank: int) -> Tensor:
+    """Best weight of a rank: least squares, then the leading directions of what it predicts."""
+    full = torch.linalg.lstsq(x, y).solution  # (in, out)
+    _, _, right = torch.linalg.svd(x @ full, full_matrices=False)
+    return (full @ right[:rank].T @ right[:rank]).T
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7, 8])
+def test_whitened_factors_are_the_brute_force_optimum(rank: int) -> None:
+    (x, new), weight = _rows(), randn(OUTPUTS, WIDTH, seed=9)
+    a, b = fit_lowrank(*_products(x, new, weight), rank)
+    assert (a.shape, b.shape) == ((OUTPUTS, rank), (rank, WIDTH))
+    assert_close(a @ b, _reduced_rank(new, x @ weight.T, rank), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9), (6, 6)])
+def test_best_factors_are_the_truncated_svd(shape: tuple[int, int]) -> None:
+    matrix = randn(3, *shape)
+    left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
+    for rank in (1, 4, 5):
+        wanted = left[..., :rank] * singular[:, None, :rank] @ right[..., :rank, :]
+        one, two = best_factors(matrix, rank)
+        assert_close(one @ two, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_balanced_factors_have_one_scale() -> None:
+    a, b = 1e4 * randn(6, 3), randn(3, 5, seed=1)
+    b[1] = 0.0
+    one, two = balanced(a, b)
+    assert_close(one @ two, a @ b)
+    assert_close(one.norm(dim=0)[[0, 2]], two.norm(dim=1)[[0, 2]])
+    assert bool(one.isfinite().all())
+
+
+# ---------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_slices_are_regressions_on_raw_rows(p: int) -> None:
+    (x, new), weight = _rows(), randn(OUTPUTS, WIDTH, seed=9)
+    slices = fit_slices(*_products(x, new, weight), p)
+    targets = (x @ weight.T).chunk(p, 1)
+    for found, inputs, outputs in zip(slices, new.chunk(p, 1), targets, strict=True):
+        assert_close(found, torch.linalg.lstsq(inputs, outputs).solution.T, rtol=1e-6, atol=1e-6)
+
+
+def test_truncated_slices_are_reduced_rank_regressions() -> None:
+    (x, new), weight = _rows(), randn(OUTPUTS, WIDTH, seed=9)
+    left, right = fit_truncated_slices(*_products(x, new, weight), 2, 2)
+    targets = (x @ weight.T).chunk(2, 1)
+    for found, inputs, outputs in zip(left @ right, new.chunk(2, 1), targets, strict=True):
+        assert_close(found, _reduced_rank(inputs, outputs, 2), rtol=1e-6, atol=1e-6)
+
+
+def test_diagonal_blocks_are_views_of_the_grid() -> None:
+    matrix = randn(6, 9)
+    blocks = diagonal_blocks(matrix, 3)
+    for k in range(3):
+        assert_close(blocks[k], matrix[2 * k : 2 * k + 2, 3 * k : 3 * k + 3])
+    assert blocks.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_dft_slices_are_the_t_product(p: int) -> None:
+    kind = structure("lprod")
+    layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, 2 * WIDTH, "in"))
+    slices, x = randn(p, 2 * WIDTH // p, WIDTH // p), randn(5, WIDTH, seed=1)
+    operators = {side: kind.operator({}, layout, side, x) for side in ("in", "out")}
+    encoded = kind.encode(x, operators["in"], layout)
+    y = kind.decode(kind.core(encoded, {"slices": slices}, layout), operators["out"], layout)
+    dense = dense_reference(layout, {"slices": slices})
+    blocks = torch.stack(dense[:, : WIDTH // p].chunk(p), -1)  # first block column: the tubes
+    tensor = ten_p(x, p).transpose(0, 1)  # tokens are columns
+    assert_close(y, mat_p(t_product(blocks, tensor).transpose(0, 1)))
+    spectrum = torch.einsum("cat,kt->kca", blocks.to(torch.complex128), complex_dft(p, False))
+    assert_close(spectrum[0].real, slices[0])
+    if p > 2:
+        assert_close(spectrum[1], torch.complex(slices[1], slices[2]))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
+    (x, new), weight = _rows(), randn(WIDTH, WIDTH, seed=9)
+    kind = structure("lprod")
+    layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, WIDTH, "in"))
+    z = kind.operator({}, layout, "in", x).tubes
+    turn = torch.kron(z, torch.eye(WIDTH // p, dtype=torch.float64))
+    product, gram = _products(x, new, weight)
+    slices = fit_conjugate_slices(turn @ product @ turn.T, turn @ gram @ turn.T, p)
+    # Output block i sees input block i - t through tube entry t, whatever i.
+    parts, wanted = new.unflatten(1, (p, -1)), (x @ weight.T).unflatten(1, (p, -1))
+    design = torch.cat([torch.cat([parts[:, i - t] for t in range(p)], 1) for i in range(p)])
+    tubes = torch.linalg.lstsq(design, wanted.transpose(0, 1).flatten(0, 1)).solution
+    column = dense_reference(layout, {"slices": slices})[:, : WIDTH // p]
+    found = torch.cat([block.T for block in column.chunk(p)])
+    assert_close(found, tubes, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------- staged rotations
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 16])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
+def test_blocks_are_exponentials(block: int, scale: float) -> None:
+    generators = (scale * randn(3, 2, block * (block - 1) // 2)).requires_grad_()
+    blocks = build_blocks(generators, block)
+    upper = torch.zeros(3, 2, block, block, dtype=torch.float64)
+    rows, cols = torch.triu_indices(block, block, 1)
+    upper = upper.index_put(
+        (torch.arange(3)[:, None, None], torch.arange(2)[:, None], rows, cols), generators
+    )
+    exact = torch.linalg.matrix_exp(upper - upper.mT)
+    assert_close(blocks, exact, rtol=1e-9, atol=1e-9)
+    assert_close(blocks @ blocks.mT, torch.eye(block).double().expand_as(blocks))
+    if block > 1:
+        mixing = randn(*blocks.shape, seed=1)
+        got = torch.autograd.grad((blocks * mixing).sum(), generators)
+        wanted = torch.autograd.grad((exact * mixing).sum(), generators)
+        assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_orthogonal_from_low_precision_generators(dtype: torch.dtype) -> None:
+    blocks = build_blocks(randn(2, 3, 28).to(dtype), 8)
+    assert blocks.dtype == torch.float64
+    assert_close(blocks @ blocks.mT, torch.eye(8).double().expand_as(blocks))
+
+
+@pytest.mark.parametrize("stages", [Stages(12, 4, 1), Stages(12, 2, 2), Stages(12, 4, 3)])
+def test_rotating_back_is_the_inverse(stages: Stages) -> None:
+    blocks, x = build_blocks(randn(*stages.generators_shape), stages.block), randn(5, 12, seed=1)
+    assert_close(rotate_back(rotate(x, blocks), blocks), x)
+    assert_close(rotate(x, blocks).norm(dim=1), x.norm(dim=1))
+
+
+def test_folding_the_tube_transform_changes_nothing() -> None:
+    stages, z = Stages(24, 8, 2), TUBES["dct"](4, 0)
+    blocks, x = build_blocks(randn(*stages.generators_shape), 8), randn(5, 24, seed=1)
+    assert merges_with(stages, 4)
+    assert_close(rotate(x, fold_tube_transform(blocks, z)), mix_tubes(rotate(x, blocks), z))
+    assert not merges_with(Stages(24, 8, 3), 4)
+    assert not merges_with(Stages(24, 6, 2), 4)
+
+
+@quick
+@given(features=st.integers(1, 400), wanted=st.integers(1, 100))
+def test_nearest_block_divides_and_is_closest(features: int, wanted: int) -> None:
+    found = nearest_block(features, wanted)
+    assert features % found == 0
+    others = [size for size in range(1, features + 1) if features % size == 0]
+    assert all(abs(found - wanted) <= abs(size - wanted) for size in others)
+
+
+# ---------------------------------------------------------------- the fitted transform
+
+
+def _explained(problems: list[Problem], turn: Tensor, p: int, *, output: bool) -> list[float]:
+    """Share of every output's variance that slices explain after x -> T x, one slice at a time."""
+    shares = []
+    for problem in problems:
+        product = turn @ problem.target if output else problem.target @ turn.T
+        gram = problem.gram if output else turn @ problem.gram @ turn.T
+        outs, ins = len(product) // p, len(gram) // p
+        total = 0.0
+        for k in range(p):
+            rows, cols = slice(k * outs, (k + 1) * outs), slice(k * ins, (k + 1) * ins)
+            part = product[rows, cols]
+            total += float((part @ torch.linalg.inv(gram[cols, cols]) @ part.T).trace())
+        shares.append(total / problem.scale)
+    return shares
+
+
+@pytest.mark.parametrize("output", [False, True], ids=["in", "out"])
+@pytest.mark.parametrize("stages", [Stages(WIDTH, 4, 2), Stages(WIDTH, 3, 1)])
+def test_fitted_transform(stages: Stages, output: bool) -> None:
+    p, z = 4, TUBES["dct"](4, 0)
+    (x, new), weights = _rows(), [randn(WIDTH, WIDTH, seed=9 + i) for i in range(2)]
+    problems = [
+        Problem(*_products(x, new, weight), float((x @ weight.T).square().sum() / ROWS))
+        for weight in weights
+    ]
+    generators = fit_rotation(problems, stages, count=p, z=z, output=output)
+    assert (generators.shape, generators.dtype) == (stages.generators_shape, torch.float64)
+    eye = torch.eye(WIDTH, dtype=torch.float64)
+    turn = mix_tubes(rotate(eye, build_blocks(generators, stages.block)), z).T
+    assert_close(turn @ turn.T, eye)
+    fitted = _explained(problems, turn, p, output=output)
+    fixed = _explained(problems, mix_tubes(eye, z).T, p, output=output)
+    assert sum(fitted) > sum(fixed) + 0.05
+    _check_prediction(problems, fitted, turn, p, output=output)
+
+
+def test_the_fit_of_a_transform_is_repeatable() -> None:
+    (x, new), weight = _rows(), randn(WIDTH, WIDTH, seed=9)
+    problem = Problem(*_products(x, new, weight), 1.0)
+    options = {"count": 4, "z": TUBES["dct"](4, 0), "output": False, "steps": 20}
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found.append(fit_rotation([problem], Stages(WIDTH, 4, 2), **options))  # type: ignore[arg-type]
+    assert_close(*found, rtol=0, atol=0)
+
+
+def _check_prediction(
+    problems: list[Problem], explained: list[float], turn: Tensor, p: int, *, output: bool
+) -> None:
+    """What the objective promises is the error on rows after the closed form."""
+    x, new = _rows()
+    for index, (problem, share) in enumerate(zip(problems, explained, strict=True)):
+        y = x @ randn(WIDTH, WIDTH, seed=9 + index).T
+        inputs, outputs = (new, y @ turn.T) if output else (new @ turn.T, y)
+        gram = problem.gram if output else turn @ problem.gram @ turn.T
+        product = turn @ problem.target if output else problem.target @ turn.T
+        predicted = inputs @ torch.block_diag(*fit_slices(product, gram, p)).T
+        error = (outputs - predicted).square().sum() / outputs.square().sum()
+        assert float(error) == pytest.approx(1 - share, abs=1e-6)

@@ -1,0 +1,305 @@
+"""What a converted model can do once it is loaded: all that a dense one can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from tcompress.artifact.reader import Artifact
+from tcompress.convert.run import convert
+from tcompress.errors import ArtifactError
+from tests.support.conversions import (
+    Made,
+    dense_weight,
+    densified,
+    distance,
+    few_steps,
+    make,
+    outputs,
+    recipe,
+    structured,
+)
+
+Models = Callable[[str, str], Made]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Converted models by family and option, each made once."""
+
+    def made(family: str, option: str) -> Made:
+        with pytest.MonkeyPatch.context() as patch:
+            few_steps(patch)
+            return make(family, tmp_path_factory.mktemp(family), option)
+
+    return cache(made)
+
+
+TRY = """
+import sys
+from transformers import AutoModel
+
+for folder in sys.argv[1:]:
+    try:
+        AutoModel.from_pretrained(folder)
+    except Exception as error:
+        print("refused:", type(error).__name__)
+    else:
+        print("loaded")
+import tcompress
+
+for folder in sys.argv[1:]:
+    AutoModel.from_pretrained(folder)
+print("all loaded")
+"""
+
+
+def test_without_tcompress_loading_fails(models: Models) -> None:
+    """Of linear and Conv1D layers, experts, and layers of which another model has only some."""
+    folders = [models(family, "dct").folder for family in ("bert", "gpt2", "mixtral", "t5")]
+    ran = subprocess.run(
+        [sys.executable, "-c", TRY, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    lines = ran.stdout.splitlines()
+    assert ran.returncode == 0, ran.stderr
+    assert len(lines) == 5
+    assert all(line.startswith("refused:") for line in lines[:4]), lines
+    assert lines[4] == "all loaded"
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, "cpu"])
+@pytest.mark.parametrize(
+    ("family", "option"), [("bert", "fitted"), ("llama", "fitted"), ("mixtral", "residual")]
+)
+def test_device_map(family: str, option: str, device_map: Any, models: Models) -> None:
+    made = models(family, option)
+    model = made.load(device_map=device_map)
+    assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) <= 1e-6
+
+
+OFFLOADED = [
+    ("bert", "fitted", r"bert.encoder.layer.1"),
+    ("llama", "fitted", r"model.layers.1"),
+    ("llama", "residual", r"model.layers.0"),
+    ("gpt2", "tubal_rank", r"transformer.h.1"),
+    ("mixtral", "fitted", r"model.layers.1"),
+    ("t5", "svd", r"decoder.block.0"),
+]
+
+
+@pytest.mark.parametrize(("family", "option", "block"), OFFLOADED)
+def test_a_block_on_disk(
+    family: str, option: str, block: str, models: Models, tmp_path: Path
+) -> None:
+    made = models(family, option)
+    resident = made.load()
+    device_map = {name: "cpu" for name, _ in _leaves(resident) if not name.startswith(block)}
+    model = made.load(device_map={**device_map, block: "disk"}, offload_folder=tmp_path)
+    assert {parameter.device.type for parameter in model.get_submodule(block).parameters()} == {
+        "meta"
+    }
+    for seed in (1, 2):
+        inputs = made.inputs(seed)
+        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
+
+
+def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that own tensors, with none below them that do, but no part of a structured one."""
+    found = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        if own and ".tc_" not in name:
+            found.append((name, module))
+    return found
+
+
+@pytest.mark.parametrize("owner_on_disk", [True, False])
+def test_a_shared_input_side_on_disk(owner_on_disk: bool, models: Models, tmp_path: Path) -> None:
+    """Layers on one device read an input side that belongs to a layer on another."""
+    made = models("llama", "fitted")
+    resident = made.load()
+    owner = next(layer.name for layer in made.plan.layers if layer.readers == 3)
+    readers = [layer.name for layer in made.plan.layers if layer.input_of == owner]
+    assert len(readers) == 2
+    moved = [owner] if owner_on_disk else readers
+    device_map = {name: "disk" if name in moved else "cpu" for name, _ in _leaves(resident)}
+    model = made.load(device_map=device_map, offload_folder=tmp_path)
+    for seed in (1, 2):
+        inputs = made.inputs(seed)
+        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [("bert", "fitted"), ("llama", "fitted"), ("mixtral", "fitted"), ("gpt2", "svd")],
+)
+@pytest.mark.parametrize("kind", ["disk_offload", "cpu_offload"])
+def test_accelerate_offload(
+    family: str, option: str, kind: str, models: Models, tmp_path: Path
+) -> None:
+    made = models(family, option)
+    wanted = outputs(made.load(), made.inputs())
+    model = made.load()
+    if kind == "disk_offload":
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    else:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for _ in range(2):
+        assert distance(outputs(model, made.inputs()), wanted) <= 1e-6
+
+
+LOW = {torch.float16: 0.05, torch.bfloat16: 0.3}  # results are of size 3
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("bert", "dct"), ("llama", "fitted"), ("gpt2", "residual"), ("gemma3", "dft"),
+        ("mixtral", "tubal_rank"), ("t5", "svd"), ("vit", "fitted"), ("whisper", "dct"),
+    ],
+)  # fmt: skip
+def test_load_in_another_dtype(
+    family: str, option: str, dtype: torch.dtype, models: Models
+) -> None:
+    made = models(family, option)
+    model = made.load(dtype=dtype)
+    assert model.dtype == dtype
+    dense = type(made.dense).from_pretrained(made.source, dtype=dtype)
+    for name, layer in structured(model).items():
+        kept = dense_weight(dense, name).dtype  # T5 keeps some of its weights in float32
+        assert {parameter.dtype for parameter in layer.parameters()} == {kept}, name
+    inputs = _cast(made.inputs(), dtype)
+    found = outputs(model, inputs)
+    assert {tensor.dtype for tensor in found} == {t.dtype for t in outputs(dense, inputs)}
+    assert distance(found, outputs(densified(made.load(), made.dense), made.inputs())) <= LOW[dtype]
+
+
+def _cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@pytest.mark.parametrize(("family", "option"), [("llama", "fitted"), ("mixtral", "dct")])
+@pytest.mark.parametrize("dtype", LOW)
+def test_cast_after_loading(family: str, option: str, dtype: torch.dtype, models: Models) -> None:
+    made = models(family, option)
+    model, wanted = made.load(), outputs(made.load(), made.inputs())
+    outputs(model, made.inputs())  # fills caches in float32
+    model = model.half() if dtype == torch.float16 else model.to(dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    found = outputs(model, made.inputs())
+    assert found[0].dtype == dtype
+    assert distance(found, wanted) <= LOW[dtype]
+    model.float()
+    assert distance(outputs(model, made.inputs()), wanted) <= LOW[dtype]
+    model.double()
+    assert outputs(model, made.inputs())[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("option", ["fitted", "svd"])
+def test_convert_to_another_dtype(
+    dtype: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_steps(monkeypatch)
+    made = make("llama", tmp_path, option, aware=True, dtype=dtype)
+    model = made.load()
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    wanted = outputs(densified(made.load(dtype=torch.float32), made.dense), made.inputs())
+    assert distance(outputs(model, made.inputs()), wanted) <= LOW[getattr(torch, dtype)]
+    model.save_pretrained(tmp_path / "again")
+    again = type(made.dense).from_pretrained(tmp_path / "again")
+    assert distance(outputs(again, made.inputs()), outputs(model, made.inputs())) == 0
+
+
+@pytest.mark.parametrize(("family", "aware"), [("llama", False), ("gpt2", True), ("mixtral", True)])
+def test_shards(family: str, aware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_steps(monkeypatch)
+    whole = make(family, tmp_path / "one", "fitted", aware=aware)
+    cut = make(family, tmp_path / "many", "fitted", aware=aware, max_shard_size="20KB")
+    files = sorted(path.name for path in cut.folder.glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((cut.folder / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(
+        Artifact.open(cut.folder).store.nbytes(key) for key in index["weight_map"]
+    )
+    small = [path for path in cut.folder.glob("*.safetensors") if path.stat().st_size <= 30_000]
+    assert len(small) >= len(files) - 1  # one tensor may be larger than a shard
+    assert distance(outputs(whole.load(), whole.inputs()), outputs(cut.load(), cut.inputs())) == 0
+
+
+def test_sharded_source(tmp_path: Path) -> None:
+    whole = make("llama", tmp_path / "one", "svd")
+    cut = tmp_path / "cut"
+    whole.dense.save_pretrained(cut, max_shard_size="20KB")
+    assert len(list(cut.glob("*.safetensors"))) > 2
+    convert(str(cut), recipe("svd"), tmp_path / "small")
+    model = type(whole.dense).from_pretrained(tmp_path / "small")
+    inputs = whole.inputs()
+    assert distance(outputs(model, inputs), outputs(whole.load(), inputs)) == 0
+
+
+def _edited_config(made: Made, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a converted model with another section in its config."""
+    folder.mkdir()
+    for path in made.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    edit(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("version", [2, 999, "1", None, 0])
+def test_unknown_formats_are_refused(version: Any, models: Models, tmp_path: Path) -> None:
+    folder = _edited_config(
+        models("bert", "dct"), tmp_path / "new", lambda s: s.update(format_version=version)
+    )
+    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 1"):
+        AutoModel.from_pretrained(folder)
+    with pytest.raises(ArtifactError, match="format version"):
+        Artifact.open(folder)
+
+
+def _drop_layer(section: dict[str, Any]) -> None:
+    del section["plan"]["layers"][0]
+
+
+def _empty_plan(section: dict[str, Any]) -> None:
+    section["plan"] = {"layers": []}
+
+
+def _no_plan(section: dict[str, Any]) -> None:
+    del section["plan"]
+
+
+def _other_size(section: dict[str, Any]) -> None:
+    section["plan"]["layers"][0]["parts"][0]["terms"][0]["in_features"] = 64
+
+
+@pytest.mark.parametrize("edit", [_drop_layer, _empty_plan, _no_plan, _other_size])
+def test_a_plan_that_does_not_fit_is_refused(
+    edit: Callable[[dict[str, Any]], None], models: Models, tmp_path: Path
+) -> None:
+    folder = _edited_config(models("bert", "dct"), tmp_path / "bad", edit)
+    with pytest.raises(ArtifactError):
+        AutoModel.from_pretrained(folder)
+    with pytest.raises(ArtifactError):
+        Artifact.open(folder)

@@ -1,0 +1,485 @@
+"""Planning: what a recipe means for a model, before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tcompress.artifact.format import parse_layers, quantization_section
+from tcompress.convert.run import convert
+from tcompress.errors import PlanError
+from tcompress.plan.entries import LayerPlan, Plan
+from tcompress.plan.planner import make_plan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel, WeightStore
+from tests.support.conversions import (
+    OPTIONS,
+    Made,
+    densified,
+    distance,
+    few_steps,
+    make,
+    outputs,
+    recipe,
+)
+from tests.support.tiny import TINY, TinyModel, build
+
+Planned = Callable[..., Plan]
+FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
+SVD = {"name": "svd", "rank": 4}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SourceModel]:
+    """Tiny models on disk by family."""
+
+    def saved(family: str) -> SourceModel:
+        folder = tmp_path_factory.mktemp(family)
+        build(family).save_pretrained(folder)
+        return SourceModel.open(str(folder))
+
+    return cache(saved)
+
+
+@pytest.fixture
+def planned(sources: Callable[[str], SourceModel]) -> Planned:
+    """Plan a tiny model, from `dct` unless another option is named."""
+
+    def of(family: str, option: str = "dct", **changes: Any) -> Plan:
+        return make_plan(recipe(option, **changes), sources(family))
+
+    return of
+
+
+def _short(name: str) -> str:
+    """The last component of a layer's name, with its block's number."""
+    number = next(part for part in name.split(".") if part.isdigit())
+    return f"{number} {name.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_no_weight_is_read(
+    family: str, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources(family)
+    dense = build(family)
+
+    def read(*args: object) -> None:
+        raise AssertionError("a weight was read")
+
+    for name in ("tensor", "slice"):
+        monkeypatch.setattr(WeightStore, name, read)
+    for option in OPTIONS:
+        plan = make_plan(recipe(option), source)
+        assert plan.parameters == sum(p.numel() for p in dense.parameters())
+        assert sum(e.dense_parameters for e in plan.layers) == plan.dense_rewritten
+        assert sum(e.parameters for e in plan.layers) == plan.structured_rewritten
+        assert plan.dense_rewritten < plan.block_parameters < plan.parameters
+        assert 0 < plan.kept < 1
+        assert all(layer.macs > 0 for layer in plan.layers)
+        assert Plan.model_validate_json(plan.model_dump_json()) == plan
+        assert parse_layers(quantization_section(plan.layers)["plan"]) == plan.layers
+
+
+def test_a_plan_cannot_be_changed(planned: Planned) -> None:
+    plan = planned("bert")
+    with pytest.raises(ValueError, match="frozen"):
+        plan.layers[0].name = "other"
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Plan.model_validate({**plan.model_dump(), "more": 1})
+
+
+KEPT = [
+    ("bert", ["bert.encoder.layer.0.attention.self.query"], {"0 query"}),
+    ("bert", ["bert.encoder.layer.0.*"], {"0 query", "0 key", "0 value", "0 dense"}),
+    ("bert", ["attention.output.dense"], {"0 dense", "1 dense"}),
+    ("bert", ["q", "k"], {"0 query", "0 key", "1 query", "1 key"}),
+    ("bert", ["re:layer\\.1.*(query|key)$"], {"1 query", "1 key"}),
+    ("bert", ["re:^v$"], {"0 value", "1 value"}),
+    ("bert", ["query", "*.1.*.key"], {"0 query", "1 query", "1 key"}),
+    # The checkpoint's names of a ViT are not those of the model in memory: both count.
+    ("vit", ["vit.encoder.layer.0.attention.attention.query"], {"0 query"}),
+    ("vit", ["vit.layers.0.attention.q_proj"], {"0 query"}),
+    ("gpt2", ["c_attn"], {"0 c_attn", "1 c_attn"}),
+    ("gpt2", ["qkv"], {"0 c_attn", "1 c_attn"}),
+    ("t5", ["EncDecAttention.k"], {"0 k", "1 k"}),
+    ("t5", ["cross_k"], {"0 k", "1 k"}),
+    ("mixtral", ["experts_down"], {"0 experts", "1 experts"}),
+    ("mixtral", ["*.down_proj"], {"0 experts", "1 experts"}),
+]
+
+
+@pytest.mark.parametrize(("family", "patterns", "wanted"), KEPT)
+@pytest.mark.parametrize("way", ["keep", "layers"])
+def test_patterns_choose_layers(
+    family: str, patterns: list[str], wanted: set[str], way: str, planned: Planned
+) -> None:
+    whole = planned(family)
+    rules = [{"match": pattern, "keep": True} for pattern in patterns]
+    plan = planned(family, **{way: patterns if way == "keep" else rules})
+    keys = {(layer.name, layer.parameter) for layer in plan.layers}
+    gone = [item for item in whole.layers if (item.name, item.parameter) not in keys]
+    assert {_short(layer.name) for layer in gone} == wanted
+    assert len(gone) == len(plan.left) - len(whole.left)
+    left = [item for item in plan.left if item.reason == "kept dense by the recipe"]
+    assert len(left) == len(gone)
+    assert Counter(item.parameters for item in left) == Counter(e.dense_parameters for e in gone)
+    assert {item.role for item in left} == {layer.role for layer in gone}
+
+
+def _by_role(plan: Plan) -> dict[str, LayerPlan]:
+    """Layers of the first block."""
+    return {layer.role: layer for layer in plan.layers if layer.block == plan.layers[0].block}
+
+
+def _terms(layer: LayerPlan) -> list[str]:
+    return [term.structure for term in layer.parts[0].terms]
+
+
+def test_rules_change_method_rank_and_target(planned: Planned) -> None:
+    rules = [
+        {"match": "q", "method": SVD},
+        {"match": "k", "residual_rank": 3},
+        {"match": "v", "target": 0.5},
+        {"match": "o", "keep": True},
+    ]
+    layers = _by_role(planned("bert", layers=rules))
+    assert _terms(layers["q"]) == ["lowrank"]
+    assert layers["q"].parts[0].terms[0].rank == 4
+    assert _terms(layers["k"]) == ["lprod", "lowrank"]
+    assert layers["k"].parts[0].terms[1].rank == 3
+    assert _terms(layers["v"]) == ["lprod", "lowrank"]
+    assert 0.4 <= layers["v"].parameters / layers["v"].dense_parameters <= 0.5
+    assert "o" not in layers
+    assert _terms(layers["up"]) == ["lprod"]
+
+
+def test_the_last_rule_wins(planned: Planned) -> None:
+    rules = [
+        {"match": "*", "keep": True},
+        {"match": "re:^(q|k)$", "method": SVD},
+        {"match": "k", "method": {"name": "svd", "rank": 2}},
+    ]
+    layers = _by_role(planned("bert", layers=rules))
+    assert {role: layer.parts[0].terms[0].rank for role, layer in layers.items()} == {
+        "q": 4,
+        "k": 2,
+    }
+
+
+def test_keep_is_stronger_than_rules(planned: Planned) -> None:
+    plan = planned("bert", keep=["q"], layers=[{"match": "q", "method": SVD}])
+    assert "q" not in _by_role(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"keep": ["atention.output.dense"]}, "no layer matches `atention.output.dense`", "attent"),
+        ({"layers": [{"match": "qkv"}]}, "no layer matches `qkv`", None),
+        ({"keep": ["a1", "b2"]}, "no layer matches `a1`, `b2`", None),
+        ({"keep": ["re:["]}, "`re:[` is not a regular expression", None),
+        ({"keep": ["*"]}, "the recipe keeps all 12 layers dense", "remove patterns"),
+        (
+            {"method": {"name": "lprod", "p": 5}},
+            "none of 12 layers can be rewritten:\n"
+            "  - p=5 does not divide the input 32 and the output 32: 8 layers, such as "
+            "`bert.encoder.layer.0.attention.self.query.weight`\n"
+            "  - p=5 does not divide the input 32 and the output 64: 2 layers, such as "
+            "`bert.encoder.layer.0.intermediate.dense.weight`\n"
+            "  - p=5 does not divide the input 64 and the output 32: 2 layers, such as "
+            "`bert.encoder.layer.0.output.dense.weight`",
+            "choose another p or rank, or `pad: true`",
+        ),
+        ({"method": {"name": "lprod", "p": 1}}, "it would not shrink: 100% of 1,024", None),
+        ({"method": {"name": "svd", "rank": 40}}, "it would not shrink: 200% of 1,024", None),
+        ({"method": {"name": "lprod", "p": 4}, "target": 0.2}, "lprod alone keeps 25.0%", None),
+    ],
+)
+def test_plans_that_cannot_be_made(
+    changes: dict[str, Any], message: str, hint: str | None, planned: Planned
+) -> None:
+    with pytest.raises(PlanError) as failed:
+        planned("bert", **changes)
+    assert message in failed.value.message
+    assert hint is None or hint in (failed.value.hint or "")
+
+
+def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:
+    plan = planned("bert", method={"name": "svd", "rank": 16})
+    assert set(_by_role(plan)) == {"up", "down"}
+    assert len(plan.left) == 8
+    assert {item.reason for item in plan.left} == {"it would not shrink: 100% of 1,024"}
+
+
+def test_padding_of_widths_that_p_does_not_divide(planned: Planned) -> None:
+    plan = planned("bert", method={"name": "lprod", "p": 5, "transform": "haar", "pad": True})
+    assert len(plan.layers) == 12
+
+
+SIZES = {
+    "hidden_size", "intermediate_size", "d_model", "d_kv", "d_ff", "dim", "hidden_dim", "n_embd",
+    "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
+}  # fmt: skip
+
+
+def _wide(tiny: TinyModel, factor: int) -> TinyModel:
+    def scaled(options: Any) -> dict[str, Any]:
+        return {
+            key: scaled(value)
+            if isinstance(value, dict)
+            else value * factor
+            if key in SIZES
+            else value
+            for key, value in options.items()
+        }
+
+    return dataclasses.replace(tiny, options=scaled(tiny.options))
+
+
+BUDGETS = [
+    ({"name": "svd"}, 0.25),
+    ({"name": "svd"}, 0.6),
+    ({"name": "lprod", "p": 4, "transform": "dct"}, 0.4),
+    ({"name": "lprod", "p": 8, "transform": "fitted"}, 0.3),
+    ({"name": "lprod", "p": 4, "transform": "dft", "tubal_rank": None}, 0.5),
+]
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_targets_are_kept_and_filled(family: str, tmp_path: Path) -> None:
+    _wide(TINY[family], 4).build().save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    for method, target in BUDGETS:
+        plan = make_plan(recipe(method=method, target=target), source)
+        assert {item.reason for item in plan.left if item.role} == set()
+        assert 0.9 * target <= plan.kept <= target, (method, target)
+
+
+@pytest.mark.parametrize("method", [FITTED, {"name": "lprod", "p": 4}, {"name": "svd"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"keep": ["k", "v"]},
+        {"layers": [{"match": "q", "method": SVD}]},
+        {"layers": [{"match": "q", "target": 0.5}]},
+        {"layers": [{"match": "v", "keep": True}]},
+    ],
+)
+def test_targets_are_kept_where_not_all_layers_share_an_input(
+    changes: dict[str, Any], method: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those that do pay for its transform alone."""
+    _wide(TINY["bert"], 2).build().save_pretrained(tmp_path)
+    plan = make_plan(recipe(method=method, target=0.4, **changes), SourceModel.open(str(tmp_path)))
+    ruled = {"q"} if "layers" in changes else set()
+    for block in {layer.block for layer in plan.layers}:
+        group = [e for e in plan.layers if e.block == block and e.role in {"q", "k", "v"} - ruled]
+        kept = sum(e.parameters for e in group) / sum(e.dense_parameters for e in group)
+        assert kept <= 0.4
+
+
+def _shares(plan: Plan) -> dict[str, tuple[int, str | None]]:
+    """Readers and owner of every layer's input in the first block."""
+    return {
+        role: (layer.readers, layer.input_of and _short(layer.input_of))
+        for role, layer in _by_role(plan).items()
+    }
+
+
+@pytest.mark.parametrize("option", ["dct", "fitted"])
+def test_layers_that_read_one_input_share_its_transform(option: str, planned: Planned) -> None:
+    assert _shares(planned("llama", option)) == {
+        "q": (3, None),
+        "k": (1, "0 q_proj"),
+        "v": (1, "0 q_proj"),
+        "o": (1, None),
+        "gate": (2, None),
+        "up": (1, "0 gate_proj"),
+        "down": (1, None),
+    }
+
+
+def test_factors_without_a_transform_share_nothing(planned: Planned) -> None:
+    assert set(_shares(planned("llama", "svd")).values()) == {(1, None)}
+
+
+def test_cross_attention_shares_the_encoders_states(planned: Planned) -> None:
+    plan = planned("bart")
+    shares = {
+        layer.role: (layer.readers, layer.input_of and _short(layer.input_of))
+        for layer in plan.layers
+        if layer.block == "model.decoder.layers.0"
+    }
+    assert shares["q"] == (3, None)
+    assert shares["cross_q"] == (1, None)
+    assert {shares["cross_k"], shares["cross_v"]} in (
+        {(2, None), (1, "0 k_proj")},
+        {(2, None), (1, "0 v_proj")},
+    )
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("option", ["dct", "fitted", "residual"])
+def test_owners_of_inputs_come_first_and_count_their_readers(
+    family: str, option: str, planned: Planned
+) -> None:
+    seen: dict[str, LayerPlan] = {}
+    readers: Counter[str] = Counter()
+    for layer in planned(family, option).layers:
+        if layer.input_of is not None:
+            owner = seen[layer.input_of]
+            assert owner.input_of is None
+            assert (owner.block, owner.in_features) == (layer.block, layer.in_features)
+            readers[layer.input_of] += 1
+        if layer.parameter == "weight":
+            seen[layer.name] = layer
+    assert all(layer.readers == 1 + readers[name] for name, layer in seen.items())
+
+
+MIXED = [
+    ({"layers": [{"match": "q", "method": SVD}]}, {"q": (1, None), "k": (2, None), "v": "k"}),
+    ({"layers": [{"match": "k", "method": SVD}]}, {"q": (2, None), "k": (1, None), "v": "q"}),
+    ({"layers": [{"match": "q", "keep": True}]}, {"k": (2, None), "v": "k"}),
+    (
+        {"layers": [{"match": "v", "method": {**FITTED, "block": 8}}]},
+        {"q": (2, None), "k": "q", "v": (1, None)},
+    ),
+    (
+        {"layers": [{"match": "k", "residual_rank": 2}]},
+        {"q": (2, None), "k": (1, None), "v": "q"},
+    ),
+    (
+        {"layers": [{"match": "k", "method": {**FITTED, "placement": "out"}}]},
+        {"q": (2, None), "k": (1, None), "v": "q"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), MIXED)
+def test_inputs_are_shared_among_equals_only(
+    changes: dict[str, Any], wanted: dict[str, Any], planned: Planned, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = planned("llama", method=FITTED, **changes)
+    owners = {role: (1, f"0 {x}_proj") for role, x in wanted.items() if isinstance(x, str)}
+    found = {role: share for role, share in _shares(plan).items() if role in ("q", "k", "v")}
+    assert found == {**wanted, **owners}
+    few_steps(monkeypatch)
+    made = make("llama", tmp_path, aware=True, method=FITTED, **changes)
+    _check_wiring(made)
+
+
+def _check_wiring(made: Made) -> None:
+    model, info = type(made.dense).from_pretrained(made.folder, output_loading_info=True)
+    assert not any(info.values())
+    inputs = made.inputs()
+    assert distance(outputs(model, inputs), outputs(densified(model, made.dense), inputs)) <= 1e-4
+
+
+PARTS = [
+    ("gpt2", "qkv", {"q": 32, "k": 32, "v": 32}),
+    ("phi3", "qkv", {"q": 32, "k": 16, "v": 16}),
+    ("phi3", "gate_up", {"gate": 64, "up": 64}),
+    ("mixtral", "experts_gate_up", {"gate": 64, "up": 64}),
+    ("gpt_neox", "qkv", {"qkv": 96}),  # heads by heads: query, key and value alternate
+    ("llama", "q", {"q": 32}),
+]
+
+
+@pytest.mark.parametrize(("family", "role", "wanted"), PARTS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fused_layers_have_parts(
+    family: str, role: str, wanted: dict[str, int], option: str, planned: Planned
+) -> None:
+    layer = _by_role(planned(family, option))[role]
+    assert {part.name: part.out_features for part in layer.parts} == wanted
+    assert layer.out_features == sum(wanted.values())
+    assert len({len(part.terms) for part in layer.parts}) == 1
+    shapes = layer.tensor_shapes
+    inputs = [name for name in shapes if name.startswith("tc_in")]
+    assert len(inputs) == (option == "fitted")  # one for all parts
+    if len(wanted) > 1:
+        for name in wanted:
+            assert any(key.startswith(f"tc_{name}_") for key in shapes)
+
+
+def _unknown(folder: Path) -> SourceModel:
+    """A model of a family without a table of roles."""
+    config = transformers.SplinterConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.SplinterModel(config).save_pretrained(folder)
+    return SourceModel.open(str(folder))
+
+
+def test_an_unknown_family_is_scanned(tmp_path: Path) -> None:
+    plan = make_plan(recipe("residual"), _unknown(tmp_path))
+    assert len(plan.layers) == 12
+    assert {layer.role for layer in plan.layers} == {"linear"}
+    assert {layer.readers for layer in plan.layers} == {1}
+    assert {layer.parts[0].terms[0].placement for layer in plan.layers} == {"both"}
+    assert any("has no table of roles" in warning for warning in plan.warnings)
+    with pytest.raises(PlanError, match="no layer matches `q`"):
+        make_plan(recipe(keep=["q"]), _unknown(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@pytest.mark.parametrize("option", ["dct", "svd"])
+def test_an_unknown_family_is_converted(option: str, aware: bool, tmp_path: Path) -> None:
+    from tests.support.conversions import calibration
+
+    source = _unknown(tmp_path / "dense")
+    data = calibration("bert") if aware else None
+    converted = convert(source, recipe(option, aware=aware), tmp_path / "small", data=data)
+    dense = transformers.SplinterModel.from_pretrained(source.folder)
+    _check_wiring(Made("bert", dense, source.folder, converted))
+    kinds = {kind for errors in converted.manifest.fit.values() for kind in errors}
+    assert kinds == ({"calibration", "held_out"} if aware else {"weight"})
+
+
+def test_a_refused_family_says_why(tmp_path: Path) -> None:
+    config = transformers.AlbertConfig(
+        vocab_size=100, embedding_size=16, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=64,
+    )  # fmt: skip
+    transformers.AlbertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="no layer of this `albert` model is supported: its blocks"):
+        make_plan(recipe(), SourceModel.open(str(tmp_path)))
+
+
+def test_experts_keep_a_dense_router(planned: Planned) -> None:
+    plan = planned("mixtral")
+    assert [item.name for item in plan.left] == [
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.gate",
+    ]
+    experts = [layer for layer in plan.layers if layer.kind == "experts"]
+    assert [layer.experts for layer in experts] == [4] * 4
+    assert {layer.name for layer in experts} == {
+        "model.layers.0.block_sparse_moe.experts",
+        "model.layers.1.block_sparse_moe.experts",
+    }
+
+
+def test_the_method_is_named(planned: Planned, sources: Callable[[str], SourceModel]) -> None:
+    assert planned("bert", "svd").method == "svd"
+    chosen = Convert.model_validate({"method": SVD, "calibration": {"source": "none"}})
+    assert make_plan(chosen, sources("bert"), "svd, rank 4").method == "svd, rank 4"
+    assert planned("bert").family == "bert"
+
+
+@pytest.mark.parametrize(("source", "wanted"), [("none", "dct"), ("builtin", "fitted")])
+def test_the_default_transform_depends_on_data(source: str, wanted: str, planned: Planned) -> None:
+    plan = planned("bert", method={"name": "lprod"}, calibration={"source": source})
+    assert {layer.parts[0].terms[0].transform for layer in plan.layers} == {wanted}

@@ -1,0 +1,241 @@
+"""Reports: numbers that were worked out by hand or measured another way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+import tcompress  # noqa: F401 - lets Transformers load converted models
+from tcompress.convert.run import convert
+from tcompress.errors import ArtifactError, InputError
+from tcompress.report.model import ModelReport, report_of
+from tcompress.source import WeightStore
+from tcompress.source.shards import SafetensorsShard
+from tests.support.converted import converted, recipe
+from tests.support.tiny import TINY, build
+
+FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
+SUM = {"name": "lprod", "p": 16}
+
+
+def amounts(report: ModelReport, part: str) -> tuple[int, int]:
+    amount = getattr(report.parameters, part)
+    return amount.dense, amount.now
+
+
+def test_the_sizes_of_four_bert_layers(tmp_path: Path) -> None:
+    config = BertConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        vocab_size=10,
+        max_position_embeddings=16,
+    )
+    BertModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "bert")
+    method = {"name": "lprod", "p": 4, "transform": "dct"}
+    convert(str(tmp_path / "bert"), recipe(method=method), tmp_path / "small")
+    report = report_of(tmp_path / "small").to_json()
+    assert report["schema"] == 1
+    assert report["parameters"]["blocks"]["dense"] == 28_351_488
+    assert report["parameters"]["blocks"]["now"] == 7_117_824
+    assert report["parameters"]["rewritten"]["kept"] == 0.25
+
+
+def test_the_report_of_a_sum_of_terms(tmp_path: Path) -> None:
+    done = converted("gpt2", tmp_path, method=SUM, target=0.6)
+    report = report_of(done.folder)
+    assert (report.family, report.method) == ("gpt2", "lprod")
+    assert report.source == str(tmp_path / "gpt2")
+    assert report.created == done.manifest.created
+    assert report.name == str(done.folder)
+    layer = report.layers[1]
+    assert (layer.name, layer.block, layer.role) == (
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.0",
+        "o",
+    )
+    assert layer.structure == "lprod p=16 dct + lowrank r=8"
+    assert (layer.in_features, layer.out_features, layer.experts) == (32, 32, None)
+    assert (layer.parameters.dense, layer.parameters.now) == (1024, 64 + 8 * 64)
+    assert layer.parameters.kept == 576 / 1024
+    errors = done.manifest.fit
+    assert layer.errors == errors["transformer.h.0.attn.c_proj.weight"]
+    assert list(report.errors) == ["weight"]
+    assert report.errors["weight"] == pytest.approx(
+        sum(error["weight"] for error in errors.values()) / len(errors)
+    )
+    assert report.calibration == done.manifest.calibration
+    assert report.metrics == ()
+
+
+def test_the_parameters_by_part(tmp_path: Path) -> None:
+    report = report_of(converted("bert", tmp_path).folder)
+    rewritten = 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    block = 4 * 32 * 32 + 2 * 32 * 64 + (5 * 32 + 64) + 4 * 32
+    embeddings = (100 + 64 + 2) * 32
+    other = 64 + (32 * 32 + 3 * 32) + 100  # norm, transform of the head, its bias
+    assert amounts(report, "rewritten") == (rewritten, rewritten // 4)
+    assert amounts(report, "blocks") == (2 * block, 2 * block - 3 * rewritten // 4)
+    assert amounts(report, "embeddings") == (embeddings, embeddings)
+    assert amounts(report, "other") == (other, other)
+    total = 2 * block + embeddings + other
+    assert amounts(report, "total") == (total, total - 3 * rewritten // 4)
+    assert total == sum(parameter.numel() for parameter in build("bert").parameters())
+
+
+def test_generators_are_counted(tmp_path: Path) -> None:
+    report = report_of(converted("llama", tmp_path, method=FITTED).folder)
+    query, key = report.layers[:2]
+    assert query.structure == "lprod p=4 fitted b=4x2"
+    assert query.parameters.now == 32 * 32 // 4 + 2 * 8 * 6
+    assert (key.input_of, key.parameters.now) == (query.name, 32 * 16 // 4)
+
+
+def test_bytes_on_disk(tmp_path: Path) -> None:
+    done = converted("llama", tmp_path, dtype="bfloat16", max_shard_size="10KB")
+    report = report_of(done.folder)
+    assert report.bytes_on_disk.dense == WeightStore.open(tmp_path / "llama").total_bytes
+    files = list(done.folder.glob("*.safetensors"))
+    assert len(files) > 1
+    assert report.bytes_on_disk.now == sum(path.stat().st_size for path in files)
+
+
+def test_a_dense_model_is_reported_alike(tmp_path: Path) -> None:
+    report = report_of(converted("mixtral", tmp_path).folder)
+    dense = report_of(str(tmp_path / "mixtral"))
+    assert (dense.method, dense.source, dense.layers, dense.left) == (
+        "dense",
+        str(tmp_path / "mixtral"),
+        (),
+        (),
+    )
+    for part in ("embeddings", "blocks", "other", "total"):
+        assert amounts(dense, part) == (amounts(report, part)[0],) * 2
+    assert dense.macs_per_token.dense == report.macs_per_token.dense == dense.macs_per_token.now
+    size = (tmp_path / "mixtral" / "model.safetensors").stat().st_size
+    assert (dense.bytes_on_disk.dense, dense.bytes_on_disk.kept) == (size, 1.0)
+
+
+def test_a_model_saved_again_is_reported_from_its_config(tmp_path: Path) -> None:
+    done = converted("bert", tmp_path)
+    model = transformers.BertForSequenceClassification.from_pretrained(done.folder)
+    model.save_pretrained(tmp_path / "again")
+    report, again = report_of(done.folder), report_of(tmp_path / "again")
+    assert (again.method, again.source, again.created, again.calibration) == (
+        "lprod",
+        None,
+        None,
+        None,
+    )
+    assert again.parameters.blocks == report.parameters.blocks
+    assert [layer.parameters for layer in again.layers] == [
+        layer.parameters for layer in report.layers
+    ]
+    assert again.errors == {}
+    dense = transformers.BertForSequenceClassification(model.config)
+    plain = sum(tensor.nbytes for tensor in dense.state_dict().values())
+    assert again.bytes_on_disk.dense == plain
+
+
+def test_what_stays_dense_is_listed_with_and_without_manifest(tmp_path: Path) -> None:
+    folder = converted("mixtral", tmp_path, keep=["v_proj"]).folder
+    first = report_of(folder).left
+    (folder / "tcompress.json").unlink()
+    again = report_of(folder).left
+    assert [item.name for item in first] == [item.name for item in again]
+    assert first[0].reason == "kept dense by the recipe"
+    assert again[0].reason == "not part of the plan"
+    assert again[-1].reason == "it routes tokens to experts, which a small error changes"
+
+
+def test_a_model_that_was_trained_in_place_keeps_its_errors(tmp_path: Path) -> None:
+    done = converted("bert", tmp_path)
+    transformers.AutoModel.from_pretrained(done.folder).save_pretrained(tmp_path / "again")
+    shutil.copy(done.folder / "tcompress.json", tmp_path / "again")
+    report = report_of(tmp_path / "again")
+    assert report.layers[0].name == "encoder.layer.0.attention.self.query"
+    assert report.errors == report_of(done.folder).errors
+
+
+def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = converted("qwen3_moe", tmp_path)
+
+    def read(*_: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(SafetensorsShard, "read", read)
+    assert report_of(done.folder).parameters.rewritten.kept == 0.25
+    assert report_of(tmp_path / "qwen3_moe").parameters.total.kept == 1.0
+
+
+def test_the_json_reads_back(tmp_path: Path) -> None:
+    report = report_of(converted("t5", tmp_path).folder)
+    document = json.loads(json.dumps(report.to_json()))
+    assert next(iter(document)) == "schema"
+    assert ModelReport.model_validate(document) == report
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "t5"])
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"method": FITTED}, {"method": {"name": "svd"}, "target": 0.5}],
+    ids=["dense", "dct", "fitted", "svd"],
+)
+def test_multiply_adds_are_those_that_run(
+    tmp_path: Path, family: str, options: dict[str, Any] | None
+) -> None:
+    length = 12
+    if options is None:
+        folder = tmp_path / family
+        build(family).save_pretrained(folder)
+    else:
+        folder = converted(family, tmp_path, **options).folder
+    kind = getattr(transformers, TINY[family].model)
+    model: PreTrainedModel = kind.from_pretrained(folder, attn_implementation="eager").eval()
+    inputs = TINY[family].inputs(batch=1, length=length, seed=0)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad():
+        model(**inputs, use_cache=False)  # operators of transforms are built once
+        with counter:
+            model(**inputs, use_cache=False)
+    macs = report_of(folder, length).macs_per_token
+    assert macs.length == length
+    assert macs.now * 2 * length == counter.get_total_flops()
+
+
+def test_multiply_adds_of_experts_count_those_of_a_token(tmp_path: Path) -> None:
+    report = report_of(converted("mixtral", tmp_path).folder, length=10)
+    attention = 2 * 32 * 32 + 2 * 32 * 16
+    dense = attention + 2 * (3 * 32 * 64) + 4 * 32 + 2 * 10 * 32  # two of four experts, router
+    assert report.macs_per_token.dense == 2 * dense + 32 * 100
+    up, down = report.layers[4:6]
+    assert (up.experts, up.macs.dense) == (4, 2 * 32 * 128)
+    assert up.macs.now == 2 * (32 * 128 // 4) + 32 * 4  # the transform of the input runs once
+    assert down.macs.now == 2 * (64 * 32 // 4) + 32 * 4  # and that of the output
+
+
+def test_a_class_without_the_planned_layers_is_refused(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError) as caught:
+        report_of(folder)
+    assert caught.value.message == (
+        "the plan names `bert.encoder.layer.1.attention.self.query`, which a `BertForMaskedLM` "
+        "does not have, and 5 more such layers"
+    )
+
+
+def test_a_length_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="length is 0, expected 1 or more"):
+        report_of(tmp_path, length=0)

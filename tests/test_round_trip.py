@@ -1,0 +1,318 @@
+"""Every family and every structure: convert, load, compare with a dense model, save, load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from tcompress.artifact.reader import Artifact
+from tcompress.convert.run import convert
+from tcompress.plan.entries import LayerPlan
+from tcompress.source import SourceModel
+from tcompress.source.keymap import KeyMap
+from tests.support.conversions import (
+    OPTIONS,
+    Made,
+    calibration,
+    dense_weight,
+    densified,
+    distance,
+    few_steps,
+    make,
+    outputs,
+    recipe,
+    structured,
+)
+from tests.support.tiny import TINY, TinyModel, build
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_steps(monkeypatch)
+
+
+def _pairs() -> list[tuple[str, str, bool]]:
+    """Every family once without and once with data, and every option with several families."""
+    free, aware = cycle(OPTIONS), cycle([*list(OPTIONS)[3:], *OPTIONS])
+    return [(family, next(free), False) for family in TINY] + [
+        (family, next(aware), True) for family in TINY
+    ]
+
+
+PAIRS = _pairs()
+GRID = [(f, o, a) for f in TINY for o in OPTIONS for a in (False, True) if (f, o, a) not in PAIRS]
+
+
+def test_the_default_pairs_cover_all() -> None:
+    for aware in (False, True):
+        assert {family for family, _, flag in PAIRS if flag == aware} == set(TINY)
+        for option in OPTIONS:
+            assert sum(pair[1:] == (option, aware) for pair in PAIRS) >= 3
+
+
+def _load_exactly(kind: type, folder: Path) -> nn.Module:
+    """Load a model whose checkpoint must fit it to the last tensor."""
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert {name: found for name, found in info.items() if found} == {}
+    assert not model.training
+    return model
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and one.numpy().tobytes() == two.numpy().tobytes()
+
+
+def _check_untouched(made: Made, *, aware: bool) -> None:
+    """All tensors but those of rewritten layers are carried over, to the bit."""
+    before, after = _stored(made.source), _stored(made.folder)
+    weights = {f"{layer.name}.{layer.parameter}" for layer in made.plan.layers}
+    fitted_biases = {f"{layer.name}.bias" for layer in made.plan.layers if aware}
+    for key, tensor in before.items():
+        if key in weights | fitted_biases or key not in after:
+            # Experts are stored apart before and together after the conversion.
+            assert any(key.startswith(f"{layer.name}.") for layer in made.plan.layers), key
+        else:
+            assert _same_bits(tensor, after[key]), key
+    assert all(key in before or ".tc_" in key or key in weights for key in after)
+
+
+def _check_errors(made: Made, model: nn.Module) -> None:
+    """Layers are fitted to their own weights: others would be further away than nothing is."""
+    for name, layer in structured(model).items():
+        wanted = dense_weight(made.dense, name)
+        missed = wanted - layer.dense_weight(torch.float32).detach()
+        assert float(missed.square().sum() / wanted.square().sum()) < 0.9, name
+
+
+def _check_round_trip(family: str, option: str, aware: bool, folder: Path) -> None:
+    made = make(family, folder, option, aware=aware)
+    model = _load_exactly(type(made.dense), made.folder)
+    assert len(structured(model)) == len(made.plan.layers) > 0
+    found = outputs(model, made.inputs())
+    assert distance(found, outputs(densified(model, made.dense), made.inputs())) <= 1e-4
+    _check_untouched(made, aware=aware)
+    saved = made.plan.dense_rewritten - made.plan.structured_rewritten
+    assert sum(parameter.numel() for parameter in model.parameters()) == (
+        made.plan.parameters - saved
+    )
+    if not aware:
+        _check_errors(made, model)
+    Artifact.open(made.folder).verify_checksums()
+    model.save_pretrained(folder / "again")
+    again = _load_exactly(type(made.dense), folder / "again")
+    assert distance(found, outputs(again, made.inputs())) <= 1e-6
+    Artifact.open(folder / "again")
+
+
+@pytest.mark.parametrize(("family", "option", "aware"), PAIRS)
+def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
+    _check_round_trip(family, option, aware, tmp_path)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("family", "option", "aware"), GRID)
+def test_round_trip_of_the_rest(family: str, option: str, aware: bool, tmp_path: Path) -> None:
+    _check_round_trip(family, option, aware, tmp_path)
+
+
+def _first_outputs(
+    model: nn.Module, names: Iterable[str], batch: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Rows that layers return when they first run: later calls need not read tokens."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, args: Any, result: Tensor) -> None:
+        found.setdefault(name, result.reshape(-1, result.shape[-1]).double())
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names
+    ]
+    outputs(model, batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _real_rows(batch: Mapping[str, Tensor], entry: LayerPlan) -> Tensor | slice:
+    """Rows of a layer's output that are not padding."""
+    in_decoder = "decoder" in entry.block and "decoder_input_ids" in batch
+    reads_decoder = in_decoder and entry.role not in ("cross_k", "cross_v")
+    mask = batch.get("decoder_attention_mask" if reads_decoder else "attention_mask")
+    return slice(None) if mask is None or "vision" in entry.block else mask.flatten().bool()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["bert", "deberta-v2", "gpt2", "llama", "phi3", "t5", "bart", "whisper", "vit", "clip"],
+)
+def test_reported_errors_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    made = make(family, tmp_path, aware=True)
+    small, data = made.load(), calibration(family)
+    keymap = SourceModel.open(str(made.source)).keymap
+    layers = {keymap.runtime_name(entry.name): entry for entry in made.plan.layers}
+    kept: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
+    for index in {0, 1, 2}.difference(data.holdout):
+        batch = data.batches[index]
+        one, two = (_first_outputs(model, layers, batch) for model in (made.dense, small))
+        for name, entry in layers.items():
+            rows = _real_rows(batch, entry)
+            kept[name].append((one[name][rows], two[name][rows]))
+    for name, entry in layers.items():
+        y, z = (torch.cat(parts) for parts in zip(*kept[name], strict=True))
+        spread = y - y.mean(0) if entry.bias else y
+        error = float((y - z).square().sum() / spread.square().sum())
+        reported = made.converted.manifest.fit[f"{entry.name}.weight"]["calibration"]
+        assert reported == pytest.approx(error, rel=1e-3), name
+
+
+def test_reported_held_out_errors_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    made = make("bert", tmp_path, aware=True)
+    small, data = made.load(), calibration("bert")
+    keymap = SourceModel.open(str(made.source)).keymap
+    batch = data.batches[data.holdout[0]]
+    for entry in made.plan.layers:
+        name = keymap.runtime_name(entry.name) or ""
+        rows = _real_rows(batch, entry)
+        one, two = (
+            _first_outputs(model, [name], batch)[name][rows] for model in (made.dense, small)
+        )
+        error = float((one - two).square().sum() / (one - one.mean(0)).square().sum())
+        reported = made.converted.manifest.fit[f"{entry.name}.weight"]["held_out"]
+        assert reported == pytest.approx(error, rel=1e-3), entry.name
+
+
+def _assert_filled(model: nn.Module, made: Made) -> None:
+    """All structured layers hold what the conversion wrote."""
+    written, layers = _stored(made.folder), structured(model)
+    keymap = KeyMap(model, written)
+    names = {keymap.runtime_name(entry.name) for entry in made.plan.layers}
+    assert len(layers) == len(made.plan.layers)
+    assert {name.rpartition(".")[0] for name in layers} == names
+    checked = 0
+    for key, tensor in written.items():
+        if ".tc_" in key:
+            assert torch.equal(model.get_parameter(keymap.module_key(key)), tensor), key
+            checked += 1
+    assert checked >= len(layers)
+
+
+HEADS = {
+    "bert": AutoModelForMaskedLM,
+    "gpt2": AutoModelForCausalLM,
+    "llama": AutoModelForCausalLM,
+    "mixtral": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "vit": AutoModelForImageClassification,
+}
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Converted models that have a head."""
+    return cache(lambda family: make(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -> None:
+    made = with_head(family)
+    model = _load_exactly(HEADS[family], made.folder)
+    assert type(model) is type(made.dense)
+    assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) == 0
+    _assert_filled(model, made)
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str], Made]) -> None:
+    made = with_head(family)
+    base, info = AutoModel.from_pretrained(made.folder, output_loading_info=True)
+    assert not info["mismatched_keys"]
+    assert not any("tc_" in key or key.startswith("encoder.") for key in info["missing_keys"])
+    _assert_filled(base, made)
+    whole = made.load()
+    inner = getattr(whole, whole.base_model_prefix, whole)
+    if family != "t5":  # which is its own base
+        inputs = made.inputs()
+        assert distance(outputs(base, inputs)[:1], outputs(inner, inputs)[:1]) == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_another_head(family: str, with_head: Callable[[str], Made]) -> None:
+    made = with_head(family)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        made.folder, num_labels=3, output_loading_info=True
+    )
+    assert not info["mismatched_keys"]
+    assert info["missing_keys"]
+    assert all(
+        "score" in key or "classif" in key or "pooler" in key for key in info["missing_keys"]
+    )
+    _assert_filled(model, made)
+    tokens = made.inputs()["input_ids"]
+    tokens[:, 0] = 2  # T5 reads its result at the one end of a sentence
+    assert outputs(model, {"input_ids": tokens})[0].shape == (2, 3)
+
+
+def _base_alone(family: str, folder: Path) -> Made:
+    """Convert a model that was saved without a head."""
+    kind = type(build(family).base_model).__name__
+    dense = TinyModel(TINY[family].config, kind, TINY[family].options, TINY[family].needs).build()
+    dense.save_pretrained(folder / "dense")
+    converted = convert(str(folder / "dense"), recipe(), folder / "small")
+    return Made(family, dense, folder / "dense", converted)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "mixtral"])
+def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
+    made = _base_alone(family, tmp_path)
+    base = _load_exactly(AutoModel, made.folder)
+    assert type(base) is type(made.dense)
+    _assert_filled(base, made)
+    inputs = made.inputs()
+    assert distance(outputs(base, inputs), outputs(densified(base, made.dense), inputs)) <= 1e-4
+    _assert_filled(HEADS[family].from_pretrained(made.folder), made)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
+def test_saved_without_its_head(
+    family: str, with_head: Callable[[str], Made], tmp_path: Path
+) -> None:
+    made = with_head(family)
+    base = AutoModel.from_pretrained(made.folder)
+    base.save_pretrained(tmp_path / "base")
+    Artifact.open(tmp_path / "base")
+    again = _load_exactly(AutoModel, tmp_path / "base")
+    assert distance(outputs(base, made.inputs()), outputs(again, made.inputs())) == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
+def test_saved_with_a_head_added(family: str, tmp_path: Path) -> None:
+    made = _base_alone(family, tmp_path)
+    model = HEADS[family].from_pretrained(made.folder)
+    model.save_pretrained(tmp_path / "whole")
+    Artifact.open(tmp_path / "whole")
+    again = _load_exactly(HEADS[family], tmp_path / "whole")
+    assert distance(outputs(model, made.inputs()), outputs(again, made.inputs())) == 0

@@ -1,0 +1,371 @@
+"""Paused forward passes, and what a data-aware conversion sees through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.bert import modeling_bert
+
+from tcompress.anatomy import anatomy_of
+from tcompress.calibrate.data import CalibrationData
+from tcompress.calibrate.streams import Stream, intercept_blocks
+from tcompress.convert import blocks
+from tcompress.convert.capture import first_tensor, run_to_input, token_rows
+from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.convert.run import convert
+from tcompress.errors import CalibrationError
+from tcompress.linalg.moments import Moments
+from tcompress.plan.entries import LayerPlan
+from tcompress.structures.experts import StructuredExperts
+from tests.support.conversions import calibration, distance, outputs, recipe, threads
+from tests.support.tiny import TINY, build
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = threads()
+    yield
+    assert threads() == before
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [block.name for block in anatomy_of(model).blocks]
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_answering_with_the_own_forward_changes_nothing(family: str) -> None:
+    model, batches = build(family), [TINY[family].inputs(2, 8, seed) for seed in (0, 1)]
+    model.config.use_cache = False
+    wanted = [outputs(model, batch) for batch in batches]
+    results: dict[int, Any] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        return lambda **batch: results.update({index: model(**batch)})
+
+    own = intercept_blocks(model, _names(model))
+    streams = [Stream(keep(index), batch) for index, batch in enumerate(batches)]
+    for stream in streams:
+        stream.start()
+    order: list[str] = []
+    while (call := streams[0].call) is not None:
+        order.append(call.block)
+        for stream in streams:
+            assert stream.call is not None
+            assert stream.call.block == order[-1]
+            with torch.no_grad():
+                stream.answer(own[order[-1]](*stream.call.args, **stream.call.kwargs))
+    for stream in streams:
+        stream.close()
+    assert sorted(order) == sorted(own)
+    for index, expected in enumerate(wanted):
+        assert distance(outputs(lambda index: results[index], {"index": index}), expected) == 0
+
+
+class _Chain(nn.Module):
+    """Blocks in a row, some of which may run again."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.h[index](x)
+        return x
+
+
+def _started(model: nn.Module) -> Stream:
+    intercept_blocks(model, ["h.0", "h.1"])
+    stream = Stream(model, {"x": torch.ones(2, 4)})
+    stream.start()
+    return stream
+
+
+def test_a_call_shows_its_block_and_arguments() -> None:
+    stream = _started(_Chain((1, 0)))
+    assert stream.call is not None
+    assert stream.call.block == "h.1"
+    assert torch.equal(stream.call.args[0], torch.ones(2, 4))
+    assert stream.call.kwargs == {}
+    stream.answer(torch.zeros(2, 4))
+    assert stream.call is not None
+    assert stream.call.block == "h.0"
+    assert torch.equal(stream.call.args[0], torch.zeros(2, 4))
+    stream.answer(torch.zeros(2, 4))
+    assert stream.call is None
+    stream.close()
+
+
+def test_gradients_are_off_in_streams() -> None:
+    stream = _started(_Chain((0, 1)))
+    assert stream.call is not None
+    stream.answer(stream.call.args[0] * 1.0)
+    assert not stream.call.args[0].requires_grad
+    stream.close()
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_closing_ends_the_thread(answers: int) -> None:
+    before = threads()
+    stream = _started(_Chain((0, 1)))
+    assert threads() == before + 1
+    for _ in range(answers):
+        stream.answer(torch.zeros(2, 4))
+    stream.close()
+    stream.close()
+    assert threads() == before
+
+
+def test_closing_what_never_started() -> None:
+    Stream(_Chain((0,)), {"x": torch.ones(2, 4)}).close()
+
+
+class _Fails(_Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        if 0 in self.order:
+            x = self.h[0](x)
+        raise ArithmeticError("in the model")
+
+
+def test_errors_before_the_first_block_surface_in_the_main_thread() -> None:
+    model = _Fails(())
+    intercept_blocks(model, ["h.0"])
+    stream = Stream(model, {"x": torch.ones(2, 4)})
+    with pytest.raises(ArithmeticError, match="in the model"):
+        stream.start()
+    stream.close()
+
+
+def test_errors_after_a_block_surface_in_the_main_thread() -> None:
+    stream = _started(_Fails((0,)))
+    with pytest.raises(ArithmeticError, match="in the model"):
+        stream.answer(torch.ones(2, 4))
+    stream.close()
+
+
+def test_errors_of_the_model_leave_no_thread(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path / "dense")
+    data = calibration("llama")
+    data.batches[1]["input_ids"][0, 0] = 10_000  # no such token
+    with pytest.raises(IndexError):
+        convert(str(tmp_path / "dense"), recipe(aware=True), tmp_path / "out", data=data)
+
+
+def _run_in_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the order in which the encoder of bert runs its two blocks."""
+
+    def forward(self: Any, x: Tensor, mask: Any = None, *args: Any, **options: Any) -> Any:
+        for index in order:
+            x = self.layer[index](x, mask)
+        return modeling_bert.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=x)
+
+    monkeypatch.setattr(modeling_bert.BertEncoder, "forward", forward)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1), (1, 0, 0), (0, 1, 0), (0, 1, 0, 1)])
+def test_a_block_that_runs_twice_is_refused(
+    order: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    _run_in_order(order, monkeypatch)
+    with pytest.raises(CalibrationError, match="runs more than once") as failed:
+        _convert(tmp_path, calibration("bert"))
+    assert "--calib none" in (failed.value.hint or "")
+
+
+def test_blocks_are_fitted_in_the_order_in_which_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    _run_in_order((1, 0), monkeypatch)
+    blocks = [entry.block for entry, _ in _convert(tmp_path, calibration("bert"))]
+    assert list(dict.fromkeys(blocks)) == ["bert.encoder.layer.1", "bert.encoder.layer.0"]
+
+
+Seen = list[tuple[LayerPlan, list[LayerMoments]]]
+
+
+def _convert(folder: Path, data: CalibrationData) -> Seen:
+    """Convert a saved model; gives what its layers were fitted on."""
+    seen: Seen = []
+
+    def fit(entries: Any, weights: Any, moments: Any, **options: Any) -> list[FittedLayer]:
+        seen.extend(zip(entries, moments, strict=True))
+        return fit_layers(entries, weights, moments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "fit_layers", fit)
+        output = folder / f"out{len(list(folder.iterdir()))}"
+        convert(str(folder / "dense"), recipe(aware=True), output, data=data)
+    return seen
+
+
+# Lengths of two examples, for the encoder (or the only model) and for the decoder.
+LENGTHS = {
+    "bert": ((8, 5), ()),
+    "llama": ((8, 5), ()),
+    "opt": ((8, 5), ()),  # flattens what its feed-forward layers read
+    "mixtral": ((8, 5), ()),
+    "clip": ((8, 5), ()),
+    "t5": ((8, 5), (6, 8)),
+    "bart": ((8, 5), (8, 6)),
+    "whisper": ((), (8, 6)),
+    "whisper, as long as its encoder": ((), (16, 6)),
+}
+
+
+def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed: int) -> Any:
+    """Two examples in one batch, with padding, and one by one, without."""
+    batch: dict[str, Tensor] = {}
+    singles: list[dict[str, Tensor]] = [{}, {}]
+    drawn = TINY[family].inputs(2, max(max(own, default=1) for own in lengths), seed)
+    for prefix, own in zip(("", "decoder_"), lengths, strict=True):
+        if not own:
+            continue
+        ids = torch.randint(4, 100, (2, max(own)), generator=torch.Generator().manual_seed(seed))
+        mask = torch.arange(max(own)) < torch.tensor(own)[:, None]
+        batch[f"{prefix}input_ids"] = ids * mask
+        batch[f"{prefix}attention_mask"] = mask.long()
+        for index, single in enumerate(singles):
+            single[f"{prefix}input_ids"] = ids[index : index + 1, : own[index]]
+            single[f"{prefix}attention_mask"] = torch.ones(1, own[index], dtype=torch.long)
+    for name in ("pixel_values", "input_features"):
+        if name in drawn:
+            batch[name] = drawn[name]
+            for index, single in enumerate(singles):
+                single[name] = drawn[name][index : index + 1]
+    return batch, singles
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_padding_is_left_out(case: str, tmp_path: Path) -> None:
+    family = case.partition(",")[0]
+    build(family).save_pretrained(tmp_path / "dense")
+    padded, single = [], []
+    for seed in range(4):
+        batch, alone = _padded(family, LENGTHS[case], seed)
+        padded.append(batch)
+        single.extend(alone)
+    one = _convert(tmp_path, CalibrationData(padded, [3], "padded", 8, 0, "a"))
+    two = _convert(tmp_path, CalibrationData(single, [6, 7], "single", 8, 0, "b"))
+    assert len(one) == len(two) > 0
+    for (entry, with_padding), (other, without) in zip(one, two, strict=True):
+        assert entry == other
+        for found, wanted in zip(with_padding, without, strict=True):
+            _assert_close(entry, found.train, wanted.train)
+            _assert_close(entry, found.holdout, wanted.holdout)
+
+
+def _assert_close(entry: LayerPlan, found: Moments | None, wanted: Moments | None) -> None:
+    if found is None or wanted is None:  # an expert that no token chose
+        assert found is wanted, entry.name
+        return
+    assert found.rows == wanted.rows, entry.name
+    for name in ("gram", "cross", "dense", "mean", "dense_mean"):
+        one, two = getattr(found, name), getattr(wanted, name)
+        assert float((one - two).norm()) <= 2e-3 * max(float(two.norm()), 1e-3), (entry.name, name)
+
+
+MASK = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+DECODER = {"decoder_attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1]])}
+
+
+@pytest.mark.parametrize(
+    ("batch", "block", "role", "wanted"),
+    [
+        (MASK, "layers.0", "q", "attention_mask"),
+        (MASK | DECODER, "encoder.block.0", "q", "attention_mask"),
+        (MASK | DECODER, "decoder.block.0", "q", "decoder_attention_mask"),
+        (MASK | DECODER, "decoder.block.0", "cross_q", "decoder_attention_mask"),
+        (MASK | DECODER, "decoder.block.0", "cross_k", "attention_mask"),
+        (MASK | DECODER, "decoder.block.0", "cross_v", "attention_mask"),
+        (MASK | DECODER, "decoder.block.0", "down", "decoder_attention_mask"),
+        (MASK, "model.decoder.layers.0", "q", "attention_mask"),  # OPT: a decoder and no encoder
+        (MASK, "vision_model.encoder.layers.0", "q", None),
+        (DECODER, "model.encoder.layers.0", "q", None),  # no mask belongs to the encoder
+        (DECODER, "model.decoder.layers.0", "cross_k", None),
+        ({}, "layers.0", "q", None),
+    ],
+)
+@pytest.mark.parametrize("flat", [False, True])
+def test_token_rows(
+    batch: dict[str, Tensor], block: str, role: str, wanted: str | None, flat: bool
+) -> None:
+    x = torch.arange(24.0).reshape(6, 4) if flat else torch.arange(24.0).reshape(2, 3, 4)
+    rows, mask = token_rows(x, batch, block, role)
+    assert torch.equal(rows, torch.arange(24.0).reshape(6, 4))
+    if wanted is None:
+        assert mask is None
+    else:
+        assert mask is not None
+        assert torch.equal(mask, batch[wanted].flatten().bool())
+
+
+def test_a_mask_of_another_shape_is_not_taken() -> None:
+    assert token_rows(torch.zeros(3, 2, 4), MASK, "layers.0", "q")[1] is None
+    assert token_rows(torch.zeros(2, 5, 4), MASK, "layers.0", "q")[1] is None
+
+
+def test_running_up_to_a_layer() -> None:
+    model = _Chain((0, 1))
+    x = torch.ones(2, 4)
+    found = run_to_input(lambda: model(x=x), model.h[1], first_tensor)
+    assert torch.equal(found, model.h[0](x))
+    assert run_to_input(lambda: model(x=x), nn.Linear(4, 4), first_tensor) is None
+    assert not model.h[1]._forward_pre_hooks
+
+
+def _routes(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> list[list[Tensor]]:
+    """Which experts the tokens of each batch go to, block by block."""
+    found: list[list[Tensor]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: found[-1].append(args[1]))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    for batch in batches:
+        found.append([])
+        outputs(model, batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_routing_is_that_of_the_dense_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, data = build("mixtral"), calibration("mixtral")
+    dense.save_pretrained(tmp_path / "dense")
+    replayed: list[Tensor] = []
+    own = StructuredExperts.forward
+
+    def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        replayed.append(index)
+        return own(self, hidden, index, weights)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StructuredExperts, "forward", forward)
+        seen = _convert(tmp_path, data)
+    wanted = _routes(dense, data.batches)
+    # Only the first block runs whole in the compressed stream: nothing comes after the second.
+    assert all(torch.equal(a, b[0]) for a, b in zip(replayed, wanted, strict=True))
+    small = type(dense).from_pretrained(tmp_path / "out1")
+    free = _routes(small, data.batches)
+    assert any(not torch.equal(a[0], b[0]) for a, b in zip(free, wanted, strict=True))
+    experts = [item for item in seen if item[0].kind == "experts"]
+    assert len(experts) == 4
+    for entry, moments in experts:
+        block = int(entry.block.rpartition(".")[2])
+        for flag, batches in ((False, [0, 1]), (True, [2])):
+            counts = torch.zeros(4, dtype=torch.long)
+            for index in batches:
+                real = data.batches[index]["attention_mask"].flatten().bool()
+                counts += torch.bincount(wanted[index][block][real].flatten(), minlength=4)
+            parts = [item.holdout if flag else item.train for item in moments]
+            assert [0 if part is None else part.rows for part in parts] == counts.tolist()

@@ -215,7 +215,16 @@ def _pooled(targets: list[Target]) -> list[Target]:
     if not grams or all(gram is grams[0] for gram in grams):
         return targets
     mean = torch.stack(grams).mean(0)
-    return [Target(target.product, mean, target.scale) for target in targets]
+    return [
+        replace(target, gram=mean) if target.gram is not None else _seen(target, mean)
+        for target in targets
+    ]
+
+
+def _seen(target: Target, gram: Tensor) -> Target:
+    """Weighs an expert that no token chose by the others' mean moments."""
+    product = target.product @ gram
+    return Target(product, gram, float(product.mul(target.product).sum()))
 
 
 def _install(
@@ -239,6 +248,8 @@ def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
         if not all(map(_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
+        if not all(map(_finite, stored.values())):
+            raise FitError(f"the result does not fit into {dtype}")
         part.tensors[term] |= stored
         if len(part.terms) > 1 or part.moments is not None:
             exact = {name: tensor.double() for name, tensor in stored.items()}
@@ -267,12 +278,14 @@ def _collect(
     for expert in range(entry.copies):
         own = list(parts[expert * width : (expert + 1) * width])
         own_moments = moments[min(expert, len(moments) - 1)]
-        errors.append(_errors(own, own_moments))
         if own_moments.train is not None and entry.bias and not entry.experts:
             m = own_moments.train
             weight, dense = _whole(own)
             shifts.append(weight @ m.dense_mean - dense @ m.mean)
-    mean = {kind: sum(e[kind] for e in errors) / len(errors) for kind in errors[0]}
+        errors.append(_errors(own, own_moments, shifts[0] if shifts else None))
+    kinds = {kind for e in errors for kind in e}
+    lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
+    mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
     return FittedLayer(tensors, mean, shifts[0] if shifts else None)
 
 
@@ -285,13 +298,20 @@ def _total(part: _Part) -> Tensor:
     return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
 
 
-def _errors(parts: Sequence[_Part], moments: LayerMoments) -> dict[str, float]:
+def _errors(
+    parts: Sequence[_Part], moments: LayerMoments, shift: Tensor | None
+) -> dict[str, float]:
     if moments.train is None:
         return {"weight": _probed_error(parts)}
     weight, dense = _whole(parts)
     errors = {"calibration": moments.train.error(weight, dense)}
     if moments.holdout is not None:
-        errors["held_out"] = moments.holdout.error(weight, dense)
+        held = moments.holdout
+        errors["held_out"] = held.error(weight, dense)
+        if shift is not None:  # the bias was chosen on other rows
+            gap = weight @ held.dense_mean - dense @ held.mean - shift
+            norm = (weight @ held.dense).mul(weight).sum()
+            errors["held_out"] += float(gap.square().sum() / norm)
     return errors
 
 

@@ -56,7 +56,8 @@ class Moments:
         Args:
             damping: Ridge as a multiple of the mean diagonal element of G.
         """
-        level = damping * self.gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        mean = self.gram.diagonal().mean()
+        level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
         return Moments(
             self.gram + ridge,

@@ -73,17 +73,20 @@ class StructuredExperts(nn.Module):
         encoded = up.encode(x)
         totals: list[Tensor] = []
         for rows, slots, mask in _rounds(top_k_index, self.experts):
-            gate_up = up.core([z[rows] for z in encoded])
+            # Empty places compute on other tokens' rows; what they yield must not count, even
+            # where it overflows.
+            empty = ~mask.unsqueeze(-1)
+            gate_up = up.core([z[rows] for z in encoded]).masked_fill(empty, 0.0)
             gate, value = gate_up.chunk(2, -1)
             hidden = self.act_fn(gate) * value
-            weights = top_k_weights[rows, slots].unsqueeze(-1) * mask.unsqueeze(-1)
+            weights = top_k_weights[rows, slots].unsqueeze(-1)
             terms = down.terms(hidden)
             if not totals:
                 totals = [term.new_zeros(x.shape[0], term.shape[-1]) for term in terms]
             flat = rows.flatten()
             for index, term in enumerate(terms):
-                part = (term * weights.to(term.dtype)).flatten(0, 1)
-                totals[index] = totals[index].index_add(0, flat, part)
+                part = term.masked_fill(empty, 0.0) * weights.to(term.dtype)
+                totals[index] = totals[index].index_add(0, flat, part.flatten(0, 1))
         if not totals:
             return torch.zeros_like(hidden_states)
         return down.decode(totals)

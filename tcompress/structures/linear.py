@@ -140,10 +140,11 @@ class StructuredLinear(nn.Module):
         for term in range(len(self.parts[0].terms)):
             module = owner._modules.get(side_name(owner.parts, "in", 0, term))
             if module is not None:
-                encoded.append(module(x))
+                encoded.append(module(x, self))
                 continue
             if rows is None:
-                rows = x.reshape(-1, self.in_features)
+                stored = next(self.parameters(recurse=False)).dtype
+                rows = x.to(compute_dtype(x.device, stored)).reshape(-1, self.in_features)
             layout = self.parts[0].terms[term]
             encoded.append(structure(layout.structure).encode(rows, None, layout))
         return encoded
@@ -186,7 +187,9 @@ class StructuredLinear(nn.Module):
         x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
         y = self.decode(self.core(self.encode(x)))
         if self.bias is not None:
-            y = y.add_(self.bias.to(y.dtype))  # fresh, and no gradient needs it: no second copy
+            bias = self.bias.to(y.dtype)
+            # Autograd refuses changes in place of what a custom function returned as a view.
+            y = y + bias if y.requires_grad else y.add_(bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:

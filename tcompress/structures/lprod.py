@@ -226,7 +226,9 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         self, target: Target, layout: LprodLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
         product = _padded(target.product, layout)
-        gram = None if target.gram is None else _padded_gram(target.gram, layout.padded_in)
+        gram = target.gram
+        if gram is not None or layout.padded_in != layout.in_features:
+            gram = _padded_gram(target.full_gram(), layout.padded_in)
         turn_in, turn_out = operators.get("in"), operators.get("out")
         if turn_in is not None:
             product = apply_transform(product, turn_in)
@@ -263,10 +265,13 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         return {"generators": generators}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        return {
+        tensors = {
             name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
             for name, shape in self.tensors(layout).items()
         }
+        if layout.transform == "dft":  # paired coefficients are sums of two products
+            tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
+        return tensors
 
 
 def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tensor:
@@ -284,12 +289,12 @@ def _padded(product: Tensor, layout: LprodLayout) -> Tensor:
 
 
 def _padded_gram(gram: Tensor, width: int) -> Tensor:
-    """Extends G to padded features, which are always zero: any positive diagonal serves."""
+    """Extends G to padded features, which are always zero but must not be singular."""
     extra = width - gram.shape[-1]
     if not extra:
         return gram
     grown = pad(gram, (0, extra, 0, extra))
-    grown.diagonal()[-extra:] = gram.diagonal().mean()
+    grown.diagonal()[-extra:] = 1e-9 * gram.diagonal().mean()
     return grown
 
 

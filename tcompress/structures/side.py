@@ -13,7 +13,7 @@ from tcompress.structures.base import Layout, Side, structure
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """Returns the dtype to compute in: the one stored, or that of an active autocast."""
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return stored
 
@@ -49,29 +49,35 @@ class SideModule(nn.Module):
         for name, shape in self._structure.side_tensors(layout, side).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
-        self._built: tuple[Any, Any] | None = None
-        self._last: tuple[weakref.ref[Tensor], Any, Tensor] | None = None
-        self._reads = 0
+        self._built: tuple[Any, dict[str, Tensor], Any] | None = None
+        self._last: tuple[weakref.ref[Tensor], Any, Tensor, set[int]] | None = None
 
     def operator(self, like: Tensor) -> Any:
-        """Builds what the side applies, or returns the one built from the same tensors before."""
+        """Builds what the side applies, or returns the one built from the same numbers before.
+
+        Numbers are compared, not versions or addresses: fused optimizers change tensors without
+        counting versions, and addresses are used again.
+        """
         tensors = dict(self.named_parameters(recurse=False))
         training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         if training or torch.compiler.is_compiling():
             return self._structure.operator(tensors, self.layout, self.side, like)
-        stamp = (like.dtype, like.device, *map(_stamp, tensors.values()))
-        if self._built is None or self._built[0] != stamp:
-            with torch.no_grad():
-                built = self._structure.operator(tensors, self.layout, self.side, like)
-            self._built = (stamp, built)
-        return self._built[1]
+        stamp = (like.dtype, like.device)
+        last = self._built
+        if last is None or last[0] != stamp or not _same(last[1], tensors):
+            with torch.inference_mode(False), torch.no_grad():
+                copies = {name: tensor.clone() for name, tensor in tensors.items()}
+                built = self._structure.operator(copies, self.layout, self.side, like)
+            last = self._built = (stamp, copies, built)
+        return last[2]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, reader: Any = None) -> Tensor:
         """Encodes or decodes activations.
 
         Args:
             x: The layer's input for side "in" (any leading dimensions), or the core's result for
                 side "out".  # (..., features)
+            reader: The layer that asks; when it asks again, the input counts as new.
 
         Returns:
             Rows for the core, or for the host.  # (tokens, features)
@@ -80,11 +86,10 @@ class SideModule(nn.Module):
             return self._apply_side(x)
         key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), _stamp(x))
         last = self._last
-        if last is None or last[0]() is not x or last[1] != key:
-            last = self._last = (weakref.ref(x), key, self._apply_side(x))
-            self._reads = 0
-        self._reads += 1
-        if self._reads >= self.readers:
+        if last is None or last[0]() is not x or last[1] != key or id(reader) in last[3]:
+            last = self._last = (weakref.ref(x), key, self._apply_side(x), set())
+        last[3].add(id(reader))
+        if len(last[3]) >= self.readers:
             self._last = None
         return last[2]
 
@@ -110,3 +115,13 @@ def _stamp(tensor: Tensor) -> Any:
     """Changes whenever a tensor's contents do; inference tensors do not count versions."""
     version = None if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), version)
+
+
+def _same(copies: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
+    """Tells whether tensors still hold the numbers that were copied."""
+    return all(
+        tensor.dtype == copies[name].dtype
+        and tensor.device == copies[name].device
+        and torch.equal(tensor, copies[name])
+        for name, tensor in tensors.items()
+    )

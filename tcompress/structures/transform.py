@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tcompress.linalg.rotation import (
@@ -56,8 +57,13 @@ class TransformLayout:
 
     def tube_matrix(self) -> Tensor:
         """Returns the fixed p x p part, float64."""
-        kind = "dct" if self.kind in ("learned", "fitted") else self.kind
-        return fixed_transform(kind, self.p, self.seed)
+        return _tubes(self.kind, self.p, self.seed)
+
+
+@torch.compiler.assume_constant_result
+def _tubes(kind: str, size: int, seed: int) -> Tensor:
+    """A constant for compilers, which cannot trace into scipy."""
+    return fixed_transform("dct" if kind in ("learned", "fitted") else kind, size, seed)
 
 
 def transform_tensors(layout: TransformLayout) -> Shapes:

@@ -35,7 +35,7 @@ SHAPE = {
 }
 CONVERT = """
 import sys
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.recipe.schema import Convert
 import json
 convert(sys.argv[1], Convert.model_validate(json.loads(sys.argv[2])), sys.argv[3], force=True)
@@ -99,7 +99,7 @@ def main() -> None:
     if args.method == "svd":
         recipe["target"] = 0.25
     bare, _ = peak_of("import torch")
-    loaded, _ = peak_of("import tcompress.convert.run, transformers.models.llama.modeling_llama")
+    loaded, _ = peak_of("import tcompress.conversion.run, transformers.models.llama.modeling_llama")
     output = args.folder / "out"
     peak, seconds = peak_of(CONVERT, str(source), json.dumps(recipe), str(output))
     start = time.perf_counter()

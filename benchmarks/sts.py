@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.recipe.schema import Convert
 
 METHODS: dict[str, dict[str, object]] = {

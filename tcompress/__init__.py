@@ -1,12 +1,32 @@
 """tcompress: smaller transformers by tensor methods, saved as ordinary checkpoints.
 
-Importing this package is enough for `from_pretrained` to load converted models.
+Importing this package is enough for `from_pretrained` to load converted models. It costs
+milliseconds: torch and transformers are imported by the first function that needs them.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tcompress.integration.autoload import register_when_ready
+
+if TYPE_CHECKING:
+    from tcompress.api import convert, export_dense, inspect, plan, report
 
 __version__ = "0.1.0"
 
+__all__ = ["__version__", "convert", "export_dense", "inspect", "plan", "report"]
+
 register_when_ready()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module `tcompress` has no attribute `{name}`")
+    import tcompress.api
+
+    return getattr(tcompress.api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tcompress.convert.run import Converted, Progress, Silent, convert
+from tcompress.conversion.run import Converted, Progress, Silent, convert
 from tcompress.errors import InputError
 from tcompress.recipe.schema import Calibration, Convert
-from tcompress.report.model import report_of
+from tcompress.reporting.model import report_of
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec
 

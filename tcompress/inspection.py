@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict
 from tcompress.anatomy import anatomy_of
 from tcompress.artifact.reader import Artifact, is_converted
 from tcompress.errors import PlanError
-from tcompress.plan.entries import LayerPlan, Left
-from tcompress.plan.planner import make_plan
+from tcompress.planning.entries import LayerPlan, Left
+from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Calibration, Convert
-from tcompress.report.describe import describe_parts
+from tcompress.reporting.describe import describe_parts
 from tcompress.source import SourceModel, WeightStore, resolve
 from tcompress.structures.lowrank import LowRankSpec
 

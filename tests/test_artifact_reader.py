@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tcompress.artifact.reader import Artifact, is_converted
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError
 from tests.support.converted import converted, recipe
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tcompress.artifact.reader import Artifact
-from tcompress.convert import blocks
-from tcompress.convert.run import Converted, Silent, convert
-from tcompress.convert.workplace import Workplace
+from tcompress.conversion import blocks
+from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.conversion.workplace import Workplace
 from tcompress.errors import InputError
 from tests.support.conversions import calibration, threads
 from tests.support.interrupted import (
@@ -63,14 +63,14 @@ def uninterrupted(
 MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, ("writing", 1), False),  # the first tensor of the first file
     (False, ("writing", 40), True),  # inside a later file
-    (False, "tcompress.convert.run.write_index", True),
-    (False, "tcompress.convert.run.write_manifest", True),
-    (False, "tcompress.convert.run._Job._write_config", True),
+    (False, "tcompress.conversion.run.write_index", True),
+    (False, "tcompress.conversion.run.write_manifest", True),
+    (False, "tcompress.conversion.run._Job._write_config", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
-    (True, "tcompress.convert.workplace.Workplace.note", False),
+    (True, "tcompress.conversion.workplace.Workplace.note", False),
     (True, ("writing", 40), True),
-    (True, "tcompress.convert.run.write_manifest", True),
+    (True, "tcompress.conversion.run.write_manifest", True),
 ]
 
 
@@ -98,7 +98,7 @@ def test_killed_before_the_last_rename(
 ) -> None:
     """What is then in the working folder is whole."""
     output = tmp_path / "out"
-    moment = "tcompress.convert.workplace.Workplace.publish"
+    moment = "tcompress.conversion.workplace.Workplace.publish"
     convert_until_killed(source, several_files(), output, None, moment)
     assert not output.exists()
     Artifact.open(partial_folder(output) / "model").verify_checksums()
@@ -110,7 +110,7 @@ def test_killed_between_the_last_rename_and_the_end(
     source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    moment = "tcompress.convert.workplace.Workplace.discard"
+    moment = "tcompress.conversion.workplace.Workplace.discard"
     convert_until_killed(source, several_files(), output, None, moment)
     assert contents(output) == contents(uninterrupted(False).folder)
     run(source, output, force=True)
@@ -154,7 +154,7 @@ def test_an_interrupt_keeps_the_work(
     assert contents(output) == contents(uninterrupted(aware).folder)
 
 
-@pytest.mark.parametrize("change", ["recipe", "weights", "data"])
+@pytest.mark.parametrize("change", ["recipe", "weights", "config", "data"])
 def test_changed_input_starts_afresh(change: str, source: Path, tmp_path: Path) -> None:
     output, other = tmp_path / "out", tmp_path / "other"
     with pytest.raises(KeyboardInterrupt):
@@ -165,6 +165,11 @@ def test_changed_input_starts_afresh(change: str, source: Path, tmp_path: Path) 
     elif change == "weights":
         source = tmp_path / "changed"
         build("bert", seed=1).save_pretrained(source)
+    elif change == "config":
+        source = tmp_path / "changed"
+        model = build("bert")
+        model.config.hidden_act = "relu"
+        model.save_pretrained(source)
     else:
         batches = calibration("bert", 2).batches
         data = dataclasses.replace(data, batches=batches, holdout=[1], fingerprint="another")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tcompress.artifact import shards
 from tcompress.artifact.reader import Artifact
-from tcompress.convert.run import Converted, Silent
+from tcompress.conversion.run import Converted, Silent
 from tcompress.errors import FitError, InputError, PlanError, SourceError
 from tests.support.interrupted import (
     assert_nothing_left,

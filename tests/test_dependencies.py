@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {"errors", "linalg", "structures", "source", "anatomy", "recipe"}
-APPLICATION = FOUNDATION | {"plan", "calibrate", "artifact", "integration", "convert"}
+APPLICATION = FOUNDATION | {"planning", "calibrate", "artifact", "integration", "conversion"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "linalg": {"errors"},
@@ -23,24 +23,25 @@ ALLOWED: dict[str, set[str]] = {
     "source": {"errors"},
     "anatomy": {"errors"},
     "recipe": {"errors", "structures"},
-    "plan": {"errors", "structures", "source", "anatomy", "recipe"},
+    "planning": {"errors", "structures", "source", "anatomy", "recipe"},
     "calibrate": {"errors", "source", "recipe"},
-    "artifact": {"errors", "structures", "source", "recipe", "plan"},
-    "integration": {"errors", "structures", "source", "plan", "artifact"},
-    "convert": APPLICATION - {"convert"},
-    "report": {"errors", "structures", "source", "anatomy", "recipe", "plan", "artifact"},
-    "export": FOUNDATION | {"plan", "artifact", "integration", "convert"},
-    "inspection": APPLICATION | {"report"},
-    "demo": APPLICATION | {"report"},
-    "cli": APPLICATION | {"report", "export", "inspection", "demo"},
+    "artifact": {"errors", "structures", "source", "recipe", "planning"},
+    "integration": {"errors", "structures", "source", "planning", "artifact"},
+    "conversion": APPLICATION - {"conversion"},
+    "reporting": {"errors", "structures", "source", "anatomy", "recipe", "planning", "artifact"},
+    "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
+    "inspection": APPLICATION | {"reporting"},
+    "demo": APPLICATION | {"reporting"},
+    "cli": APPLICATION | {"reporting", "exporting", "inspection", "demo"},
     "__main__": {"cli"},
-    "__init__": {"integration"},
+    "api": APPLICATION | {"reporting", "exporting", "inspection"},
+    "__init__": {"api", "integration"},
 }
 
 # Where a package may use a part of another one only.
 ONLY = {
     ("integration", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.verify"},
-    ("export", "convert"): {"tcompress.convert.run", "tcompress.convert.workplace"},
+    ("exporting", "conversion"): {"tcompress.conversion.run", "tcompress.conversion.workplace"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},
 }
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tcompress.plan.estimate import Estimate, estimate
-from tcompress.plan.planner import make_plan
+from tcompress.conversion.estimate import Estimate, estimate
+from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
 from tcompress.source.shards import SafetensorsShard

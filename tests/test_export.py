@@ -14,7 +14,7 @@ import transformers
 
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import ArtifactError, FitError, InputError
-from tcompress.export.dense import dense_weight, export_dense
+from tcompress.exporting.dense import dense_weight, export_dense
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
 from tests.support.tiny import TINY
@@ -172,7 +172,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise FitError("no")
 
-    monkeypatch.setattr("tcompress.export.dense.dense_weight", fail)
+    monkeypatch.setattr("tcompress.exporting.dense.dense_weight", fail)
     with pytest.raises(FitError):
         export_dense(folder, tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "gpt2-small"}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.convert import fit as fitting
-from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion import fit as fitting
+from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tests.support.structures import make_moments, randn

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from tcompress.artifact.reader import Artifact
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError
 from tests.support.conversions import (
     Made,

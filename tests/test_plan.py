@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from tcompress.artifact.format import parse_layers, quantization_section
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.errors import PlanError
-from tcompress.plan.entries import LayerPlan, Plan
-from tcompress.plan.planner import make_plan
+from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
 from tests.support.conversions import OPTIONS, Made, assert_wired, calibration, recipe

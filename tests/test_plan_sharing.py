@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tcompress.plan.entries import LayerPlan, Plan
-from tcompress.plan.planner import make_plan
+from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.planner import make_plan
 from tcompress.source import SourceModel
 from tests.support.conversions import assert_wired, few_steps, make, recipe
 from tests.support.tiny import TINY, TinyModel, build

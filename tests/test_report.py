@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, PreTrainedModel
 
 import tcompress  # noqa: F401 - lets Transformers load converted models
-from tcompress.convert.run import convert
+from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError, InputError
-from tcompress.report.model import ModelReport, report_of
+from tcompress.reporting.model import ModelReport, report_of
 from tcompress.source import WeightStore
 from tcompress.source.shards import SafetensorsShard
 from tests.support.converted import converted, recipe

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric
-from tcompress.plan.entries import Plan
-from tcompress.plan.estimate import Estimate
-from tcompress.plan.planner import make_plan
-from tcompress.report.console import layer_table, render, render_plan
-from tcompress.report.model import ModelReport, mean_errors, report_of
+from tcompress.conversion.estimate import Estimate
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
+from tcompress.reporting.console import layer_table, render, render_plan
+from tcompress.reporting.model import ModelReport, mean_errors, report_of
 from tcompress.source import SourceModel
 from tests.support.converted import converted, recipe
 from tests.support.tiny import build

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from tcompress.artifact.reader import Artifact
-from tcompress.convert.run import convert
-from tcompress.plan.entries import LayerPlan
+from tcompress.conversion.run import convert
+from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel
 from tcompress.source.keymap import KeyMap
 from tests.support.conversions import (

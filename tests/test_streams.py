@@ -14,13 +14,13 @@ from transformers.models.bert import modeling_bert
 from tcompress.anatomy import anatomy_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.calibrate.streams import Stream, intercept_blocks
-from tcompress.convert import blocks
-from tcompress.convert.capture import first_tensor, run_to_input, token_rows
-from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
-from tcompress.convert.run import convert
+from tcompress.conversion import blocks
+from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
+from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.run import convert
 from tcompress.errors import CalibrationError
 from tcompress.linalg.moments import Moments
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures.experts import StructuredExperts
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
 from tests.support.tiny import TINY, build

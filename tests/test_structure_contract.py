@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.linalg.moments import Moments
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Refusal, structure, structures
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tests.support.structure_cases import CASES, LADDERS, REFUSALS, Case, all_cases

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tcompress.errors import ArtifactError, RecipeError
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures.experts import CHILD_OF
 
 METHOD = "tcompress"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import tcompress
 from tcompress.artifact.format import FORMAT_VERSION, MANIFEST, check_format_version
 from tcompress.errors import ArtifactError
-from tcompress.plan.entries import Plan
+from tcompress.planning.entries import Plan
 
 
 class _Section(BaseModel):

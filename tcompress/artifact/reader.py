@@ -19,7 +19,7 @@ from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.source.store import WeightStore
 
 _AGAIN = "copy the folder again, or convert the model again"

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from tcompress.artifact.format import renamed_like, stored_tensors
 from tcompress.errors import ArtifactError
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 
 _SHOWN = 12
 _MARK = ".tc_"

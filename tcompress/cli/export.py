@@ -46,7 +46,7 @@ def export(
 
     _check_format(to)
     silence_libraries(verbose=verbose)
-    from tcompress.export.dense import export_dense
+    from tcompress.exporting.dense import export_dense
 
     folder = output or Path(f"{model.name or model.resolve().name}-{to}")
     with shown_progress(quiet=quiet) as progress:

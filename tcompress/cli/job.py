@@ -14,7 +14,7 @@ from tcompress.cli.output import print_json, results, say, silence_libraries
 from tcompress.cli.progress import shown_progress
 
 if TYPE_CHECKING:
-    from tcompress.convert.run import Converted
+    from tcompress.conversion.run import Converted
     from tcompress.recipe import Convert
     from tcompress.source import SourceModel
 
@@ -92,9 +92,9 @@ def open_source(name: str, access: Access, manner: Manner) -> SourceModel:
 
 def show_plan(job: Job) -> None:
     """Prints what a conversion would do, and what it would cost."""
-    from tcompress.plan.estimate import estimate
-    from tcompress.plan.planner import make_plan
-    from tcompress.report.console import render_plan
+    from tcompress.conversion.estimate import estimate
+    from tcompress.planning.planner import make_plan
+    from tcompress.reporting.console import render_plan
 
     source = open_source(job.model, job.access, job.manner)
     plan = make_plan(job.convert, source)
@@ -112,8 +112,8 @@ def show_plan(job: Job) -> None:
 def perform(job: Job) -> None:
     """Converts, and prints the result."""
     silence_libraries(verbose=job.manner.verbose)
-    from tcompress.convert.run import convert
-    from tcompress.convert.workplace import check_output
+    from tcompress.conversion.run import convert
+    from tcompress.conversion.workplace import check_output
 
     check_output(job.output, force=job.force)  # before a long download
     source = open_source(job.model, job.access, job.manner)
@@ -124,8 +124,8 @@ def perform(job: Job) -> None:
 
 def show_result(done: Converted, job: Job) -> None:
     """Prints what a conversion made of the model, and what to do next."""
-    from tcompress.report.console import render
-    from tcompress.report.model import report_of
+    from tcompress.reporting.console import render
+    from tcompress.reporting.model import report_of
 
     report = report_of(done.folder, trust_remote_code=job.access.allow_remote_code)
     name, seconds = relative(done.folder), done.manifest.seconds

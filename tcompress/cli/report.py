@@ -39,8 +39,8 @@ def report(
     from tcompress.cli.output import print_json, results, silence_libraries
 
     silence_libraries(verbose=verbose)
-    from tcompress.report.console import render
-    from tcompress.report.model import report_of
+    from tcompress.reporting.console import render
+    from tcompress.reporting.model import report_of
 
     reports = [report_of(name, length=length) for name in models]
     if json:

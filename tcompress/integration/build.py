@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 

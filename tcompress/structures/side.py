@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _stamp(tensor: Tensor) -> Any:
     return (tensor.data_ptr(), version)
 
 
-def _same(copies: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
+def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
     """Tells whether tensors still hold the numbers that were copied."""
     return all(
         tensor.dtype == copies[name].dtype

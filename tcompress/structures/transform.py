@@ -60,7 +60,7 @@ class TransformLayout:
         return _tubes(self.kind, self.p, self.seed)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tubes(kind: str, size: int, seed: int) -> Tensor:
     """A constant for compilers, which cannot trace into scipy."""
     return fixed_transform("dct" if kind in ("learned", "fitted") else kind, size, seed)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tcompress.calibrate.data import CalibrationData
-from tcompress.convert.run import Converted, convert
+from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
-from tcompress.plan.entries import Plan
+from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
 from tcompress.structures import lprod
 from tcompress.structures.experts import CHILD_OF, StructuredExperts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tcompress.convert.run import Converted, convert
+from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
 from tcompress.recipe.schema import Convert
 from tests.support.tiny import build

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tcompress.convert.run import Converted, Silent, convert
+from tcompress.conversion.run import Converted, Silent, convert
 from tcompress.recipe.schema import Convert
 from tests.support.conversions import calibration, recipe
 

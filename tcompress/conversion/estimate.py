@@ -43,7 +43,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.calibrate.builtin import MOST_PICTURES, MOST_SOUNDS
-from tcompress.plan.entries import LayerPlan, Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures.base import Layout, Side, structure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tcompress.convert.fit import LayerMoments
+from tcompress.conversion.fit import LayerMoments
 from tcompress.linalg.moments import MomentSums
 
 

@@ -26,13 +26,13 @@ from tcompress.artifact.manifest import (
 )
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.calibrate.data import CalibrationData, load_batches
-from tcompress.convert.blocks import BlockFitter, BlockResult
-from tcompress.convert.fit import LayerMoments, fit_layers
-from tcompress.convert.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
-from tcompress.convert.workplace import Workplace, check_output, identity_of
+from tcompress.conversion.blocks import BlockFitter, BlockResult
+from tcompress.conversion.fit import LayerMoments, fit_layers
+from tcompress.conversion.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
+from tcompress.conversion.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
-from tcompress.plan.entries import Plan
-from tcompress.plan.planner import make_plan
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_parameter
 

@@ -16,8 +16,8 @@ from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.artifact.manifest import CalibrationFacts, Metric
 from tcompress.artifact.reader import Artifact, is_converted
 from tcompress.errors import ArtifactError, InputError
-from tcompress.plan.entries import LayerPlan, Left
-from tcompress.report.count import (
+from tcompress.planning.entries import LayerPlan, Left
+from tcompress.reporting.count import (
     Planned,
     all_parameters,
     block_parameters,
@@ -26,7 +26,7 @@ from tcompress.report.count import (
     layer_macs,
     macs_per_token,
 )
-from tcompress.report.describe import describe_parts
+from tcompress.reporting.describe import describe_parts
 from tcompress.source import KeyMap, SourceModel, resolve
 from tcompress.source.model import _load_config, _model_class
 from tcompress.source.store import WeightStore
@@ -59,7 +59,7 @@ class Amount(_Node):
 
 
 class Macs(Amount):
-    """Multiply-adds for one token; `tcompress.report.count` has the formula.
+    """Multiply-adds for one token; `tcompress.reporting.count` has the formula.
 
     Attributes:
         length: Tokens in the sequence.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
 from tcompress.structures.linear import side_name, tensor_prefix

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tcompress.convert.sums import SplitSums
+from tcompress.conversion.sums import SplitSums
 from tcompress.structures.experts import StructuredExperts
 
 Routed = tuple[Tensor, Tensor, Tensor]  # hidden states, experts of each token, their weights
@@ -44,12 +44,12 @@ class Routing:
             module = new.get_submodule(self._inside)
             module.register_forward_pre_hook(self._replay, with_kwargs=True)
 
-    def _record(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, index, weights = routed_arguments(*args, **kwargs)
         self._routes[self.current] = (index, weights)
 
     def _replay(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, _, _ = routed_arguments(*args, **kwargs)
         return (hidden, *self._routes[self.current]), {}
@@ -69,7 +69,8 @@ class ExpertSums:
         self._down = down
         self._new_weight: Tensor = self._dense.gate_up_proj
         if down and isinstance(new, StructuredExperts) and hasattr(new, "tc_gate_up"):
-            self._new_weight = new.tc_gate_up.dense_weight(torch.float32)  # type: ignore[operator,union-attr]
+            stack: Any = new.tc_gate_up
+            self._new_weight = stack.dense_weight(torch.float32)
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(self._new_weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcompress.anatomy import Anatomy, Layer
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.structures.base import structure
 
 Planned = Mapping[tuple[str, str], LayerPlan]

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tcompress.convert.blocks import BlockResult
-from tcompress.convert.fit import FittedLayer
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.fit import FittedLayer
 from tcompress.errors import InputError
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
-from tcompress.convert.fit import FittedLayer
+from tcompress.conversion.fit import FittedLayer
 from tcompress.errors import FitError
 from tcompress.integration.build import stored_name
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

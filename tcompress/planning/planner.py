@@ -10,8 +10,8 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
-from tcompress.plan.entries import LayerPlan, Left, Plan
-from tcompress.plan.match import matches, nearest
+from tcompress.planning.entries import LayerPlan, Left, Plan
+from tcompress.planning.match import matches, nearest
 from tcompress.recipe.schema import Convert, LayerRule, structure_of
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site, Spec, structure

@@ -12,9 +12,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from tcompress.plan.entries import Left, Plan
-from tcompress.plan.estimate import Estimate
-from tcompress.report.model import (
+from tcompress.conversion.estimate import Estimate
+from tcompress.planning.entries import Left, Plan
+from tcompress.reporting.model import (
     Amount,
     LayerReport,
     ModelReport,
@@ -73,7 +73,7 @@ def render_plan(
 
     Args:
         plan: The plan.
-        estimate: What it would cost, see `tcompress.plan.estimate`.
+        estimate: What it would cost, see `tcompress.conversion.estimate`.
         source_bytes: Bytes of the source's tensors.
         per_layer: Show every layer.
     """

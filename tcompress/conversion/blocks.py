@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from tcompress.anatomy import Anatomy, Block
 from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Stream, intercept_blocks
-from tcompress.convert.capture import first_tensor, run_to_input, token_rows
-from tcompress.convert.experts import ExpertSums, Routing, routed_arguments
-from tcompress.convert.fit import FittedLayer, LayerMoments, fit_layers
-from tcompress.convert.sums import SplitSums
+from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
+from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
+from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.sums import SplitSums
 from tcompress.errors import CalibrationError, FitError
 from tcompress.integration.build import fill, install_layers
-from tcompress.plan.entries import LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel, read_parameter
 
 Group = tuple[LayerPlan, ...]

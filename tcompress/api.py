@@ -1,0 +1,118 @@
+"""The public Python interface: what the commands do, as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tcompress.conversion.run import Converted, Progress
+from tcompress.conversion.run import convert as run_conversion
+from tcompress.errors import RecipeError
+from tcompress.exporting.dense import export_dense
+from tcompress.inspection import inspect_model as inspect
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
+from tcompress.recipe import Convert, method_names, parse_recipe
+from tcompress.recipe.library import find_recipe
+from tcompress.reporting.model import report_of as report
+from tcompress.source import SourceModel, default_output_name
+from tcompress.structures import structures
+
+__all__ = ["convert", "export_dense", "inspect", "plan", "report"]
+
+
+def convert(
+    model: str,
+    *,
+    method: str | Mapping[str, Any] = "lprod",
+    output: str | Path | None = None,
+    recipe: str | Convert | None = None,
+    calibration: str | Mapping[str, Any] | None = None,
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Converted:
+    """Converts a pretrained model and writes the result.
+
+    Args:
+        model: Folder, short name or hub id.
+        method: Name of the method, or its options with `name`.
+        output: Folder to write; default a name made of model and method.
+        recipe: A recipe instead of the other options: name, file, or `Convert`.
+        calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
+        force: Replace a folder that is not empty.
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        **options: Options of the method (`p=4`) and of the conversion (`target=0.25`).
+
+    Returns:
+        The written folder and its manifest.
+
+    Raises:
+        InputError: Something given cannot be used; the message says what to do.
+        FitError: A weight or a fit is not finite; the message names the layer.
+    """
+    settled = _settled(recipe, method, calibration, options)
+    source = SourceModel.open(model, revision=revision, token=token)
+    folder = Path(output or default_output_name(model, settled.method.name))
+    return run_conversion(source, settled, folder, force=force, progress=progress)
+
+
+def plan(
+    model: str,
+    *,
+    method: str | Mapping[str, Any] = "lprod",
+    recipe: str | Convert | None = None,
+    calibration: str | Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Plans a conversion without reading a weight; arguments as for `convert`.
+
+    Raises:
+        InputError: Something given cannot be used; the message says what to do.
+    """
+    settled = _settled(recipe, method, calibration, options)
+    return make_plan(settled, SourceModel.open(model, revision=revision, token=token))
+
+
+def _settled(
+    recipe: str | Convert | None,
+    method: str | Mapping[str, Any],
+    calibration: str | Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Convert:
+    if isinstance(recipe, Convert):
+        return recipe
+    if recipe is not None:
+        return parse_recipe(*find_recipe(recipe)).convert
+    own = {"name": method} if isinstance(method, str) else dict(method)
+    if own.get("name") not in method_names():
+        known = ", ".join(f"`{name}`" for name in method_names())
+        raise RecipeError(f"unknown method `{own.get('name')}`; known methods are {known}")
+    fields = _fields_of(own["name"])
+    chosen: dict[str, Any] = {"method": own}
+    for name, value in options.items():
+        if name in Convert.model_fields:
+            chosen[name] = value
+        elif name in fields:
+            own[name] = value
+        else:
+            allowed = ", ".join(f"`{field}`" for field in (*fields, *Convert.model_fields))
+            raise RecipeError(f"`{own['name']}` has no option `{name}`; allowed are {allowed}")
+    if calibration is not None:
+        given = {"source": calibration} if isinstance(calibration, str) else dict(calibration)
+        chosen["calibration"] = given
+    return Convert.model_validate(chosen)
+
+
+def _fields_of(name: str) -> list[str]:
+    for item in structures():
+        if name in item.spec.model_fields["name"].annotation.__args__:
+            return [field for field in item.spec.model_fields if field != "name"]
+    raise RecipeError(f"unknown method `{name}`")

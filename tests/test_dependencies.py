@@ -28,7 +28,16 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
     "integration": {"errors", "structures", "source", "planning", "artifact"},
     "conversion": APPLICATION - {"conversion"},
-    "reporting": {"errors", "structures", "source", "anatomy", "recipe", "planning", "artifact"},
+    "reporting": {
+        "errors",
+        "structures",
+        "source",
+        "anatomy",
+        "recipe",
+        "planning",
+        "artifact",
+        "conversion",
+    },
     "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"reporting"},
@@ -41,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 # Where a package may use a part of another one only.
 ONLY = {
     ("integration", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.verify"},
+    ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exporting", "conversion"): {"tcompress.conversion.run", "tcompress.conversion.workplace"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},
 }

@@ -93,7 +93,7 @@ recipes = st.builds(
         layers=st.lists(rules, max_size=3).map(tuple),
         calibration=calibrations,
         dtype=maybe(st.sampled_from(["float32", "float16", "bfloat16"])),
-        device=texts,
+        device=st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
     ),
 )
 thorough = settings(deadline=None, derandomize=True, max_examples=100)

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from tcompress.errors import SourceError
-from tcompress.source import SourceModel, read_parameter
+from tcompress.source import SourceModel, read_finite
 
 
 class Skeleton:
@@ -59,7 +59,7 @@ class Skeleton:
                 continue  # a head that this checkpoint does not have
             key = (*sources.keys, *sources.patterns, name if sources.converter else "")
             if key not in shared:
-                value = read_parameter(self.source.store, self.source.keymap, name)
+                value = read_finite(self.source.store, self.source.keymap, name)
                 if value.is_floating_point():
                     value = value.float()
                 shared[key] = value.to(self.device)

@@ -20,7 +20,7 @@ from tcompress.conversion.sums import SplitSums
 from tcompress.errors import CalibrationError, FitError
 from tcompress.integration.build import fill, install_layers
 from tcompress.planning.entries import LayerPlan
-from tcompress.source import SourceModel, read_parameter
+from tcompress.source import SourceModel, read_finite
 
 Group = tuple[LayerPlan, ...]
 
@@ -104,10 +104,7 @@ class BlockFitter:
             while left and self._dense[0].call is not None:
                 name = self._block_at(streams)
                 if name not in left:
-                    raise CalibrationError(
-                        f"block `{name}` runs more than once in a forward pass",
-                        "convert this model without data: `--calib none`",
-                    )
+                    raise _runs_twice(name)
                 left.discard(name)
                 result = done(name)
                 fresh = result is None
@@ -148,12 +145,27 @@ class BlockFitter:
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
         if last:  # nothing after the last block is of use: the output head was never loaded
+            self._check_end(block.name)
             return stored or result
         routing.replay_in(new)
         self._advance(self._dense, self._own[block.name], routing)
         self._advance(self._new, new.forward, routing)
         self._skeleton.drop_block(block.name)
         return stored or result
+
+    def _check_end(self, block: str) -> None:
+        """Makes sure that no block follows the last one, such as one that runs again."""
+        stream = self._dense[0]
+        call = stream.call
+        assert call is not None
+        with torch.no_grad():
+            answer = self._own[block](*call.args, **call.kwargs)
+        try:
+            stream.answer(answer)
+        except Exception:  # the output head, which holds no weights: the end was reached
+            return
+        if stream.call is not None:
+            raise _runs_twice(stream.call.block)
 
     def _groups(self, block: Block) -> Iterator[Group]:
         for group in block.groups:
@@ -186,7 +198,7 @@ class BlockFitter:
         weights, own = [], []
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
-            weight = read_parameter(self._source.store, self._source.keymap, name)
+            weight = read_finite(self._source.store, self._source.keymap, name)
             weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self._device))
             own.append([pair[entry.bias] for pair in moments])
         by_dtype = self._dtype_of(group[0])
@@ -261,3 +273,10 @@ class BlockFitter:
                 with torch.no_grad():
                     module.bias.copy_(result.biases[entry.name])  # type: ignore[union-attr,operator]
             module.requires_grad_(False)
+
+
+def _runs_twice(block: str) -> CalibrationError:
+    return CalibrationError(
+        f"block `{block}` runs more than once in a forward pass",
+        "convert this model without data: `--calib none`",
+    )

@@ -62,8 +62,10 @@ def token_rows(
     if "vision" in block:
         return rows, None
     reads_encoder = role in ("cross_k", "cross_v") or "decoder" not in block
-    order = ["attention_mask", "decoder_attention_mask"]
-    for name in order if reads_encoder else reversed(order):
+    names = ["attention_mask"]
+    if not reads_encoder and any(name.startswith("decoder_") for name in batch):
+        names = ["decoder_attention_mask"]
+    for name in names:
         mask = batch.get(name)
         if mask is not None and mask.dim() == 2 and mask.numel() == rows.shape[0]:
             if x.dim() > 2 and mask.shape != x.shape[:2]:

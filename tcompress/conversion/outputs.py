@@ -118,7 +118,7 @@ def copied_value(source: SourceModel, item: Stored) -> Tensor:
     """Reads a tensor that is carried over.
 
     Raises:
-        FitError: It holds NaN.
+        FitError: It holds NaN; infinities may be masks.
     """
     tensor = source.store.tensor(item.key)
     if tensor.is_floating_point() and tensor.numel():

@@ -34,7 +34,7 @@ from tcompress.errors import InputError, TCompressError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
-from tcompress.source import SourceModel, read_parameter
+from tcompress.source import SourceModel, read_finite
 
 
 class Progress(Protocol):
@@ -146,6 +146,10 @@ class _Job:
                 "recipe": self.recipe.model_dump(mode="json"),
                 "plan": self.plan.model_dump(mode="json"),
                 "weights": self.source.store.fingerprint(),
+                "files": [
+                    (name, (self.source.folder / name).stat().st_mtime_ns)
+                    for name in self.source.store.files
+                ],
                 "data": self.data.fingerprint if self.data else None,
                 "device": str(self.device),
             }
@@ -246,7 +250,7 @@ class _Job:
         return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
     def _read(self, name: str) -> Tensor:
-        return read_parameter(self.source.store, self.source.keymap, name)
+        return read_finite(self.source.store, self.source.keymap, name)
 
     def finish(self, place: Workplace, checksums: dict[str, str], seconds: float) -> Manifest:
         """Writes everything but the weights; `config.json`, which makes it loadable, last."""

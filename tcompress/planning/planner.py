@@ -18,6 +18,8 @@ from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankSpec
 
+KEPT = "kept dense by the recipe"
+
 
 @dataclass(frozen=True)
 class _Choice:
@@ -35,8 +37,6 @@ class _Planner:
     anatomy: Anatomy
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
-    refusals: int = 0
-    excluded: int = 0
 
     def run(self) -> None:
         for block in self.anatomy.blocks:
@@ -44,52 +44,48 @@ class _Planner:
                 self._plan_group(block, group)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
-        planned: list[LayerPlan] = []
-        sharing = [layer for layer in group if layer.kind != "experts"]
-        for layer in group:
-            try:
-                entry = self._entry(block, layer, len(sharing))
-            except Refusal as refusal:
-                self._leave(block, layer, str(refusal))
-                continue
-            if entry is not None:
-                planned.append(entry)
-        self.layers.extend(_share_inputs(planned))
+        """Plans the layers that read one input.
 
-    def _leave(self, block: Block, layer: Layer, reason: str) -> None:
-        count = layer.in_features * layer.out_features * (layer.experts or 1)
-        self.left.append(
-            Left(
-                name=layer.weight_name,
-                block=block.name,
-                role=layer.role,
-                parameters=count,
-                reason=reason,
-            )
-        )
+        What an input side costs each of them depends on how many share it, which is known only
+        when they are planned: a second look settles it.
+        """
+        plain = sum(layer.kind != "experts" for layer in group)
+        sharing = {layer.weight_name: plain for layer in group}
+        for _ in group:
+            planned: dict[str, LayerPlan] = {}
+            left: list[Left] = []
+            for layer in group:
+                try:
+                    count = sharing[layer.weight_name]
+                    planned[layer.weight_name] = self._entry(block, layer, count)
+                except Refusal as refusal:
+                    left.append(_left(block, layer, refusal))
+            shared = tuple(_share_inputs(list(planned.values())))
+            readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
+            owners = {entry.name: entry.input_of or entry.name for entry in shared}
+            actual = {key: readers[owners[entry.name]] for key, entry in planned.items()}
+            if all(sharing[key] == count for key, count in actual.items()):
+                break
+            sharing |= actual
+        self.layers.extend(shared)
+        self.left.extend(left)
 
-    def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan | None:
+    def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
             converted = self.source.keymap.sources(layer.weight_name).converter is not None
         except SourceError as error:
-            self.refusals += 1
             raise Refusal(error.message) from error
         if converted and layer.kind != "experts":
-            self.refusals += 1
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
-        choice = self._choice((name, layer.name, layer.weight_name, layer.role))
+        stored = f"{name}.{layer.parameter}"
+        choice = self._choice((name, stored, layer.name, layer.weight_name, layer.role))
         if choice is None:
-            self.excluded += 1
-            raise Refusal("kept dense by the recipe")
-        try:
-            parts = tuple(
-                PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
-                for part in layer.parts
-            )
-        except Refusal:
-            self.refusals += 1
-            raise
+            raise Refusal(KEPT)
+        parts = tuple(
+            PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
+            for part in layer.parts
+        )
         entry = LayerPlan(
             name=name,
             parameter=layer.parameter,
@@ -102,7 +98,6 @@ class _Planner:
         )
         share = _kept(entry, 1 if layer.kind == "experts" else sharing)
         if share >= 1:
-            self.refusals += 1
             raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
         return entry
 
@@ -138,6 +133,16 @@ class _Planner:
             return (main,)
         residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
         return (main, residual)
+
+
+def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
+    return Left(
+        name=layer.weight_name,
+        block=block.name,
+        role=layer.role,
+        parameters=layer.in_features * layer.out_features * (layer.experts or 1),
+        reason=str(refusal),
+    )
 
 
 def _overridden(choice: _Choice | None, recipe: Convert, rule: LayerRule) -> _Choice:
@@ -224,9 +229,13 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 
 def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
     names = [name for name, _ in model.named_modules() if name]
+    store_names = source.store.keys()
     stored = [key.removesuffix(".weight") for key in source.store.keys()]  # noqa: SIM118 - not a mapping
-    roles = {layer.role for layer in anatomy_of(model).layers}
-    known = [*names, *stored, *roles]
+    layers = anatomy_of(model).layers
+    roles = {layer.role for layer in layers}
+    weights = [layer.weight_name for layer in layers]
+    weights += [f"{name}.{layer.parameter}" for layer in layers for name in _stored(layer, source)]
+    known = [*names, *stored, *store_names, *weights, *roles]
     patterns = [*recipe.keep, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost:
@@ -234,14 +243,21 @@ def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> N
         raise PlanError(f"no layer matches {listed}", nearest(lost[0], known))
 
 
+def _stored(layer: Layer, source: SourceModel) -> list[str]:
+    try:
+        return [source.keymap.checkpoint_prefix(layer.name)]
+    except SourceError:
+        return []
+
+
 def _nothing_to_do(planner: _Planner) -> PlanError:
     if not planner.anatomy.layers:
         reasons = "; ".join(sorted({item.reason for item in planner.anatomy.refused})[:5])
         why = reasons or "it has no linear layers inside repeated blocks"
         return PlanError(f"no layer of this `{planner.anatomy.family}` model is supported: {why}")
-    if planner.excluded == len(planner.left):
+    if all(item.reason == KEPT for item in planner.left):
         return PlanError(
-            f"the recipe keeps all {planner.excluded} layers dense",
+            f"the recipe keeps all {len(planner.left)} layers dense",
             "remove patterns from `keep`, or rules with `keep: true`",
         )
     seen: dict[str, list[str]] = {}

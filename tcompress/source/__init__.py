@@ -9,7 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.source.keymap import KeyMap, Sources, read_parameter
+    from tcompress.source.keymap import (
+        KeyMap,
+        Sources,
+        read_finite,
+        read_parameter,
+        require_finite,
+    )
     from tcompress.source.model import SourceModel
     from tcompress.source.names import ALIASES, default_output_name, resolve
     from tcompress.source.store import WeightStore
@@ -21,7 +27,9 @@ __all__ = [
     "Sources",
     "WeightStore",
     "default_output_name",
+    "read_finite",
     "read_parameter",
+    "require_finite",
     "resolve",
 ]
 
@@ -32,7 +40,9 @@ _HOMES = {
     "Sources": "keymap",
     "WeightStore": "store",
     "default_output_name": "names",
+    "read_finite": "keymap",
     "read_parameter": "keymap",
+    "require_finite": "keymap",
     "resolve": "names",
 }
 

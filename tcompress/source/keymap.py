@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from tcompress.errors import SourceError
+from tcompress.errors import FitError, SourceError
 from tcompress.source.store import WeightStore
 from tcompress.source.text import listed
 
@@ -281,6 +281,33 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
             hint="use the `config.json` that belongs to these weights",
         )
     return tensor
+
+
+def require_finite(tensor: Tensor, name: str) -> Tensor:
+    """Return the tensor if it holds neither NaN nor infinity.
+
+    Raises:
+        FitError: If it does; the message names it.
+    """
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = torch.aminmax(tensor)
+        if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
+            raise FitError(
+                f"tensor `{name}` of the source holds NaN or infinity",
+                "repair the checkpoint, or leave the layer out with `--keep`",
+            )
+    return tensor
+
+
+def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
+    """Read a runtime parameter as `read_parameter` does, and refuse NaN and infinity.
+
+    Raises:
+        SourceError: If there is nothing to read for it, or it has another shape.
+        FitError: If it is not finite.
+    """
+    value = read_parameter(store, keymap, param_name)
+    return require_finite(value, keymap.sources(param_name).keys[0])
 
 
 def _converted(

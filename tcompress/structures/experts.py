@@ -14,6 +14,18 @@ from tcompress.structures.side import compute_dtype
 CHILD_OF = {"gate_up_proj": "tc_gate_up", "down_proj": "tc_down"}
 
 
+class ExpertStack(StructuredLinear):
+    """A stack of weights whose call is the core alone.
+
+    Encoding and decoding happen outside the routing, by modules of their own. The core is called
+    as a module, so that hooks which bring offloaded tensors to the device run.
+    """
+
+    def forward(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:  # type: ignore[override]
+        """Applies the stack to encoded rows: a result per part and term."""
+        return self.core(encoded)
+
+
 class StructuredExperts(nn.Module):
     """Replaces a module that holds `gate_up_proj` (E, 2 f, d) and `down_proj` (E, d, f).
 
@@ -48,7 +60,7 @@ class StructuredExperts(nn.Module):
             dtype: Dtype of the tensors.
             device: Device of the tensors.
         """
-        stack = StructuredLinear(parts, experts=self.experts, dtype=dtype, device=device)
+        stack = ExpertStack(parts, experts=self.experts, dtype=dtype, device=device)
         self.add_module(CHILD_OF[name], stack)
         delattr(self, name)
         guard = torch.empty(0, dtype=dtype, device=device)
@@ -110,7 +122,7 @@ class _Stack:
         """Applies the weight to rows dealt out to experts.  # (E, rows, in) -> (E, rows, out)."""
         if self._layer is None:
             return encoded[0] @ self._weight.mT
-        parts = self._layer.core(encoded)
+        parts = self._layer(encoded)
         flat = self._layer.decode([[u.flatten(0, 1) for u in row] for row in parts])
         return flat.unflatten(0, encoded[0].shape[:2])  # type: ignore[no-any-return]
 
@@ -119,7 +131,7 @@ class _Stack:
         if self._layer is None:
             return [hidden @ self._weight.mT]
         encoded = [z.reshape(*hidden.shape[:2], -1) for z in self._layer.encode(hidden)]
-        return self._layer.core(encoded)[0]  # type: ignore[no-any-return]
+        return self._layer(encoded)[0]  # type: ignore[no-any-return]
 
     def decode(self, totals: Sequence[Tensor]) -> Tensor:
         return totals[0] if self._layer is None else self._layer.decode([totals])

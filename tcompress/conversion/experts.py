@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.conversion.sums import SplitSums
-from tcompress.structures.experts import StructuredExperts
+from tcompress.structures.experts import CHILD_OF, StructuredExperts
 
 Routed = tuple[Tensor, Tensor, Tensor]  # hidden states, experts of each token, their weights
 
@@ -69,7 +69,7 @@ class ExpertSums:
         self._down = down
         self._new_weight: Tensor = self._dense.gate_up_proj
         if down and isinstance(new, StructuredExperts) and hasattr(new, "tc_gate_up"):
-            stack: Any = new.tc_gate_up
+            stack: Any = getattr(new, CHILD_OF["gate_up_proj"])
             self._new_weight = stack.dense_weight(torch.float32)
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(self._new_weight))]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import tcompress
 from tcompress.anatomy import anatomy_of
 from tcompress.artifact.card import model_card
 from tcompress.artifact.format import CARD, quantization_section
@@ -146,6 +147,8 @@ class _Job:
                 "recipe": self.recipe.model_dump(mode="json"),
                 "plan": self.plan.model_dump(mode="json"),
                 "weights": self.source.store.fingerprint(),
+                "tool": tcompress.__version__,
+                "config": (self.source.folder / "config.json").read_text(encoding="utf-8"),
                 "files": [
                     (name, (self.source.folder / name).stat().st_mtime_ns)
                     for name in self.source.store.files

@@ -50,7 +50,7 @@ class _Planner:
         when they are planned: a second look settles it.
         """
         plain = sum(layer.kind != "experts" for layer in group)
-        sharing = {layer.weight_name: plain for layer in group}
+        sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
         for _ in group:
             planned: dict[str, LayerPlan] = {}
             left: list[Left] = []
@@ -96,7 +96,7 @@ class _Planner:
             experts=layer.experts,
             parts=parts,
         )
-        share = _kept(entry, 1 if layer.kind == "experts" else sharing)
+        share = _kept(entry, sharing)
         if share >= 1:
             raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
         return entry
@@ -120,7 +120,8 @@ class _Planner:
         kind = structure_of(choice.method)
         calibrated = self.recipe.calibration.source != "none"
         main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
-        cost = _cost(main, 1 if layer.kind == "experts" else sharing * len(layer.parts))
+        copies = layer.experts or 1
+        cost = _cost(main, sharing * len(layer.parts) * copies, copies)
         rank = choice.residual_rank
         if not rank and budget is not None and kind.name != "lowrank":
             rank = int(budget - cost) // (layer.in_features + out_features)
@@ -161,13 +162,13 @@ def _kept(entry: LayerPlan, sharing: int) -> float:
     return (entry.parameters - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
-def _cost(layout: Layout, sharing: int) -> float:
-    """Parameters of one weight, with its share of an input side that others read too."""
+def _cost(layout: Layout, readers: int, writers: int) -> float:
+    """Parameters of one weight, with its share of sides that others use too."""
     kind = structure(layout.structure)
     own = sum(prod(shape) for shape in kind.tensors(layout).values())
     after = sum(prod(shape) for shape in kind.side_tensors(layout, "out").values())
     before = sum(prod(shape) for shape in kind.side_tensors(layout, "in").values())
-    return own + after + before / sharing
+    return own + after / writers + before / readers
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
@@ -234,7 +235,9 @@ def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> N
     layers = anatomy_of(model).layers
     roles = {layer.role for layer in layers}
     weights = [layer.weight_name for layer in layers]
-    weights += [f"{name}.{layer.parameter}" for layer in layers for name in _stored(layer, source)]
+    prefixes = [(layer, name) for layer in layers for name in _stored(layer, source)]
+    weights += [name for _, name in prefixes]
+    weights += [f"{name}.{layer.parameter}" for layer, name in prefixes]
     known = [*names, *stored, *store_names, *weights, *roles]
     patterns = [*recipe.keep, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]

@@ -140,7 +140,7 @@ class StructuredLinear(nn.Module):
         for term in range(len(self.parts[0].terms)):
             module = owner._modules.get(side_name(owner.parts, "in", 0, term))
             if module is not None:
-                encoded.append(module(x, self))
+                encoded.append(module(x, id(self)))
                 continue
             if rows is None:
                 stored = next(self.parameters(recurse=False)).dtype

@@ -72,13 +72,13 @@ class SideModule(nn.Module):
             last = self._built = (stamp, copies, built)
         return last[2]
 
-    def forward(self, x: Tensor, reader: Any = None) -> Tensor:
+    def forward(self, x: Tensor, reader: int = 0) -> Tensor:
         """Encodes or decodes activations.
 
         Args:
             x: The layer's input for side "in" (any leading dimensions), or the core's result for
                 side "out".  # (..., features)
-            reader: The layer that asks; when it asks again, the input counts as new.
+            reader: Identity of the layer that asks; when it asks again, the input counts as new.
 
         Returns:
             Rows for the core, or for the host.  # (tokens, features)
@@ -87,9 +87,9 @@ class SideModule(nn.Module):
             return self._apply_side(x)
         key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), _stamp(x))
         last = self._last
-        if last is None or last[0]() is not x or last[1] != key or id(reader) in last[3]:
+        if last is None or last[0]() is not x or last[1] != key or reader in last[3]:
             last = self._last = (weakref.ref(x), key, self._apply_side(x), set())
-        last[3].add(id(reader))
+        last[3].add(reader)
         if len(last[3]) >= self.readers:
             self._last = None
         return last[2]

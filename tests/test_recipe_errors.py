@@ -167,7 +167,11 @@ def test_problem_of_a_method(options: str, line: str) -> None:
             "4: `convert.dtype`: found the text `Float32`; "
             "allowed is one of `float32`, `float16`, `bfloat16`; did you mean `float32`?",
         ),
-        ("device: 1.50", '4: `convert.device`: found `1.50`; allowed is text: write `"1.50"`'),
+        (
+            "device: 1.50",
+            r"4: `convert.device`: found `1.50`; allowed is text like "
+            r"`^(auto|cpu|mps|xpu|cuda(:\d+)?)$`",
+        ),
         (
             "keep: lm_head",
             "4: `convert.keep`: found the text `lm_head`; allowed is a list, each entry text",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.conversion.sums import SplitSums
-from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.experts import CHILD_OF
 
 Routed = tuple[Tensor, Tensor, Tensor]  # hidden states, experts of each token, their weights
 
@@ -67,10 +67,10 @@ class ExpertSums:
     def __init__(self, dense: nn.Module, new: nn.Module, *, down: bool) -> None:
         self._dense: Any = dense
         self._down = down
-        self._new_weight: Tensor = self._dense.gate_up_proj
-        if down and isinstance(new, StructuredExperts) and hasattr(new, "tc_gate_up"):
-            stack: Any = getattr(new, CHILD_OF["gate_up_proj"])
-            self._new_weight = stack.dense_weight(torch.float32)
+        stack: Any = new._modules.get(CHILD_OF["gate_up_proj"]) if down else None
+        self._new_weight: Tensor = (
+            self._dense.gate_up_proj if stack is None else stack.dense_weight(torch.float32)
+        )
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(self._new_weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:

@@ -1038,21 +1038,22 @@ def _write(rng: random.Random, template: str, scene: Scene) -> str:
     return _START.sub(lambda match: match[1] + match[2].upper(), text)
 
 
-def _story(rng: random.Random) -> str:
-    """Writes one story of any length."""
-    plot = rng.choice(PLOTS)
+def _story(rng: random.Random, plots: Sequence[Plot]) -> str:
+    """Writes one story of any length with one of some plots."""
+    plot = rng.choice(plots)
     scene = _scene(rng, plot)
     lines = [rng.choice(SETTINGS) if line == "@setting" else line for line in plot.lines]
     lines = [rng.choice(OPENINGS), *lines, rng.choice(CLOSINGS)]
     return " ".join(filter(None, (_write(rng, line, scene) for line in lines)))
 
 
-def stories(count: int, seed: int) -> Iterator[str]:
+def stories(count: int, seed: int, plots: int = len(PLOTS)) -> Iterator[str]:
     """Writes stories of 60 to 150 words.
 
     Args:
         count: How many to write.
         seed: The same seed always gives the same stories.
+        plots: How many of the plots to use, always the first ones.
 
     Yields:
         One story after the other, each a single line of text.
@@ -1060,7 +1061,7 @@ def stories(count: int, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     written = 0
     while written < count:
-        text = _story(rng)
+        text = _story(rng, PLOTS[:plots])
         if MIN_WORDS <= len(text.split()) <= MAX_WORDS:
             written += 1
             yield text

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from grammar import stories
+from grammar import PLOTS, stories
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     GenerationConfig,
@@ -32,8 +32,8 @@ HELDOUT_SEED = 1_000_003
 TOKENIZER_STORIES = 5_000
 VOCABULARY = 1280
 CONTEXT = 256
-BATCH = 4
-LINES_EVERY = 8  # one document in so many has two stories, on two lines
+BATCH = 5
+PAIR_EVERY = 8  # one document in so many has two stories, on two lines
 PEAK_RATE = 3e-3
 WARMUP = 0.04
 PROMPTS = (
@@ -87,27 +87,51 @@ def make_model(width: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def documents(seed: int, excluded: Collection[str]) -> Iterator[str]:
-    """Yields training texts without end, none of which contains an excluded story."""
-    endless = (text for text in stories(10**12, seed) if text not in excluded)
-    for number in itertools.count():
-        lines = 2 if number % LINES_EVERY == 0 else 1
-        yield "\n".join(itertools.islice(endless, lines))
+def fresh(seed: int, plots: int, excluded: Collection[str]) -> Iterator[str]:
+    """Yields stories without end, but none of the excluded ones."""
+    return (text for text in stories(10**12, seed, plots) if text not in excluded)
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, excluded: Collection[str]
-) -> Iterator[torch.Tensor]:
-    """Packs the tokens of the training texts into batches, each text ended by ``</s>``."""
-    source = documents(seed, excluded)
+def rows(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> Iterator[torch.Tensor]:
+    """Makes batches with one story per row."""
+    while True:
+        batch = [f"{text}</s>" for text in itertools.islice(texts, BATCH)]
+        yield tokenizer(batch, padding=True, return_tensors="pt").input_ids
+
+
+def packs(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> Iterator[torch.Tensor]:
+    """Makes batches from the stories one after the other; some pairs share a document."""
     buffer: list[int] = []
     size = BATCH * CONTEXT
-    while True:
-        while len(buffer) < size:
-            for ids in tokenizer(list(itertools.islice(source, BATCH)))["input_ids"]:
-                buffer += [*ids, tokenizer.eos_token_id]
-        yield torch.tensor(buffer[:size]).view(BATCH, CONTEXT)
-        del buffer[:size]
+    for number in itertools.count():
+        lines = 2 if number % PAIR_EVERY == 0 else 1
+        buffer += tokenizer("\n".join(itertools.islice(texts, lines)) + "</s>").input_ids
+        if len(buffer) >= size:
+            yield torch.tensor(buffer[:size]).view(BATCH, CONTEXT)
+            del buffer[:size]
+
+
+def lessons(
+    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, excluded: Collection[str]
+) -> Iterator[torch.Tensor]:
+    """Yields the batches of a training: few plots first, so that copying names is learned early.
+
+    Args:
+        tokenizer: Makes tokens of the stories.
+        seed: Where the seeds of the lessons start.
+        steps: The number of batches.
+        excluded: Stories that must not be used.
+
+    Yields:
+        One batch of token numbers for each step.
+    """
+    for number, (share, plots, make) in enumerate(LESSONS):
+        source = make(tokenizer, fresh(seed + number, plots, excluded))
+        yield from itertools.islice(source, round(share * steps))
+    yield from make(tokenizer, fresh(seed + len(LESSONS), plots, excluded))
+
+
+LESSONS = ((0.14, 1, rows), (0.1, 4, rows), (0.2, len(PLOTS), rows), (0.56, len(PLOTS), packs))
 
 
 @torch.no_grad()
@@ -146,7 +170,8 @@ def train(model: LlamaForCausalLM, source: Iterator[torch.Tensor], steps: int) -
     every = min(200, steps)
     for step in range(1, steps + 1):
         batch = next(source)
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        labels = batch.masked_fill(batch == model.config.pad_token_id, -100)
+        loss = model(input_ids=batch, labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -202,7 +227,8 @@ def main() -> None:
     tokenizer = make_tokenizer(stories(TOKENIZER_STORIES, options.seed))
     model = make_model(options.width)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    train(model, batches(tokenizer, options.seed, set(heldout)), options.steps)
+    source = lessons(tokenizer, options.seed, options.steps, set(heldout))
+    train(model, source, options.steps)
     print(f"held-out perplexity {perplexity(model, tokenizer, heldout):.4f}")
     folder = options.out / "model"
     folder.mkdir(parents=True, exist_ok=True)

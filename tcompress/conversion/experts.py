@@ -64,10 +64,10 @@ class ExpertSums:
         down: True for the input of the down projections.
     """
 
-    def __init__(self, dense: nn.Module, new: nn.Module, *, down: bool) -> None:
-        self._dense: Any = dense
+    def __init__(self, dense: Any, new: Any, *, down: bool) -> None:
+        self._dense = dense
         self._down = down
-        stack: Any = new._modules.get(CHILD_OF["gate_up_proj"]) if down else None
+        stack = new._modules.get(CHILD_OF["gate_up_proj"]) if down else None
         self._new_weight: Tensor = (
             self._dense.gate_up_proj if stack is None else stack.dense_weight(torch.float32)
         )

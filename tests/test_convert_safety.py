@@ -108,6 +108,16 @@ def test_force_keeps_the_old_output_until_the_new_one_is_whole(
     assert contents(output) == before
 
 
+@pytest.mark.parametrize("place", [".", ".."])
+def test_force_never_replaces_the_source(place: str, tmp_path: Path) -> None:
+    source = tmp_path / "models" / "dense"
+    build("bert").save_pretrained(source)
+    before = contents(source)
+    with pytest.raises(InputError):
+        run(source, (source / place).resolve(), force=True)
+    assert contents(source) == before
+
+
 REWRITTEN = "bert.encoder.layer.1.attention.self.key.weight"
 COPIED = "bert.embeddings.word_embeddings.weight"
 BIAS = "bert.encoder.layer.1.attention.self.key.bias"
@@ -230,3 +240,7 @@ def test_two_runs_give_the_same_files(
     again = run(source, tmp_path / "out", aware)
     assert not again.resumed
     assert contents(again.folder) == contents(uninterrupted(aware).folder)
+    # Nothing follows the order of a set, which differs between processes.
+    assert {tuple(errors) for errors in again.manifest.fit.values()} == {
+        ("calibration", "held_out") if aware else ("weight",)
+    }

@@ -283,7 +283,7 @@ def _collect(
             weight, dense = _whole(own)
             shifts.append(weight @ m.dense_mean - dense @ m.mean)
         errors.append(_errors(own, own_moments, shifts[0] if shifts else None))
-    kinds = {kind for e in errors for kind in e}
+    kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
     return FittedLayer(tensors, mean, shifts[0] if shifts else None)

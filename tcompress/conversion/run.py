@@ -106,6 +106,12 @@ def convert(
     if isinstance(source, str):
         source = SourceModel.open(source)
     check_output(output, force=force)
+    folder = source.folder.resolve()
+    if output.resolve() == folder or output.resolve() in folder.parents:
+        raise InputError(
+            f"output `{output}` is the model's own folder, or contains it",
+            "choose another folder with `-o`",
+        )
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, output, progress or Silent(), data)
     with job.workplace() as place:

@@ -7,7 +7,8 @@ of the transform, which is fitted first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.linalg.moments import safe_cholesky
 from tcompress.linalg.rotation import Stages, build_blocks, mix_tubes, rotate
+
+SMALL = 512  # widths up to which a fit of a rotation is fastest on one thread
 
 
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
@@ -114,14 +117,26 @@ def fit_rotation(
     generators.requires_grad_()
     optimiser = torch.optim.Adam([generators], lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        with torch.enable_grad():
+    with _threads_for(stages.features), torch.enable_grad():
+        for _ in range(steps):
+            optimiser.zero_grad()
             loss = -objective(build_blocks(generators, stages.block).float())
             loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
+            optimiser.step()
+            schedule.step()
     return generators.detach().double()
+
+
+@contextmanager
+def _threads_for(features: int) -> Iterator[None]:
+    """Computes on one thread where the many small products would mostly wait for each other."""
+    before = torch.get_num_threads()
+    if features <= SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:

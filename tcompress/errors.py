@@ -5,7 +5,7 @@ TCompressError
 │   ├── SourceError                the model to convert cannot be read
 │   ├── RecipeError                a recipe or an option is wrong
 │   ├── PlanError                  the recipe does not fit the model
-│   ├── CalibrationError           the calibration data cannot be used
+│   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
 └── FitError (ArithmeticError)     a factorisation failed: names the layer
 """
@@ -50,8 +50,8 @@ class PlanError(InputError):
     """The recipe cannot be applied to this model."""
 
 
-class CalibrationError(InputError):
-    """The calibration data is empty or of the wrong kind."""
+class DataError(InputError):
+    """Data to calibrate, train or measure with is empty or of the wrong kind."""
 
 
 class ArtifactError(InputError):

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from tcompress.calibrate.builtin import MOST_SOUNDS
 from tcompress.calibrate.data import CalibrationData, load_batches
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading.builtin import MOST_SOUNDS
 from tcompress.recipe.schema import Calibration
 from tcompress.source import SourceModel
 from tests.support.model_folders import (
@@ -111,9 +111,9 @@ def test_a_model_that_takes_something_else_is_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
     config = transformers.ASTConfig(**options, num_attention_heads=2, max_length=32)
     transformers.ASTModel(config).save_pretrained(tmp_path)
-    with pytest.raises(CalibrationError, match="whose input is `input_values`") as caught:
+    with pytest.raises(DataError, match="whose input is `input_values`") as caught:
         load_batches(SourceModel.open(str(tmp_path)), Calibration())
-    assert caught.value.hint == "convert without calibration: `--calib none`"
+    assert caught.value.hint == "a conversion can do without data: `--calib none`"
 
 
 # Drawing and holding out
@@ -222,7 +222,7 @@ def test_a_model_without_padding_token_is_padded_with_a_known_one(
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "whisper", "mpnet"])
 def test_a_missing_tokenizer_is_named(family: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder(family, tmp_path, tokenizer=False)))
-    with pytest.raises(CalibrationError, match="has no usable tokenizer") as caught:
+    with pytest.raises(DataError, match="has no usable tokenizer") as caught:
         load_batches(source, Calibration())
     assert caught.value.hint is not None
     assert "--calib none" in caught.value.hint
@@ -234,7 +234,7 @@ def test_a_foreign_tokenizer_is_noticed(tmp_path: Path) -> None:
     tokenizer.add_tokens(["newword"])
     tokenizer.save_pretrained(folder)
     file = text_file(tmp_path / "texts.txt", ["one newword"])
-    with pytest.raises(CalibrationError, match=f"gives token {VOCAB} for `one newword`"):
+    with pytest.raises(DataError, match=f"gives token {VOCAB} for `one newword`"):
         load_batches(SourceModel.open(str(folder)), Calibration(source=file))
 
 
@@ -250,5 +250,5 @@ def test_a_tokenizer_that_gives_nothing_is_noticed(tmp_path: Path) -> None:
         "invert": False,
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(CalibrationError, match="gives no tokens for any text"):
+    with pytest.raises(DataError, match="gives no tokens for any text"):
         load_batches(SourceModel.open(str(folder)), Calibration(samples=3))

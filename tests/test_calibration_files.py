@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tcompress.calibrate.data import load_batches
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
 from tcompress.recipe.schema import Calibration
 from tcompress.source import SourceModel
 from tests.support.model_folders import (
@@ -97,7 +97,7 @@ def test_a_folder_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
     pd.DataFrame({"text": sentences(4)}).to_parquet(folder / "test.parquet")
     assert load_batches(bert, Calibration(source=str(folder))).samples == 9
     assert load_batches(bert, Calibration(source=str(folder), split="test")).samples == 4
-    with pytest.raises(CalibrationError, match=r"no such split .*'train', 'test'"):
+    with pytest.raises(DataError, match=r"no such split .*'train', 'test'"):
         load_batches(bert, Calibration(source=str(folder), split="dev"))
 
 
@@ -108,7 +108,7 @@ def test_a_data_set_saved_to_disk_is_read(bert: SourceModel, tmp_path: Path) -> 
     one = load_batches(bert, Calibration(source=str(tmp_path / "one")))
     more = load_batches(bert, Calibration(source=str(tmp_path / "more"), split="dev"))
     assert one.fingerprint == more.fingerprint
-    with pytest.raises(CalibrationError, match="no such split"):
+    with pytest.raises(DataError, match="no such split"):
         load_batches(bert, Calibration(source=str(tmp_path / "more")))
 
 
@@ -149,7 +149,7 @@ def test_unusable_files_are_explained(
     name: str, content: bytes, message: str, bert: SourceModel, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CalibrationError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load_batches(bert, Calibration(source=str(tmp_path / name)))
     assert caught.value.hint
     assert "\n" not in caught.value.message
@@ -162,28 +162,28 @@ def test_a_missing_file_lists_what_is_there(
     text_file(tmp_path / "sub" / "train.txt", ["a"])
     monkeypatch.chdir(tmp_path)
     for name in ("sub/trian.txt", str(tmp_path / "sub" / "tran.txt"), "sub/train.text"):
-        with pytest.raises(CalibrationError, match=r"holds `train\.txt`") as caught:
+        with pytest.raises(DataError, match=r"holds `train\.txt`") as caught:
             load_batches(bert, Calibration(source=name))
         assert caught.value.hint == "did you mean `train.txt`"
     for name in ("texts.csv", ""):
-        with pytest.raises(CalibrationError, match=r"there is no file|name .* is empty"):
+        with pytest.raises(DataError, match=r"there is no file|name .* is empty"):
             load_batches(bert, Calibration(source=name))
 
 
 def test_a_folder_without_data_is_refused(bert: SourceModel, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "notes.md").touch()
-    with pytest.raises(CalibrationError, match=r"has no data files; it holds `notes\.md`"):
+    with pytest.raises(DataError, match=r"has no data files; it holds `notes\.md`"):
         load_batches(bert, Calibration(source=str(tmp_path / "docs")))
 
 
 def test_named_columns_are_checked(bert: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     pd.DataFrame({"sentence": sentences(3), "label": [0, 1, 0]}).to_csv(file, index=False)
-    with pytest.raises(CalibrationError, match="has no column `sentense`") as caught:
+    with pytest.raises(DataError, match="has no column `sentense`") as caught:
         load_batches(bert, Calibration(source=str(file), columns=("sentense",)))
     assert caught.value.hint == "did you mean `sentence`"
-    with pytest.raises(CalibrationError, match="holds int64, but `BertForMaskedLM` takes text"):
+    with pytest.raises(DataError, match="holds int64, but `BertForMaskedLM` takes text"):
         load_batches(bert, Calibration(source=str(file), columns=("label",)))
 
 
@@ -225,7 +225,7 @@ def test_failures_of_the_hub_are_explained(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(CalibrationError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         load_batches(bert, Calibration(source="owner/name"))
     assert caught.value.hint
     assert "\n" not in caught.value.message

@@ -17,9 +17,9 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from tcompress.calibrate.builtin import MOST_PICTURES, picture, speech
 from tcompress.calibrate.data import load_batches
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading.builtin import MOST_PICTURES, picture, speech
 from tcompress.recipe.schema import Calibration
 from tcompress.source import SourceModel
 from tests.support.model_folders import (
@@ -106,26 +106,26 @@ def test_a_model_of_the_other_kind_is_refused(
     bert: SourceModel, vit: SourceModel, tmp_path: Path
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(3))
-    with pytest.raises(CalibrationError, match=r"takes images, but no column of `texts.txt`"):
+    with pytest.raises(DataError, match=r"takes images, but no column of `texts.txt`"):
         load_batches(vit, Calibration(source=file))
     folder = str(image_folder(tmp_path / "pictures"))
-    with pytest.raises(CalibrationError, match=r"takes text, .* it has `image` \(image\)"):
+    with pytest.raises(DataError, match=r"takes text, .* it has `image` \(image\)"):
         load_batches(bert, Calibration(source=folder))
 
 
 def test_other_bytes_are_not_taken_for_pictures(vit: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "volumes.parquet"
     pd.DataFrame({"volume": [bytes(27), bytes(8)]}).to_parquet(file)
-    with pytest.raises(CalibrationError, match=r"it has `volume` \(bytes\)"):
+    with pytest.raises(DataError, match=r"it has `volume` \(bytes\)"):
         load_batches(vit, Calibration(source=str(file)))
-    with pytest.raises(CalibrationError, match=r"of `volumes\.parquet` cannot be decoded"):
+    with pytest.raises(DataError, match=r"of `volumes\.parquet` cannot be decoded"):
         load_batches(vit, Calibration(source=str(file), columns=("volume",)))
 
 
 def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "cut.parquet"
     pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
-    with pytest.raises(CalibrationError, match=r"a picture of `cut\.parquet` cannot be decoded"):
+    with pytest.raises(DataError, match=r"a picture of `cut\.parquet` cannot be decoded"):
         load_batches(vit, Calibration(source=str(file)))
 
 
@@ -133,7 +133,7 @@ def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
     folder = model_folder("vit", tmp_path / "vit", processor=False)
     source = SourceModel.open(str(folder))
     pictures = str(image_folder(tmp_path / "pictures"))
-    with pytest.raises(CalibrationError, match="has no usable image processor"):
+    with pytest.raises(DataError, match="has no usable image processor"):
         load_batches(source, Calibration(source=pictures))
     data = load_batches(source, Calibration(samples=3))
     assert data.name == "builtin images (synthetic, without the model's image processor)"
@@ -146,7 +146,7 @@ def test_real_pictures_need_pillow(
     file = str(byte_file(tmp_path / "pictures"))
     load_batches(vit, Calibration(source=file))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(CalibrationError, match="needs Pillow") as caught:
+    with pytest.raises(DataError, match="needs Pillow") as caught:
         load_batches(vit, Calibration(source=file))
     assert caught.value.hint == "pip install pillow"
 
@@ -187,7 +187,7 @@ def test_pictures_with_captions_fill_both_towers(tmp_path: Path) -> None:
 def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder("whisper", tmp_path / "whisper")))
     file = text_file(tmp_path / "texts.txt", sentences(3))
-    with pytest.raises(CalibrationError, match="takes sound, which cannot be read from"):
+    with pytest.raises(DataError, match="takes sound, which cannot be read from"):
         load_batches(source, Calibration(source=file))
 
 

@@ -15,7 +15,14 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {"errors", "linalg", "structures", "source", "anatomy", "recipe"}
-APPLICATION = FOUNDATION | {"planning", "calibrate", "artifact", "integration", "conversion"}
+APPLICATION = FOUNDATION | {
+    "planning",
+    "reading",
+    "calibrate",
+    "artifact",
+    "integration",
+    "conversion",
+}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "linalg": {"errors"},
@@ -24,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "anatomy": {"errors"},
     "recipe": {"errors", "structures"},
     "planning": {"errors", "structures", "source", "anatomy", "recipe"},
-    "calibrate": {"errors", "source", "recipe"},
+    "reading": {"errors", "source"},
+    "calibrate": {"errors", "source", "recipe", "reading"},
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
     "integration": {"errors", "structures", "source", "planning", "artifact"},
     "conversion": APPLICATION - {"conversion"},

@@ -18,7 +18,7 @@ from tcompress.conversion import blocks
 from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.run import convert
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures.experts import StructuredExperts
@@ -174,7 +174,7 @@ def test_a_block_that_runs_twice_is_refused(
 ) -> None:
     build("bert").save_pretrained(tmp_path / "dense")
     _run_in_order(order, monkeypatch)
-    with pytest.raises(CalibrationError, match="runs more than once") as failed:
+    with pytest.raises(DataError, match="runs more than once") as failed:
         _convert(tmp_path, calibration("bert"))
     assert "--calib none" in (failed.value.hint or "")
 

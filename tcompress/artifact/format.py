@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from tcompress.errors import ArtifactError, RecipeError
 from tcompress.planning.entries import LayerPlan
+from tcompress.source.names import METHOD
 from tcompress.structures.experts import CHILD_OF
 
-METHOD = "tcompress"
 FORMAT_VERSION = 1
 MANIFEST = "tcompress.json"
 CARD = "README.md"

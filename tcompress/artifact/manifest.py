@@ -39,22 +39,141 @@ class CalibrationFacts(_Section):
     fingerprint: str | None = None
 
 
+class Interval(_Section):
+    """A bootstrap interval."""
+
+    low: float
+    high: float
+    level: float = 0.95
+
+
+class Difference(_Section):
+    """The paired difference between a model and the baseline, on the same examples.
+
+    Attributes:
+        baseline: Name of the baseline.
+        baseline_value: Its number.
+        value: The model's number minus the baseline's.
+        interval: Bootstrap interval of the difference.
+    """
+
+    baseline: str
+    baseline_value: float
+    value: float
+    interval: Interval | None = None
+
+
 class Metric(_Section):
     """A number and how it was measured.
 
     Attributes:
-        name: What was measured.
+        name: What was measured, such as `accuracy`.
         value: The number.
-        protocol: Everything needed to measure it again.
+        higher_is_better: Direction.
+        interval: Bootstrap interval.
+        difference: Comparison with a baseline of the same run.
+        protocol: Everything needed to measure it again: task, data and its fingerprint, split,
+            examples, length, dtype, seed, device, versions.
     """
 
     name: str
     value: float
+    higher_is_better: bool = True
+    interval: Interval | None = None
+    difference: Difference | None = None
     protocol: dict[str, Any]
 
 
+class Speed(_Section):
+    """Time and memory of one forward pass, beside a baseline that ran alternately.
+
+    Attributes:
+        batch: Sequences or pictures in a batch.
+        length: Tokens in a sequence.
+        mode: `eager` or `compiled`.
+        milliseconds: Median time.
+        tokens_per_second: Throughput at that time.
+        peak_bytes: Peak memory of the pass, where it is known.
+        baseline: Name of the baseline.
+        baseline_milliseconds: Its median time.
+        baseline_peak_bytes: Its peak memory, where it is known.
+        ratio: Time of the baseline over that of the model; above 1 the model is faster.
+        protocol: Device, threads, dtype, repeats, versions.
+    """
+
+    batch: int
+    length: int
+    mode: str
+    milliseconds: float
+    tokens_per_second: float
+    peak_bytes: int | None = None
+    baseline: str
+    baseline_milliseconds: float
+    baseline_peak_bytes: int | None = None
+    ratio: float
+    protocol: dict[str, Any]
+
+
+class CurvePoint(_Section):
+    """State of a training run after a step.
+
+    Attributes:
+        step: Optimizer steps so far.
+        loss: Mean training loss since the point before.
+        validation: Loss on held-out data, or the task's metric.
+        learning_rate: Learning rate of that step.
+        seconds: Time since the start, evaluations counted.
+    """
+
+    step: int
+    loss: float | None = None
+    validation: float | None = None
+    learning_rate: float | None = None
+    seconds: float = 0.0
+
+
+class TrainingFacts(_Section):
+    """One run of fine-tuning.
+
+    Attributes:
+        stage: `blocks` or `end-to-end`.
+        task: The task, or None if the model was healed on unlabeled data.
+        teacher: The model that was imitated, if any.
+        data: Name of the data.
+        data_fingerprint: Its SHA-256.
+        objectives: Weights of the terms of the loss.
+        settings: All settings of the run.
+        steps: Optimizer steps done.
+        samples: Examples seen, repetitions counted.
+        tokens: Tokens seen, padding not counted.
+        seconds: Duration.
+        validation: Name of the validated number.
+        best_step: Step whose weights were kept.
+        best: Its validated number.
+        curve: The run's course.
+        environment: Versions, device, threads, processes.
+    """
+
+    stage: str
+    task: str | None = None
+    teacher: str | None = None
+    data: str
+    data_fingerprint: str | None = None
+    objectives: dict[str, float]
+    settings: dict[str, Any]
+    steps: int
+    samples: int
+    tokens: int
+    seconds: float
+    validation: str
+    best_step: int
+    best: float
+    curve: list[CurvePoint]
+    environment: dict[str, str]
+
+
 class Manifest(_Section):
-    """All that is recorded of a conversion."""
+    """All that is recorded of a model, from its conversion to the last measurement."""
 
     format_version: int = FORMAT_VERSION
     tool_version: str = Field(default_factory=lambda: tcompress.__version__)
@@ -67,7 +186,9 @@ class Manifest(_Section):
     checksums: dict[str, str]
     seconds: float
     environment: dict[str, str]
+    training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
+    speed: list[Speed] = Field(default_factory=list)
 
 
 def environment() -> dict[str, str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tcompress.artifact.format import (
-    METHOD,
     check_format_version,
     parse_layers,
     renamed_like,
@@ -20,6 +19,7 @@ from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import LayerPlan
+from tcompress.source.names import METHOD
 from tcompress.source.store import WeightStore
 
 _AGAIN = "copy the folder again, or convert the model again"

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tcompress.calibrate import builtin
-from tcompress.calibrate.columns import Kind, Pool, columns_of, draw_texts, undecoded
-from tcompress.calibrate.images import decode, has_processor_file, image_reader
-from tcompress.calibrate.inputs import Inputs, image_shape, inputs_of, spectrogram_shape
-from tcompress.calibrate.tables import opened
-from tcompress.calibrate.tokens import TextEncoder
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading import builtin
+from tcompress.reading.columns import Kind, Pool, columns_of, draw_texts, undecoded
+from tcompress.reading.images import decode, has_processor_file, image_reader
+from tcompress.reading.inputs import Inputs, image_shape, inputs_of, spectrogram_shape
+from tcompress.reading.tables import opened
+from tcompress.reading.tokens import TextEncoder
 from tcompress.source import SourceModel
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
         options: What to use; `source` must not be `none`.
 
     Raises:
-        CalibrationError: If there is no such data, it is not what the model takes, or the model
+        DataError: If there is no such data, it is not what the model takes, or the model
             comes without the tokenizer or processor that it needs.
     """
     inputs = inputs_of(source)
@@ -115,7 +115,7 @@ def _draw_from_data(
 ) -> None:
     model = source.model_class.__name__
     if inputs.audio:
-        raise CalibrationError(
+        raise DataError(
             f"`{model}` takes sound, which cannot be read from `{options.source}`",
             hint="give `--calib builtin` or `--calib none`",
         )
@@ -138,7 +138,7 @@ def _draw_from_data(
                 pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
                 drawn.frames.append(read(drawn.hashed(pixels)))
         if not drawn.texts and not drawn.frames:
-            raise CalibrationError(
+            raise DataError(
                 f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
                 + ", ".join(f"`{name}`" for name in named),
                 hint="name other columns in `calibration.columns`, or give other data",
@@ -188,7 +188,7 @@ def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> lis
                 row[frame] = value
     examples = [row for row in rows if row]
     if not examples:
-        raise CalibrationError(
+        raise DataError(
             f"the tokenizer in `{encoder.place}` gives no tokens for any text",
             hint="check the tokenizer, or convert with `--calib none`",
         )

@@ -17,7 +17,7 @@ from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.sums import SplitSums
-from tcompress.errors import CalibrationError, FitError
+from tcompress.errors import DataError, FitError
 from tcompress.integration.build import fill, install_layers
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel, read_finite
@@ -93,7 +93,7 @@ class BlockFitter:
             progress: Called with a block's name and the roles of the group at work.
 
         Raises:
-            CalibrationError: The model does not run its blocks one after another.
+            DataError: The model does not run its blocks one after another.
             FitError: A fit failed, or activations are not finite.
         """
         streams = [*self._dense, *self._new]
@@ -118,7 +118,7 @@ class BlockFitter:
     def _block_at(self, streams: Sequence[Stream]) -> str:
         names = {stream.call.block if stream.call else "" for stream in streams}
         if len(names) > 1:
-            raise CalibrationError(
+            raise DataError(
                 f"forward passes differ in their blocks: {', '.join(sorted(names))}",
                 "convert this model without data: `--calib none`",
             )
@@ -221,7 +221,7 @@ class BlockFitter:
             x = self._input(block.name, one, self._own[block.name], dense, inside)
             y = self._input(block.name, two, new.forward, new, inside)
             if x is None or y is None:
-                raise CalibrationError(f"layer `{group[0].name}` did not run on calibration data")
+                raise DataError(f"layer `{group[0].name}` did not run on calibration data")
             rows, mask = token_rows(x, one.batch, block.name, group[0].role)
             pairs = y.reshape(rows.shape)
             if mask is not None:
@@ -241,7 +241,7 @@ class BlockFitter:
             routed = self._input(block.name, one, own, dense, inside, routed_arguments)
             other = self._input(block.name, two, new.forward, new, inside, routed_arguments)
             if routed is None or other is None:
-                raise CalibrationError(f"layer `{entry.name}` did not run on calibration data")
+                raise DataError(f"layer `{entry.name}` did not run on calibration data")
             _, mask = token_rows(routed[0], one.batch, block.name, entry.role)
             gathered.add(routed, other[0], mask, holdout=index in self._holdout)
         return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
@@ -275,8 +275,8 @@ class BlockFitter:
             module.requires_grad_(False)
 
 
-def _runs_twice(block: str) -> CalibrationError:
-    return CalibrationError(
+def _runs_twice(block: str) -> DataError:
+    return DataError(
         f"block `{block}` runs more than once in a forward pass",
         "convert this model without data: `--calib none`",
     )

@@ -42,8 +42,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from tcompress.calibrate.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures.base import Layout, Side, structure

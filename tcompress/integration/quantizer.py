@@ -18,10 +18,11 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import METHOD, check_format_version, parse_layers
+from tcompress.artifact.format import check_format_version, parse_layers
 from tcompress.artifact.verify import verify_headers
 from tcompress.integration.build import install_layers
 from tcompress.source.keymap import KeyMap
+from tcompress.source.names import METHOD
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]

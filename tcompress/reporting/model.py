@@ -28,7 +28,6 @@ from tcompress.reporting.count import (
 )
 from tcompress.reporting.describe import describe_parts
 from tcompress.source import KeyMap, SourceModel, resolve
-from tcompress.source.model import _load_config, _model_class
 from tcompress.source.store import WeightStore
 
 ERRORS = ("held_out", "calibration", "weight")
@@ -267,20 +266,9 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
 
 def _dense_model(artifact: Artifact, trust: bool) -> PreTrainedModel:
     """Builds the dense model of a converted one, on the meta device."""
-    config = _load_config(artifact.config, artifact.folder, None, trust)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    kind = _model_class(config, artifact.folder, None, trust)
-    source = SourceModel(
-        id=str(artifact.folder),
-        revision=None,
-        folder=artifact.folder,
-        config=config,
-        model_class=kind,
-        store=artifact.store,
-        trust_remote_code=trust,
-    )
-    return source.meta_model()
+    return SourceModel.open(
+        str(artifact.folder), trust_remote_code=trust, converted=True
+    ).meta_model()
 
 
 def _planned(artifact: Artifact, model: PreTrainedModel) -> Planned:

@@ -18,7 +18,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from tcompress.errors import SourceError
 from tcompress.source.companions import companion_files
 from tcompress.source.keymap import KeyMap
-from tcompress.source.names import ALIASES, local_folder, resolve
+from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import first_line, folder_content
 
@@ -52,6 +52,8 @@ class SourceModel:
         revision: str | None = None,
         token: str | None = None,
         trust_remote_code: bool = False,
+        *,
+        converted: bool = False,
     ) -> SourceModel:
         """Open a model; its weights are checked but not read.
 
@@ -60,14 +62,19 @@ class SourceModel:
             revision: Branch, tag or commit on the hub.
             token: Access token for the hub.
             trust_remote_code: Whether Python code that comes with the model may run.
+            converted: Whether it may be a model that tcompress converted; it is then described as
+                the dense model that it was, but for its weights.
 
         Raises:
             SourceError: If there is no such model, or it is of a kind that cannot be converted.
         """
         folder = resolve(name, revision=revision, token=token)
         raw = _read_config(folder)
-        _refuse_quantised(raw, folder)
+        if not converted or _method(raw) != METHOD:
+            _refuse_quantised(raw, folder)
         config = _load_config(raw, folder, token, trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         is_local = local_folder(name) is not None
         return cls(
             id=name if is_local else ALIASES.get(name, name),
@@ -126,6 +133,11 @@ def _hint_without_config(folder: Path) -> str:
     return "give a folder written by `save_pretrained`"
 
 
+def _method(raw: dict[str, Any]) -> Any:
+    section = raw.get("quantization_config")
+    return section.get("quant_method") if isinstance(section, dict) else None
+
+
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
     parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
     for part in parts:
@@ -133,7 +145,7 @@ def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
         if not found:
             continue
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
-        if method == "tcompress":
+        if method == METHOD:
             raise SourceError(
                 f"`{folder}` is already converted by tcompress",
                 hint="convert the original model again, with the new options",

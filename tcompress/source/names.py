@@ -9,6 +9,9 @@ from pathlib import Path
 from tcompress.errors import SourceError
 from tcompress.source.text import folder_content, listed
 
+METHOD = "tcompress"
+"""Value of `quant_method` in the config of a converted model."""
+
 ALIASES: dict[str, str] = {
     "bart-base": "facebook/bart-base",
     "bart-large": "facebook/bart-large",

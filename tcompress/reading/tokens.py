@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcompress.calibrate.inputs import Inputs, decoder_start, longest_text, vocabulary_size
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading.inputs import Inputs, decoder_start, longest_text, vocabulary_size
 from tcompress.source import SourceModel
 from tcompress.source.text import first_line
 
@@ -45,7 +45,7 @@ class TextEncoder:
         """Load the tokenizer of a model.
 
         Raises:
-            CalibrationError: If the model comes without one.
+            DataError: If the model comes without one.
         """
         tokenizer = _load(source)
         limits = (max_length, longest_text(source, inputs), tokenizer.model_max_length)
@@ -72,7 +72,7 @@ class TextEncoder:
         Texts without tokens give an empty dictionary.
 
         Raises:
-            CalibrationError: If the tokenizer and the model do not belong together.
+            DataError: If the tokenizer and the model do not belong together.
         """
         rows: list[dict[str, Tensor]] = []
         for first in range(0, len(texts), _CHUNK):
@@ -109,11 +109,11 @@ class TextEncoder:
 
     def _check(self, largest: int, text: str) -> None:
         if self.vocabulary is not None and largest >= self.vocabulary:
-            raise CalibrationError(
+            raise DataError(
                 f"the tokenizer in `{self.place}` gives token {largest} for `{text[:40]}`, "
                 f"but the model knows only the tokens 0 to {self.vocabulary - 1}",
                 hint="put the model's own tokenizer into its folder, "
-                "or convert with `--calib none`",
+                "or convert without data: `--calib none`",
             )
 
 
@@ -133,8 +133,8 @@ def _load(source: SourceModel) -> Any:
         own = set(getattr(tokenizer, "vocab_files_names", {}).values())
         if not own or any((source.folder / name).is_file() for name in {*_TOKENIZER_FILES, *own}):
             return tokenizer
-    raise CalibrationError(
-        f"`{source.folder}` has no usable tokenizer ({reason}), which calibration with text needs",
+    raise DataError(
+        f"`{source.folder}` has no usable tokenizer ({reason}), which reading text needs",
         hint="add the tokenizer's files to the folder (`tokenizer.save_pretrained`), "
-        "or convert without calibration: `--calib none`",
+        "or convert without data: `--calib none`",
     )

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcompress.calibrate.inputs import image_shape
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading.inputs import image_shape
 from tcompress.source import SourceModel
 from tcompress.source.text import first_line
 
 Pixels = NDArray[np.uint8]  # (height, width, channels)
 
-_HINT = "convert without calibration (`--calib none`), or with made-up pictures (`--calib builtin`)"
+_HINT = "a conversion can do without (`--calib none`) or with made-up pictures (`--calib builtin`)"
 
 
 def decode(data: bytes, channels: int, place: str) -> Pixels:
@@ -31,12 +31,12 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
         place: Where the picture comes from, for the error.
 
     Raises:
-        CalibrationError: If it cannot be decoded.
+        DataError: If it cannot be decoded.
     """
     try:
         from PIL import Image
     except ImportError as error:
-        raise CalibrationError(
+        raise DataError(
             "reading pictures needs Pillow, which is not installed", hint="pip install pillow"
         ) from error
     try:
@@ -44,9 +44,9 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
-        raise CalibrationError(
+        raise DataError(
             f"a picture of {place} cannot be decoded ({first_line(error)})",
-            hint="remove it, or name the right column in `calibration.columns`",
+            hint="remove it, or name the right column",
         ) from error
     return pixels.reshape(*pixels.shape[:2], channels)
 
@@ -59,7 +59,7 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
         needed: Without processor: fail, rather than scale and normalise in a plain way.
 
     Raises:
-        CalibrationError: If the model comes without image processor and one is needed.
+        DataError: If the model comes without image processor and one is needed.
     """
     from transformers import AutoImageProcessor
 
@@ -70,7 +70,7 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
     except Exception as error:
         # Its file may be missing or of an unknown kind, or a library that it needs.
         if needed:
-            raise CalibrationError(
+            raise DataError(
                 f"`{source.folder}` has no usable image processor ({first_line(error)})",
                 hint=f"add its `preprocessor_config.json`; or {_HINT}",
             ) from error
@@ -84,10 +84,10 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
             values: Tensor = made["pixel_values"][0]
         except Exception as error:
             # Processors check nothing, so a wrong option fails in any line.
-            raise CalibrationError(
+            raise DataError(
                 f"the image processor in `{source.folder}` cannot take a picture of shape "
                 f"{pixels.shape} ({type(error).__name__}: {first_line(error)})",
-                hint="check `preprocessor_config.json`, or convert with `--calib none`",
+                hint="check `preprocessor_config.json`, or convert without data: `--calib none`",
             ) from error
         return values.float()
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
 from tcompress.source.text import first_line, folder_content, listed
 
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,12 +53,12 @@ def opened(name: str, split: str) -> Iterator[Table]:
         split: Split of a folder or hub data set.
 
     Raises:
-        CalibrationError: If there is no such data, or it cannot be read.
+        DataError: If there is no such data, or it cannot be read.
     """
     if not name.strip():  # as a path it would mean the current folder
-        raise CalibrationError(
-            "the name of the calibration data is empty",
-            hint="give `builtin`, `none`, a file, a folder or a hub id",
+        raise DataError(
+            "the name of the data is empty",
+            hint="give `builtin`, a file, a folder or a hub id",
         )
     path = Path(name).expanduser()
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
 def _read_file(path: Path, stack: ExitStack) -> Any:
     builder = _BUILDERS.get(path.suffix.lower())
     if builder is None:
-        raise CalibrationError(
+        raise DataError(
             f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
             hint="give such a file, a folder of images or a hub id",
         )
@@ -103,7 +103,7 @@ def _read_folder(path: Path, split: str, stack: ExitStack) -> Any:
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
-        raise CalibrationError(
+        raise DataError(
             f"`{place}` has no data files; it holds {folder_content(path)}",
             hint=f"give a folder of images, or of files that end in {listed(_BUILDERS)}",
         )
@@ -137,7 +137,7 @@ def _explained(place: str, read: Callable[[], Any]) -> Any:
         raise _explanation(place, error) from error
 
 
-def _explanation(place: str, error: Exception) -> CalibrationError:
+def _explanation(place: str, error: Exception) -> DataError:
     from datasets.exceptions import DatasetNotFoundError
 
     cause = error.__cause__ or error  # the library wraps what went wrong
@@ -145,32 +145,30 @@ def _explanation(place: str, error: Exception) -> CalibrationError:
     if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
         return _without_rows(place)
     if "Unknown split" in text or isinstance(error, KeyError):
-        return CalibrationError(
+        return DataError(
             f"`{place}` has no such split ({text})",
-            hint="name one of its splits in `calibration.split`",
+            hint="name one of its splits",
         )
     if "Config name is missing" in text:
-        return CalibrationError(
+        return DataError(
             f"`{place}` has several configurations ({' '.join(str(error).split())})",
             hint="give one of its files or folders"
             if Path(place).exists()
             else f"write the one you mean after a colon: `{place}:CONFIGURATION`",
         )
     if isinstance(error, DatasetNotFoundError | ConnectionError):
-        return CalibrationError(
+        return DataError(
             f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
-            hint="check the name; without network give a local file, or `--calib builtin`",
+            hint="check the name; without network give a local file, or `builtin`",
         )
-    return CalibrationError(
+    return DataError(
         f"`{place}` cannot be read as data ({type(cause).__name__}: {text})",
         hint="check the file; it must be complete, with text in UTF-8",
     )
 
 
-def _without_rows(place: str) -> CalibrationError:
-    return CalibrationError(
-        f"`{place}` holds no rows", hint="give other data, or `--calib builtin`"
-    )
+def _without_rows(place: str) -> DataError:
+    return DataError(f"`{place}` holds no rows", hint="give other data, or `builtin`")
 
 
 def _looks_like_path(name: str) -> bool:
@@ -185,7 +183,7 @@ def _looks_like_path(name: str) -> bool:
     )
 
 
-def _missing(name: str) -> CalibrationError:
+def _missing(name: str) -> DataError:
     path = Path(name).expanduser()
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:
@@ -193,7 +191,7 @@ def _missing(name: str) -> CalibrationError:
         near = get_close_matches(path.name, [item.name for item in parent.iterdir()], n=3)
     except OSError:
         content, near = "files that may not be listed", []
-    return CalibrationError(
+    return DataError(
         f"there is no file or folder `{name}`; `{parent}` holds {content}",
         hint=f"did you mean {listed(near)}" if near else "check the path",
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
 from tcompress.source import SourceModel
 
 _IMAGE_SIDE = 224
@@ -38,7 +38,7 @@ def inputs_of(source: SourceModel) -> Inputs:
     """Find out which inputs a model takes.
 
     Raises:
-        CalibrationError: If it takes none that there can be data for.
+        DataError: If it takes none that there can be data for.
     """
     kind = source.model_class
     names = set(inspect.signature(kind.forward).parameters)
@@ -50,10 +50,10 @@ def inputs_of(source: SourceModel) -> Inputs:
     image = "pixel_values" in names and not (text and _has_token(source.config, "image"))
     audio = "input_features" in names and not (text and _has_token(source.config, "audio"))
     if not (text or image or audio):
-        raise CalibrationError(
-            f"there is no calibration data for `{kind.__name__}`, whose input is "
+        raise DataError(
+            f"there is no kind of data for `{kind.__name__}`, whose input is "
             f"`{kind.main_input_name}`; `input_ids`, `pixel_values` and `input_features` are known",
-            hint="convert without calibration: `--calib none`",
+            hint="a conversion can do without data: `--calib none`",
         )
     return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names)
 
@@ -89,7 +89,7 @@ def decoder_start(source: SourceModel) -> int:
     """Give the token that a decoder starts with.
 
     Raises:
-        CalibrationError: If the model's files do not say.
+        DataError: If the model's files do not say.
     """
     from transformers import GenerationConfig
 
@@ -101,7 +101,7 @@ def decoder_start(source: SourceModel) -> int:
             token = getattr(place, name, None)
             if isinstance(token, int):
                 return token
-    raise CalibrationError(
+    raise DataError(
         f"the configuration in `{source.folder}` does not say which token its decoder starts with",
         hint="set `decoder_start_token_id` in `config.json`, or convert with `--calib none`",
     )
@@ -124,7 +124,7 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
     """Give frequency bands and frames of a model's log-mel spectrograms.
 
     Raises:
-        CalibrationError: If the model's sound is not laid out as Whisper's is.
+        DataError: If the model's sound is not laid out as Whisper's is.
     """
     config = source.config
     bands, positions = (
@@ -132,9 +132,9 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
         for name in ("num_mel_bins", "max_source_positions")
     )
     if bands is None or positions is None:
-        raise CalibrationError(
+        raise DataError(
             f"there is no built-in sound for `{source.model_class.__name__}`",
-            hint="convert without calibration: `--calib none`",
+            hint="a conversion can do without data: `--calib none`",
         )
     return bands, 2 * positions  # the second convolution halves the number of frames
 

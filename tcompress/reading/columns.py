@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tcompress.calibrate.tables import Table
-from tcompress.errors import CalibrationError
+from tcompress.errors import DataError
+from tcompress.reading.tables import Table
 from tcompress.source.text import listed
 
 Kind = Literal["text", "image"]
@@ -39,9 +39,9 @@ def columns_of(
         Columns by kind, possibly none.
 
     Raises:
-        CalibrationError: If a named column is missing or of another kind, or none is of use.
+        DataError: If a named column is missing or of another kind, or none is of use.
     """
-    kinds = {name: _kind(feature) for name, feature in table.rows.features.items()}
+    kinds = kinds_of(table)
     uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
     for name in named:
         _check(name, kinds, wanted, table, model)
@@ -58,12 +58,25 @@ def columns_of(
     }
     if not any(chosen.get(kind) for kind in needed):
         found = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
-        raise CalibrationError(
+        raise DataError(
             f"`{model}` takes {_words(needed)}, but no column of `{table.label}` looks like that; "
             f"it has {found}",
-            hint="name the columns in `calibration.columns`, or give other data",
+            hint="name the columns to read, or give other data",
         )
     return chosen
+
+
+def kinds_of(table: Table) -> dict[str, str]:
+    """Columns, and what they hold: `text`, `image`, `bytes`, `classlabel` or the name of a type."""
+    return {name: _kind(feature) for name, feature in table.rows.features.items()}
+
+
+def text_columns(table: Table, names: Sequence[str]) -> list[str]:
+    """Those of some string columns that read like text; the only one, whatever it holds."""
+    if len(names) == 1:
+        return list(names)
+    probe = _probe(table)
+    return [name for name in names if _reads_like_text(probe[name])]
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Pool:
 
         def read(index: int) -> str | bytes | None:
             row, column = divmod(index, len(names))
-            return _content(parts[column][row][names[column]])
+            return content(parts[column][row][names[column]])
 
         order = np.random.default_rng(seed).permutation(len(self.table.rows) * len(names))
         return _distinct((read(int(index)) for index in order), count)
@@ -94,7 +107,7 @@ class Pool:
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
     """Draw up to `count` distinct texts that are not empty, in seeded random order."""
     order = np.random.default_rng(seed).permutation(len(texts))
-    return [str(text) for text in _distinct((_content(texts[index]) for index in order), count)]
+    return [str(text) for text in _distinct((content(texts[index]) for index in order), count)]
 
 
 def undecoded(table: Table) -> Table:
@@ -122,7 +135,7 @@ def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str |
             return
 
 
-def _content(cell: Any) -> str | bytes | None:
+def content(cell: Any) -> str | bytes | None:
     """Give a cell's text or the bytes of its picture; None if it is empty."""
     if isinstance(cell, dict):
         path, cell = cell.get("path"), cell.get("bytes")
@@ -130,7 +143,7 @@ def _content(cell: Any) -> str | bytes | None:
             try:
                 return Path(path).read_bytes()
             except OSError as error:
-                raise CalibrationError(
+                raise DataError(
                     f"the picture `{path}` cannot be read ({error.strerror})",
                     hint="check that the file is where the data set says",
                 ) from error
@@ -157,15 +170,15 @@ def _kind(feature: Any) -> str:
 def _check(name: str, kinds: dict[str, str], wanted: set[Kind], table: Table, model: str) -> None:
     if name not in kinds:
         near = get_close_matches(name, kinds, n=3)
-        raise CalibrationError(
+        raise DataError(
             f"`{table.label}` has no column `{name}`; it has {listed(kinds)}",
-            hint=f"did you mean {listed(near)}" if near else "check `calibration.columns`",
+            hint=f"did you mean {listed(near)}" if near else "check the names of the columns",
         )
     if kinds[name] not in wanted and not (kinds[name] == "bytes" and "image" in wanted):
-        raise CalibrationError(
+        raise DataError(
             f"column `{name}` of `{table.label}` holds {kinds[name]}, "
             f"but `{model}` takes {_words(wanted)}",
-            hint=f"name other columns in `calibration.columns`; there are {listed(kinds)}",
+            hint=f"name other columns; there are {listed(kinds)}",
         )
 
 
@@ -185,15 +198,15 @@ def _looks_like_images(cells: list[Any]) -> bool:
     for cell in cells:
         if isinstance(cell, dict) and cell.get("path") and not cell.get("bytes"):
             return True
-        content = _content(cell)
-        if content:
-            return isinstance(content, bytes) and content.startswith(_MAGIC)
+        data = content(cell)
+        if data:
+            return isinstance(data, bytes) and data.startswith(_MAGIC)
     return False
 
 
 def _reads_like_text(cells: list[Any]) -> bool:
     """Tell sentences from labels, names, dates, hashes and numbers."""
-    texts = [text for cell in cells if isinstance(text := _content(cell), str)]
+    texts = [text for cell in cells if isinstance(text := content(cell), str)]
     if not texts:
         return False
     several_words = sum(any(map(str.isspace, text)) or not text.isascii() for text in texts)

@@ -1,0 +1,1 @@
+"""Reading text, pictures and sound for a model, for whatever purpose."""

@@ -1,0 +1,270 @@
+"""Labelled and unlabelled examples out of a data set, for training and measuring."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tcompress.errors import DataError
+from tcompress.reading.columns import content, kinds_of, text_columns, undecoded
+from tcompress.reading.tables import Table, opened
+from tcompress.source.text import listed
+
+Target = Literal["class", "score"]
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    # In the order of preference; `text` and `pair` are guessed by content if no name fits.
+    "text": ("sentence1", "premise", "question1", "text_a", "query", "anchor", "context",
+             "sentence", "text", "question", "content", "review"),
+    "pair": ("sentence2", "hypothesis", "question2", "text_b", "document", "passage", "positive",
+             "response", "answer"),
+    "image": ("image", "img", "picture", "pixel_values"),
+    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
+    "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
+              "label", "labels", "target"),
+}  # fmt: skip
+ROLES = tuple(_NAMES)
+"""What a column can be for: `text`, `pair` (a second text), `image`, `label`, `score`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a task reads.
+
+    Attributes:
+        texts: Fewest and most texts in an example.
+        image: Whether an example has a picture.
+        target: `class`, `score`, or None if nothing is to be predicted.
+    """
+
+    texts: tuple[int, int] = (0, 0)
+    image: bool = False
+    target: Target | None = None
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of a task.
+
+    Attributes:
+        name: Name of the data, such as `train.parquet:sentence,label`.
+        split: Split that was read.
+        fingerprint: SHA-256 of all contents.
+        texts: One or two texts for each example, in columns; empty for pictures alone.
+        images: Contents of picture files.
+        targets: Class ids, or scores; None if nothing is to be predicted.
+        classes: Names of the classes in the order of their ids; () for scores.
+    """
+
+    name: str
+    split: str
+    fingerprint: str
+    texts: tuple[list[str], ...] = ()
+    images: tuple[bytes, ...] = ()
+    targets: list[int] | list[float] | None = None
+    classes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images) or len(self.texts[0])
+
+
+def load_examples(
+    name: str,
+    split: str,
+    needs: Needs,
+    *,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Examples:
+    """Reads examples of a task.
+
+    Args:
+        name: File, folder or hub id, as `reading.tables.opened` takes it.
+        split: Split of a folder or hub data set.
+        needs: What the task reads.
+        columns: Columns by role (`ROLES`), where they should not be guessed.
+        limit: Most examples; drawn at random, and kept in the order of the data.
+        seed: Seed of that choice.
+
+    Raises:
+        DataError: There is no such data, it has not the columns that the task needs, or labels
+            are missing; the message lists what it has.
+    """
+    with opened(name, split) as found:
+        table = undecoded(found)
+        chosen = _chosen(table, needs, dict(columns or {}))
+        rows = table.rows.select_columns(list(chosen.values()))
+        # Classes are those of the whole data, whichever of it is drawn.
+        classes = _classes(table, chosen["label"]) if "label" in chosen else ()
+        if limit is not None and limit < len(rows):
+            order = np.random.default_rng(seed).permutation(len(rows))[:limit]
+            rows = rows.select(np.sort(order))
+        return _read(table, rows.to_dict(), chosen, classes, split)
+
+
+def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]:
+    """Columns by role, in the order of `ROLES`."""
+    kinds = kinds_of(table)
+    wanted = _roles(needs)
+    _check_given(table, kinds, given)
+    chosen = {role: column for role, column in given.items() if role in wanted}
+    taken = set(given.values())
+    for role in wanted:
+        guess = None if role in chosen else _guess(table, kinds, role, taken)
+        if guess is not None:
+            chosen[role] = guess
+            taken.add(guess)
+    missing = [role for role, needed in wanted.items() if needed and role not in chosen]
+    if missing:
+        has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+        raise DataError(
+            f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}",
+            hint=f"name it: `--columns {missing[0]}=COLUMN`, or give other data",
+        )
+    return {role: chosen[role] for role in ROLES if role in chosen}
+
+
+def _check_given(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
+    for role, column in given.items():
+        if role not in ROLES:
+            raise DataError(
+                f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
+                hint="write, for example, `text=review,label=stars`",
+            )
+        if column not in kinds:
+            raise DataError(
+                f"`{table.label}` has no column `{column}`; it has {listed(kinds)}",
+                hint="check the names of the columns",
+            )
+
+
+def _roles(needs: Needs) -> dict[str, bool]:
+    """Roles of use, and whether they are needed."""
+    roles = {}
+    if needs.image:
+        roles["image"] = True
+    if needs.target is not None:
+        roles["label" if needs.target == "class" else "score"] = True
+    if needs.texts[1]:
+        roles["text"] = needs.texts[0] > 0
+    if needs.texts[1] > 1:
+        roles["pair"] = needs.texts[0] > 1
+    return roles
+
+
+def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
+    free = {column: kind for column, kind in kinds.items() if column not in taken}
+    by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
+    for name in _NAMES[role]:
+        if name in by_name:
+            return by_name[name]
+    if role == "image":
+        return next((column for column, kind in free.items() if kind == "image"), None)
+    if role == "text":
+        usable = [column for column, kind in free.items() if kind == "text"]
+        return next(iter(text_columns(table, usable)), None)
+    return None
+
+
+def _fits(role: str, kind: str) -> bool:
+    number = "int" in kind
+    return {
+        "text": kind == "text",
+        "pair": kind == "text",
+        "image": kind in ("image", "bytes"),
+        "label": kind in ("classlabel", "text", "bool") or number,
+        "score": number or "float" in kind,
+    }[role]
+
+
+def _read(
+    table: Table,
+    data: Mapping[str, list[Any]],
+    chosen: Mapping[str, str],
+    classes: tuple[str, ...],
+    split: str,
+) -> Examples:
+    texts = [
+        [str(content(cell) or "") for cell in data[chosen[role]]]
+        for role in ("text", "pair")
+        if role in chosen
+    ]
+    images: list[bytes] = []
+    if "image" in chosen:
+        images = [_picture(cell, table, chosen["image"]) for cell in data[chosen["image"]]]
+    targets: list[int] | list[float] | None = None
+    if "label" in chosen:
+        known = {name: index for index, name in enumerate(classes)}
+        cells = data[chosen["label"]]
+        targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
+    elif "score" in chosen:
+        targets = _scores(table, chosen["score"], data[chosen["score"]])
+    return Examples(
+        name=f"{table.label}:{','.join(chosen.values())}",
+        split=split,
+        fingerprint=_fingerprint([*map(_encoded, texts), images], targets),
+        texts=tuple(texts),
+        images=tuple(images),
+        targets=targets,
+        classes=classes,
+    )
+
+
+def _encoded(texts: Sequence[str]) -> list[bytes]:
+    return [text.encode() for text in texts]
+
+
+def _fingerprint(columns: Sequence[Sequence[bytes]], targets: Sequence[float] | None) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        for item in column:
+            digest.update(f"{len(item)} ".encode() + item)
+    digest.update(repr(targets).encode())
+    return digest.hexdigest()
+
+
+def _picture(cell: Any, table: Table, column: str) -> bytes:
+    picture = content(cell)
+    if not isinstance(picture, bytes):
+        raise DataError(
+            f"column `{column}` of `{table.label}` has a row without a picture",
+            hint="remove that row, or name another column",
+        )
+    return picture
+
+
+def _classes(table: Table, column: str) -> tuple[str, ...]:
+    """Names of the classes of a column of labels, in the order of their ids."""
+    names = getattr(table.rows.features[column], "names", None)
+    labels = set(table.rows.unique(column))
+    if None in labels or labels == {-1}:
+        raise DataError(
+            f"column `{column}` of `{table.label}` has rows without a label",
+            hint="choose a labelled split, or name another column",
+        )
+    if names:
+        return tuple(names)
+    if any(isinstance(label, str) for label in labels):
+        return tuple(sorted(labels))
+    if min(labels) < 0:
+        raise DataError(
+            f"column `{column}` of `{table.label}` has the label {min(labels)}; "
+            "labels count from 0",
+            hint="renumber the labels, or give their names",
+        )
+    return tuple(str(index) for index in range(int(max(labels)) + 1))
+
+
+def _scores(table: Table, column: str, cells: Sequence[Any]) -> list[float]:
+    values = [float("nan") if cell is None else float(cell) for cell in cells]
+    if not np.isfinite(values).all():
+        raise DataError(
+            f"column `{column}` of `{table.label}` has rows without a finite score",
+            hint="remove those rows, or name another column",
+        )
+    return values

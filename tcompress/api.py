@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tcompress.conversion.run import Converted, Progress
+from tcompress.conversion.run import Converted
 from tcompress.conversion.run import convert as run_conversion
 from tcompress.errors import RecipeError
 from tcompress.exporting.dense import export_dense
 from tcompress.inspection import inspect_model as inspect
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.progress import Progress
 from tcompress.recipe import Convert, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
 from tcompress.reporting.model import report_of as report

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tcompress.conversion.run import Converted, Progress, Silent, convert
+from tcompress.conversion.run import Converted, convert
 from tcompress.errors import InputError
+from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.reporting.model import report_of
 from tcompress.structures.lowrank import LowRankSpec

@@ -7,7 +7,8 @@ TCompressError
 │   ├── PlanError                  the recipe does not fit the model
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
-└── FitError (ArithmeticError)     a factorisation failed: names the layer
+├── FitError (ArithmeticError)     a factorisation failed: names the layer
+└── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
 
 from __future__ import annotations
@@ -60,5 +61,11 @@ class ArtifactError(InputError):
 
 class FitError(TCompressError, ArithmeticError):
     """A factorisation failed or met values that are not finite."""
+
+    exit_code = 2
+
+
+class TrainingError(TCompressError, ArithmeticError):
+    """Training met values that are not finite, or cannot go on."""
 
     exit_code = 2

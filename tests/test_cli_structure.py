@@ -12,13 +12,27 @@ import tcompress
 from tcompress.cli import complete
 from tcompress.cli.main import app
 from tcompress.cli.settings import METHOD_OPTIONS
+from tcompress.evaluation.tasks import TASKS
 from tcompress.recipe import method_names, recipe_names
 from tcompress.recipe.schema import DType
 from tcompress.structures import structures
 from tcompress.structures.transform import TransformKind
 from tests.support.cli import run
 
-COMMANDS = ("convert", "inspect", "report", "export", "run", "methods", "recipes", "demo")
+COMMANDS = (
+    "convert",
+    "finetune",
+    "inspect",
+    "report",
+    "evaluate",
+    "lm-eval",
+    "bench",
+    "export",
+    "run",
+    "methods",
+    "recipes",
+    "demo",
+)
 # Typer may import pydantic by itself; our own models must not come with it.
 HEAVY = ("torch", "transformers", "datasets", "numpy", "click", "tcompress.recipe.schema")
 
@@ -95,6 +109,7 @@ def test_module_runs_as_a_program() -> None:
 
 def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert set(complete.METHODS) == set(method_names())
+    assert tuple(TASKS) == complete.TASKS
     assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
     assert set(complete.DTYPES) == set(DType.__args__)  # type: ignore[attr-defined]
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import tcompress
 from tcompress.artifact.reader import Artifact
+from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
 from tcompress.conversion.run import Converted, Silent, convert
-from tcompress.conversion.workplace import Workplace
 from tcompress.errors import InputError
 from tests.support.conversions import calibration, threads
 from tests.support.interrupted import (
@@ -69,7 +69,7 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, "tcompress.conversion.run._Job._write_config", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
-    (True, "tcompress.conversion.workplace.Workplace.note", False),
+    (True, "tcompress.artifact.workplace.Workplace.note", False),
     (True, ("writing", 40), True),
     (True, "tcompress.conversion.run.write_manifest", True),
 ]
@@ -99,7 +99,7 @@ def test_killed_before_the_last_rename(
 ) -> None:
     """What is then in the working folder is whole."""
     output = tmp_path / "out"
-    moment = "tcompress.conversion.workplace.Workplace.publish"
+    moment = "tcompress.artifact.workplace.Workplace.publish"
     convert_until_killed(source, several_files(), output, None, moment)
     assert not output.exists()
     Artifact.open(partial_folder(output) / "model").verify_checksums()
@@ -111,7 +111,7 @@ def test_killed_between_the_last_rename_and_the_end(
     source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    moment = "tcompress.conversion.workplace.Workplace.discard"
+    moment = "tcompress.artifact.workplace.Workplace.discard"
     convert_until_killed(source, several_files(), output, None, moment)
     assert contents(output) == contents(uninterrupted(False).folder)
     run(source, output, force=True)
@@ -210,7 +210,7 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
             failures.append(failed.value)
 
     run(source, output, progress=Second())
-    assert "another conversion is writing" in failures[0].message
+    assert "another run is writing" in failures[0].message
     Artifact.open(output).verify_checksums()
 
 

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tcompress"
 
 # What each package, or module beside the packages, may import of its siblings.
-FOUNDATION = {"errors", "linalg", "structures", "source", "anatomy", "recipe"}
+FOUNDATION = {"errors", "progress", "linalg", "structures", "source", "anatomy", "recipe"}
 APPLICATION = FOUNDATION | {
     "planning",
     "reading",
@@ -25,6 +25,7 @@ APPLICATION = FOUNDATION | {
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "progress": set(),
     "linalg": {"errors"},
     "structures": {"errors", "linalg"},
     "source": {"errors"},
@@ -36,6 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
     "integration": {"errors", "structures", "source", "planning", "artifact"},
     "conversion": APPLICATION - {"conversion"},
+    "training": FOUNDATION | {"planning", "reading", "artifact", "integration"},
+    "benching": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
+    "evaluation": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
     "reporting": {
         "errors",
         "structures",
@@ -49,9 +53,10 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"reporting"},
-    "cli": APPLICATION | {"reporting", "exporting", "inspection", "demo"},
+    "cli": APPLICATION
+    | {"reporting", "exporting", "inspection", "demo", "training", "benching", "evaluation"},
     "__main__": {"cli"},
-    "api": APPLICATION | {"reporting", "exporting", "inspection"},
+    "api": APPLICATION | {"reporting", "exporting", "inspection", "training"},
     "__init__": {"api", "integration"},
 }
 
@@ -59,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
 ONLY = {
     ("integration", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.verify"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
-    ("exporting", "conversion"): {"tcompress.conversion.run", "tcompress.conversion.workplace"},
+    ("exporting", "conversion"): {"tcompress.conversion.run"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},
 }
 

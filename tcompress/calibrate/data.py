@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tcompress.errors import DataError
 from tcompress.reading import builtin
+from tcompress.reading.collate import collate
 from tcompress.reading.columns import Kind, Pool, columns_of, draw_texts, undecoded
 from tcompress.reading.images import decode, has_processor_file, image_reader
 from tcompress.reading.inputs import Inputs, image_shape, inputs_of, spectrogram_shape
@@ -227,13 +227,6 @@ def _batches(examples: list[Example], size: int, pad: int) -> Iterator[dict[str,
         same = list(run)
         for first in range(0, len(same), size):
             chunk = same[first : first + size]
-            yield {name: _joined(name, [item[name] for item in chunk], pad) for name in chunk[0]}
+            yield collate(chunk, pad)
             for item in chunk:
                 item.clear()  # pictures take memory
-
-
-def _joined(name: str, values: list[Tensor], pad: int) -> Tensor:
-    if values[0].ndim > 1:
-        return torch.stack(values)
-    filler = pad if name.endswith("input_ids") else 0
-    return pad_sequence(values, batch_first=True, padding_value=filler)

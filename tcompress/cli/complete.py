@@ -12,6 +12,24 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 FORMATS = ("dense",)
 CALIBRATIONS = ("builtin", "none")
+TASKS = (
+    "classification",
+    "sts",
+    "perplexity",
+    "masked-lm",
+    "image-classification",
+    "retrieval",
+    "response-selection",
+)
+
+TRAINING_TASKS = (
+    "classification",
+    "regression",
+    "sts",
+    "masked-lm",
+    "causal-lm",
+    "image-classification",
+)
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")
 _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet")
@@ -37,6 +55,11 @@ def devices(incomplete: str) -> list[str]:
     return _starting(DEVICES, incomplete)
 
 
+def training_tasks(incomplete: str) -> list[str]:
+    """Offers tasks that can be taught."""
+    return _starting(TRAINING_TASKS, incomplete)
+
+
 def formats(incomplete: str) -> list[str]:
     """Offers formats of `export`."""
     return _starting(FORMATS, incomplete)
@@ -57,6 +80,16 @@ def folders(incomplete: str) -> list[str]:
 def calibrations(incomplete: str) -> list[str]:
     """Offers what ships, then local files and folders."""
     return [*_starting(CALIBRATIONS, incomplete), *_paths(incomplete, _DATA_FILES)]
+
+
+def tasks(incomplete: str) -> list[str]:
+    """Offers tasks of `evaluate`."""
+    return _starting(TASKS, incomplete)
+
+
+def data(incomplete: str) -> list[str]:
+    """Offers local data files and folders."""
+    return list(_paths(incomplete, _DATA_FILES))
 
 
 def shipped_recipes(incomplete: str) -> list[str]:

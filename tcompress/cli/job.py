@@ -112,8 +112,8 @@ def show_plan(job: Job) -> None:
 def perform(job: Job) -> None:
     """Converts, and prints the result."""
     silence_libraries(verbose=job.manner.verbose)
+    from tcompress.artifact.workplace import check_output
     from tcompress.conversion.run import convert
-    from tcompress.conversion.workplace import check_output
 
     check_output(job.output, force=job.force)  # before a long download
     source = open_source(job.model, job.access, job.manner)

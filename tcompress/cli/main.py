@@ -8,7 +8,20 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tcompress.cli import convert, demo, export, inspect, methods, recipes, report, run
+from tcompress.cli import (
+    bench,
+    convert,
+    demo,
+    evaluate,
+    export,
+    finetune,
+    inspect,
+    lm_eval,
+    methods,
+    recipes,
+    report,
+    run,
+)
 from tcompress.cli.errors import INTERRUPTED, report_failure
 
 _EPILOG = """\
@@ -35,12 +48,16 @@ app = typer.Typer(
 )
 
 app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("finetune", epilog=finetune.EPILOG)(finetune.finetune)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("report", epilog=report.EPILOG)(report.report)
+app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("export", epilog=export.EPILOG)(export.export)
 app.command("run", epilog=run.EPILOG)(run.run)
 app.command("methods", epilog=methods.EPILOG)(methods.methods)
 app.add_typer(recipes.app, name="recipes", help="List, show, copy and check recipes.")
+app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 
 

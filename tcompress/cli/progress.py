@@ -6,24 +6,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tcompress.cli.output import notices, say
+from tcompress.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _SECONDS_BETWEEN_LINES = 15.0
-
-
-class Progress(Protocol):
-    """Hears how far long work is."""
-
-    def stage(self, name: str, total: int, unit: str) -> None:
-        """Begins a stage."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """Goes on with the current stage."""
 
 
 @contextmanager
@@ -34,7 +25,7 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
         quiet: Show nothing.
     """
     if quiet:
-        yield _Nothing()
+        yield Silent()
     elif sys.stderr.isatty():
         with _Bars() as bars:
             yield bars
@@ -42,14 +33,6 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
         lines = _Lines()
         yield lines
         lines.close()
-
-
-class _Nothing:
-    def stage(self, name: str, total: int, unit: str) -> None:
-        """Says nothing."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """Says nothing."""
 
 
 class _Bars:
@@ -108,7 +91,8 @@ class _Lines:
         self._stage.done += amount
         if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = time.monotonic()
-            say(f"{self._stage.name}: {self._stage.count()}")
+            said = f"  {note}" if note and self._stage.unit == "steps" else ""
+            say(f"{self._stage.name}: {self._stage.count()}{said}")
 
     def close(self) -> None:
         """Says that the stage is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ EPILOG = opt.examples(
     "tcompress report bert-base-lprod-p4",
     "tcompress report bert-base bert-base-lprod-p4 bert-base-svd-25 --length 256",
     "tcompress report bert-base-lprod-p4 --json > report.json",
+    "tcompress report bert-base-lprod-p4 bert-base-svd-25 --html report.html",
 )
 
 Models = Annotated[
@@ -32,18 +34,33 @@ def report(
         int, typer.Option(min=1, help="Length in tokens at which multiply-adds are counted.")
     ] = 128,
     layers: Annotated[bool, typer.Option("--layers", help="Add a row for each layer.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Write a page too: one file with tables and charts that needs no network.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
     json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Show parameters, bytes, multiply-adds and errors, side by side."""
+    """Show parameters, bytes, errors, quality and speed, side by side."""
     from tcompress.cli.output import print_json, results, silence_libraries
 
     silence_libraries(verbose=verbose)
     from tcompress.reporting.console import render
+    from tcompress.reporting.html import check_target, write_html
     from tcompress.reporting.model import report_of
 
+    if html is not None:
+        check_target(html)  # before the models are read
     reports = [report_of(name, length=length) for name in models]
+    written = {} if html is None else {"html": str(write_html(reports, html))}
     if json:
-        print_json({"reports": [item.to_json() for item in reports]})
-    else:
-        results().print(render(reports, per_layer=layers))
+        print_json({"reports": [item.to_json() for item in reports], **written})
+        return
+    results().print(render(reports, per_layer=layers))
+    if html is not None:
+        results().print(f"Wrote `{html}`.", soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,36 +26,18 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
+from tcompress.artifact.workplace import check_output, identity_of
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.fit import LayerMoments, fit_layers
+from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
-from tcompress.conversion.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
-
-
-class Progress(Protocol):
-    """Hears how far a conversion is."""
-
-    def stage(self, name: str, total: int, unit: str) -> None:
-        """A new stage begins."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """The current stage went on."""
-
-
-class Silent:
-    """Says nothing."""
-
-    def stage(self, name: str, total: int, unit: str) -> None:
-        """Ignores the stage."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """Ignores the step."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +128,7 @@ class _Job:
         }
 
     @contextmanager
-    def workplace(self) -> Iterator[Workplace]:
+    def workplace(self) -> Iterator[FitWorkplace]:
         """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
         identity = identity_of(
             {
@@ -163,7 +145,7 @@ class _Job:
                 "device": str(self.device),
             }
         )
-        place = Workplace(self.output, identity)
+        place = FitWorkplace(self.output, identity)
         try:
             yield place
         except TCompressError:
@@ -173,7 +155,7 @@ class _Job:
             place.close()
             raise
 
-    def fit_blocks(self, place: Workplace) -> None:
+    def fit_blocks(self, place: FitWorkplace) -> None:
         """Fits all blocks on calibration data, if there is any."""
         if self.data is None:
             return
@@ -195,7 +177,7 @@ class _Job:
         ):
             place.keep_block(result)
 
-    def write(self, place: Workplace) -> dict[str, str]:
+    def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
@@ -217,7 +199,7 @@ class _Job:
         write_index(place.model, shards)
         return done
 
-    def value(self, item: Stored, place: Workplace) -> Tensor:
+    def value(self, item: Stored, place: FitWorkplace) -> Tensor:
         """Makes the value of one output tensor."""
         if item.key in self.outputs.copied:
             return copied_value(self.source, item)
@@ -225,7 +207,7 @@ class _Job:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
         return self.values.pop(item.key)
 
-    def _cluster_values(self, cluster: Cluster, place: Workplace) -> dict[str, Tensor]:
+    def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
         block = self.block_of[self.outputs.runtime_name(cluster[0])]
         result = place.block(block) if self.data is not None else None
         if result is None:
@@ -261,7 +243,7 @@ class _Job:
     def _read(self, name: str) -> Tensor:
         return read_finite(self.source.store, self.source.keymap, name)
 
-    def finish(self, place: Workplace, checksums: dict[str, str], seconds: float) -> Manifest:
+    def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
         """Writes everything but the weights; `config.json`, which makes it loadable, last."""
         folder = place.model
         for path in self.source.companion_files():

@@ -13,11 +13,11 @@ from torch import Tensor
 from tcompress.artifact.format import CARD
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
-from tcompress.conversion.run import Progress, Silent
-from tcompress.conversion.workplace import Workplace, check_output, identity_of
+from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.integration.build import stored_name
 from tcompress.planning.entries import LayerPlan
+from tcompress.progress import Progress, Silent
 from tcompress.source.companions import companion_files
 from tcompress.source.names import local_folder
 from tcompress.structures.linear import StructuredLinear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +66,38 @@ class TextEncoder:
             vocabulary=vocabulary,
         )
 
-    def encode(self, texts: Sequence[str]) -> list[dict[str, Tensor]]:
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None
+    ) -> list[dict[str, Tensor]]:
         """Write each text as the model's inputs: 1-D tensors of one length, not padded.
 
         Texts without tokens give an empty dictionary.
+
+        Args:
+            texts: The texts.
+            pairs: Second texts that are read together with the first ones.
 
         Raises:
             DataError: If the tokenizer and the model do not belong together.
         """
         rows: list[dict[str, Tensor]] = []
         for first in range(0, len(texts), _CHUNK):
-            rows.extend(self._encode(list(texts[first : first + _CHUNK])))
+            chunk = slice(first, first + _CHUNK)
+            second = None if pairs is None else list(pairs[chunk])
+            rows.extend(self._encode(list(texts[chunk]), second))
         return rows
 
-    def _encode(self, texts: list[str]) -> list[dict[str, Tensor]]:
-        columns = self.tokenizer(texts, truncation=True, max_length=self.limit)
+    def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Write each text as tokens, however long it is."""
+        for first in range(0, len(texts), _CHUNK):
+            chunk = list(texts[first : first + _CHUNK])
+            for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
+                if tokens:
+                    self._check(max(tokens), text)
+                yield tokens
+
+    def _encode(self, texts: list[str], pairs: list[str] | None) -> list[dict[str, Tensor]]:
+        columns = self.tokenizer(texts, pairs, truncation=True, max_length=self.limit)
         types = columns.get("token_type_ids")
         rows: list[dict[str, Tensor]] = []
         for index, tokens in enumerate(columns["input_ids"]):

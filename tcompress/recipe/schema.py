@@ -90,6 +90,102 @@ class Convert(_Model):
     )
 
 
+TrainingTask = Literal[
+    "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification"
+]
+ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
+
+
+class TrainingData(_Model):
+    """What a model is trained on. Without a task labels are never read."""
+
+    source: tuple[str, ...] = Field(
+        ("builtin",),
+        description="`builtin`, or txt, csv, jsonl, parquet files, image folders, hub ids",
+    )
+    split: str = Field("train", description="split of folders and hub datasets")
+    columns: dict[str, str] = Field(
+        {},
+        description="columns by role (`text`, `pair`, `image`, `label`, `score`); guessed where "
+        "not given",
+    )
+    samples: int = Field(200_000, gt=0, description="most examples; drawn at random")
+    max_length: int = Field(128, gt=1, description="longest text, in tokens")
+    validation: str | None = Field(
+        None, description="data to validate on; default a share of the training data"
+    )
+    validation_split: str = Field("validation", description="split of `validation`")
+    holdout: float = Field(
+        0.02, gt=0, lt=0.9, description="share of the data kept back where `validation` is not set"
+    )
+    validation_samples: int = Field(1000, gt=0, description="most examples to validate on")
+
+
+class Finetune(_Model):
+    """How a model is trained: healed against its teacher, or taught a task."""
+
+    task: TrainingTask | None = Field(
+        None, description="task to learn from labels; without it the model is healed"
+    )
+    data: TrainingData = Field(TrainingData(), description="training data")
+    teacher: str = Field(
+        "source",
+        description="model to imitate: `source` (the dense model of the conversion), `none`, a "
+        "folder, short name or hub id",
+    )
+    teacher_blocks: tuple[int, ...] = Field(
+        (),
+        description="teacher block, from 0, that each block imitates; default one to one, or at "
+        "equal distances",
+    )
+    objectives: dict[ObjectiveName, float] = Field(
+        {}, description="weights of the terms of the loss; default by task and teacher"
+    )
+    temperature: float = Field(2.0, gt=0, description="softening of the teacher's logits")
+    block_steps: int = Field(
+        0,
+        ge=0,
+        description="first steps in which each block is trained alone, on the teacher's states",
+    )
+    train: Literal["auto", "rewritten", "blocks", "all"] = Field(
+        "auto", description="parameters to train; `auto`: blocks to heal, all for a task"
+    )
+    steps: int | None = Field(None, gt=0, description="optimizer steps; default as `epochs`")
+    epochs: float | None = Field(None, gt=0, description="passes over the data")
+    max_minutes: float | None = Field(None, gt=0, description="longest duration, in minutes")
+    batch_size: int = Field(64, gt=0, description="examples in a step, in each process")
+    learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="course of the learning rate after warming up"
+    )
+    warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps to warm up")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's, for matrices only")
+    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    dropout: bool | None = Field(
+        None, description="whether to drop out; default only where there is no teacher"
+    )
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
+        "auto", description="`auto`: bf16 on GPUs that have it"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="compute blocks twice instead of keeping what they compute"
+    )
+    evaluate_every: int = Field(100, gt=0, description="steps between validations")
+    checkpoint_every: int = Field(200, gt=0, description="steps between checkpoints")
+    patience: int | None = Field(
+        None, gt=0, description="stop after so many validations without a better one"
+    )
+    trackers: tuple[str, ...] = Field(
+        (), description="loggers of accelerate, such as `tensorboard` or `wandb`"
+    )
+    seed: int = Field(0, ge=0, description="seed of the order of examples, new heads and dropout")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
+        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
+    )
+
+
 class Recipe(_Model):
     """A whole recipe."""
 
@@ -100,6 +196,7 @@ class Recipe(_Model):
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     output: str | None = Field(None, description="folder to write")
     convert: Convert = Field(description="how to convert")
+    finetune: Finetune | None = Field(None, description="how to train what was converted")
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:

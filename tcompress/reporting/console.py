@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -14,34 +13,22 @@ from rich.text import Text
 
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
-from tcompress.reporting.model import (
-    Amount,
-    LayerReport,
-    ModelReport,
-    layer_report,
-    mean_errors,
+from tcompress.reporting.model import layer_report
+from tcompress.reporting.rows import Row, amount, calibration_text, rows_of, size
+from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
+from tcompress.reporting.words import (
+    bytes_text,
+    error_name,
+    error_text,
+    short_blocks,
+    time_text,
 )
 
 MOST_LAYERS = 40
 """Above this many layers a table shows them by role, unless all are asked for."""
 
-_ERROR_NAMES = {
-    "held_out": "held-out error",
-    "calibration": "calibration error",
-    "weight": "weight error",
-}
 _COLUMN = 26  # width that one model takes in a comparison
 _LABELS = 20
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One line about a model: a quantity before and after, or a single value."""
-
-    label: str
-    value: str = ""
-    dense: str = ""
-    kept: str = ""
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
@@ -83,11 +70,11 @@ def render_plan(
         ("all blocks", plan.block_parameters, plan.block_parameters - saved),
         ("whole model", plan.parameters, plan.parameters - saved),
     ]
-    rows = [_amount(name, Amount.of(dense, now)) for name, dense, now in amounts]
+    rows = [amount(name, Amount.of(dense, now)) for name, dense, now in amounts]
     if estimate is not None:
-        rows.append(_size("bytes on disk", source_bytes, estimate.disk_bytes))
-        rows.append(_Row("peak memory", f"about {_bytes(estimate.memory_bytes)}"))
-        rows.append(_Row("time", f"roughly {_time(estimate.seconds)}"))
+        rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
+        rows.append(Row("peak memory", f"about {bytes_text(estimate.memory_bytes)}"))
+        rows.append(Row("time", f"roughly {time_text(estimate.seconds)}"))
     table = _amount_table(rows, "now", "after")
     layers = [layer_report(entry) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
@@ -120,9 +107,12 @@ class Comparison:
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
             table.add_column(name, justify="right", overflow="fold")
-        rows = [{row.label: row for row in _rows(report, facts=True)} for report in reports]
+        rows = [
+            {row.label: row for row in rows_of(report, self.reports, facts=True)}
+            for report in reports
+        ]
         for label in dict.fromkeys(label for row in rows for label in row):
-            cells = [row.get(label, _Row(label)) for row in rows]
+            cells = [row.get(label, Row(label)) for row in rows]
             table.add_row(label, *(f"{cell.value}  {cell.kept:>6}".rstrip() for cell in cells))
         return table
 
@@ -155,10 +145,10 @@ def layer_table(
     for name in ("in → out", "params", "kept"):
         table.add_column(name, justify="right", no_wrap=True)
     if kind is not None:
-        heading = _error_name(kind).replace(" ", "\n")
+        heading = error_name(kind).replace(" ", "\n")
         table.add_column(heading, justify="right", no_wrap=True)
     groups = [[layer] for layer in layers] if one_by_one else _by_role(layers)
-    names = _short_blocks(layers)
+    names = short_blocks(layers)
     before = ""
     for group in groups:
         block = names[group[0].block] if one_by_one else str(len(group))
@@ -185,50 +175,15 @@ def _single(report: ModelReport) -> RenderableType:
     parts: list[RenderableType] = [Text(short_name(report), style="bold")]
     facts = [report.family, report.method]
     if report.calibration is not None:
-        facts.append(f"calibration {_calibration(report)}")
+        facts.append(f"calibration {calibration_text(report)}")
     parts.append(Text(" · ".join(facts), style="dim"))
     if report.source is not None and report.method != "dense":
         parts.append(Text(f"from {report.source}", style="dim"))
-    parts.append(_amount_table(_rows(report), "dense", "now"))
+    parts.append(_amount_table(rows_of(report), "dense", "now"))
     return Group(*parts)
 
 
-def _rows(report: ModelReport, facts: bool = False) -> list[_Row]:
-    """The lines about one model; a comparison also says there what a title says otherwise."""
-    rows = []
-    if facts:
-        rows += [_Row("family", report.family), _Row("method", report.method)]
-        rows.append(_Row("calibration", _calibration(report)))
-    parts = report.parameters
-    if parts.rewritten.dense:
-        rows.append(_amount("rewritten layers", parts.rewritten))
-    elif facts:  # keeps its place beside models that have some
-        rows.append(_Row("rewritten layers"))
-    rows += [
-        _amount("all blocks", parts.blocks),
-        _amount("embeddings", parts.embeddings),
-        _amount("other", parts.other),
-        _amount("whole model", parts.total),
-    ]
-    disk, macs = report.bytes_on_disk, report.macs_per_token
-    rows.append(_size("bytes on disk", disk.dense, disk.now))
-    rows.append(_amount(f"MACs/token, T={macs.length}", macs))
-    for kind, error in report.errors.items():
-        rows.append(_Row(_error_name(kind), _error(error)))
-    rows += [_Row(metric.name, f"{metric.value:.4g}") for metric in report.metrics]
-    return rows
-
-
-def _calibration(report: ModelReport) -> str:
-    facts = report.calibration
-    if facts is None:
-        return ""
-    if facts.name == "none":
-        return "none"
-    return f"{facts.name}, {facts.samples:,} samples"
-
-
-def _amount_table(rows: Sequence[_Row], dense: str, now: str) -> Table:
+def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
     table = _table()
     table.add_column("parameters")
     for name in (dense, now, "kept"):
@@ -238,16 +193,6 @@ def _amount_table(rows: Sequence[_Row], dense: str, now: str) -> Table:
     return table
 
 
-def _amount(label: str, amount: Amount) -> _Row:
-    return _Row(label, f"{amount.now:,}", f"{amount.dense:,}", f"{amount.kept:.1%}")
-
-
-def _size(label: str, dense: int | None, now: int) -> _Row:
-    if dense is None:
-        return _Row(label, _bytes(now))
-    return _Row(label, _bytes(now), _bytes(dense), f"{now / max(1, dense):.1%}")
-
-
 def _by_role(layers: Sequence[LayerReport]) -> list[list[LayerReport]]:
     def key(layer: LayerReport) -> tuple[str, str, int, int]:
         return (layer.role, layer.structure, layer.in_features, layer.out_features)
@@ -255,17 +200,6 @@ def _by_role(layers: Sequence[LayerReport]) -> list[list[LayerReport]]:
     order = {value: index for index, value in enumerate(dict.fromkeys(map(key, layers)))}
     ranked = sorted(layers, key=lambda layer: order[key(layer)])
     return [list(group) for _, group in groupby(ranked, key)]
-
-
-def _short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
-    """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
-    blocks = list(dict.fromkeys(layer.block for layer in layers))
-    most = max((block.count(".") + 1 for block in blocks), default=0)
-    for count in range(2, most + 1):
-        short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
-        if len(set(short.values())) == len(blocks):
-            return short
-    return {block: block for block in blocks}
 
 
 def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
@@ -280,7 +214,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{now:,}",
         f"{Amount.of(dense, now).kept:.1%}",
-        *("" if value is None else _error(value) for value in error),
+        *("" if value is None else error_text(value) for value in error),
     ]
 
 
@@ -294,28 +228,3 @@ def _table(title: str = "") -> Table:
         padding=(0, 1, 0, 0),
         header_style="bold",
     )
-
-
-def _error_name(kind: str) -> str:
-    return _ERROR_NAMES.get(kind, kind)
-
-
-def _error(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def _bytes(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 6000:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"

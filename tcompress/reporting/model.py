@@ -1,4 +1,4 @@
-"""What a model weighs and what a conversion lost: one tree of records, which is also the JSON.
+"""What a model weighs, what a conversion lost, and what was measured since.
 
 Nothing here reads a weight: numbers follow from the config, the plan and the headers of files.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
 from transformers import PreTrainedModel
 
 from tcompress.anatomy import Anatomy, anatomy_of
-from tcompress.artifact.manifest import CalibrationFacts, Metric
+from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import Artifact, is_converted
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import LayerPlan, Left
@@ -27,136 +27,18 @@ from tcompress.reporting.count import (
     macs_per_token,
 )
 from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.tree import (
+    Amount,
+    LayerReport,
+    Macs,
+    ModelReport,
+    Parameters,
+    mean_errors,
+)
 from tcompress.source import KeyMap, SourceModel, resolve
 from tcompress.source.store import WeightStore
 
-ERRORS = ("held_out", "calibration", "weight")
-"""Kinds of error, the most telling one first."""
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class Amount(_Node):
-    """A quantity of the dense model and of the converted one.
-
-    Attributes:
-        dense: Before.
-        now: After; the same for a dense model.
-        kept: Their ratio.
-    """
-
-    dense: int
-    now: int
-    kept: float
-
-    @classmethod
-    def of(cls, dense: int, now: int, **more: Any) -> Any:
-        """Builds an amount with its ratio; nothing of nothing is all of it."""
-        return cls(dense=dense, now=now, kept=now / dense if dense else 1.0, **more)
-
-
-class Macs(Amount):
-    """Multiply-adds for one token; `tcompress.reporting.count` has the formula.
-
-    Attributes:
-        length: Tokens in the sequence.
-    """
-
-    length: int
-
-
-class Parameters(_Node):
-    """Parameters by part: embeddings, blocks and the rest add up to the total.
-
-    Attributes:
-        embeddings: Embedding tables outside the blocks.
-        blocks: Everything in transformer blocks, biases and norms counted.
-        rewritten: Weights of the rewritten layers, a part of the blocks; what transforms store is
-            counted, biases are not.
-        other: Patch projections, norms outside the blocks, poolers, heads that are not tied.
-        total: All parameters; tied ones count once.
-    """
-
-    embeddings: Amount
-    blocks: Amount
-    rewritten: Amount
-    other: Amount
-    total: Amount
-
-
-class LayerReport(_Node):
-    """One rewritten weight.
-
-    Attributes:
-        name: Name in the checkpoint.
-        parameter: Attribute of that module which holds the weight.
-        block: Name of the block in the checkpoint.
-        role: What the layer does, such as `q` or `down`.
-        structure: How it is stored, such as `lprod p=16 dct + lowrank r=77`.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        experts: Number of stacked experts, if any.
-        input_of: Layer that stores the input side of this one too, if any.
-        parameters: Parameters of the weight, without the bias.
-        macs: Multiply-adds for one token.
-        errors: Relative squared errors by kind: of the output on data that the fit did not see
-            (`held_out`) and on data that it saw (`calibration`), or of the weight (`weight`).
-    """
-
-    name: str
-    parameter: str
-    block: str
-    role: str
-    structure: str
-    in_features: int
-    out_features: int
-    experts: int | None
-    input_of: str | None
-    parameters: Amount
-    macs: Amount
-    errors: dict[str, float]
-
-
-class ModelReport(_Node):
-    """All that is known of one model without running it.
-
-    Attributes:
-        schema_version: Version of this tree; `schema` in JSON.
-        name: Folder or id, as it was given.
-        family: Model type.
-        method: Name of the method; `dense` for a model that was not converted.
-        source: The dense model, if known.
-        created: Time of the conversion, if known.
-        parameters: Parameters by part.
-        bytes_on_disk: Tensors of the source, and weight files as they are.
-        macs_per_token: Multiply-adds for one token.
-        layers: The rewritten weights.
-        left: Layers of the blocks that stayed dense, and why.
-        errors: Means of the layers' errors by kind.
-        calibration: Data that the fit looked at, if known.
-        metrics: What was measured on the model, with protocols.
-    """
-
-    schema_version: Literal[1] = Field(1, validation_alias="schema", serialization_alias="schema")
-    name: str
-    family: str
-    method: str
-    source: str | None
-    created: str | None
-    parameters: Parameters
-    bytes_on_disk: Amount
-    macs_per_token: Macs
-    layers: tuple[LayerReport, ...] = ()
-    left: tuple[Left, ...] = ()
-    errors: dict[str, float] = Field(default_factory=dict)
-    calibration: CalibrationFacts | None = None
-    metrics: tuple[Metric, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the tree as plain data for JSON."""
-        return self.model_dump(mode="json", by_alias=True)
+__all__ = ["ModelReport", "layer_report", "mean_errors", "report_of"]
 
 
 def report_of(
@@ -178,24 +60,14 @@ def report_of(
     folder = resolve(str(name))
     if is_converted(folder):
         return _converted(str(name), Artifact.open(folder), length, trust_remote_code)
-    source = SourceModel.open(str(name), trust_remote_code=trust_remote_code)
-    model = source.meta_model()
-    anatomy = anatomy_of(model)
-    size = bytes_of_files(source.store)
-    return ModelReport(
-        name=str(name),
-        family=anatomy.family,
-        method="dense",
-        source=source.id,
-        created=None,
-        parameters=_parameters(model, anatomy, ()),
-        bytes_on_disk=Amount.of(size, size),
-        macs_per_token=_macs(model, anatomy, {}, length),
-    )
+    return _dense(str(name), length, trust_remote_code)
 
 
 def layer_report(
-    entry: LayerPlan, errors: Mapping[str, float] | None = None, runs: int = 1
+    entry: LayerPlan,
+    errors: Mapping[str, float] | None = None,
+    runs: int = 1,
+    itemsize: int | None = None,
 ) -> LayerReport:
     """Reports on one layer of a plan.
 
@@ -203,7 +75,10 @@ def layer_report(
         entry: The layer.
         errors: Its errors, if it was fitted.
         runs: Experts that one token passes.
+        itemsize: Bytes of a stored number, if there is a file.
     """
+    counts = (entry.dense_parameters, entry.parameters)
+    size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
     return LayerReport(
         name=entry.name,
@@ -215,26 +90,48 @@ def layer_report(
         out_features=entry.out_features,
         experts=entry.experts,
         input_of=entry.input_of,
-        parameters=Amount.of(entry.dense_parameters, entry.parameters),
+        parameters=Amount.of(*counts),
         macs=Amount.of(dense, layer_macs(entry, runs)),
+        bytes=size,
         errors=dict(errors or {}),
     )
-
-
-def mean_errors(layers: Iterable[LayerReport]) -> dict[str, float]:
-    """Means of the errors of each kind, over the layers that have it."""
-    found: dict[str, list[float]] = {}
-    for layer in layers:
-        for kind, error in layer.errors.items():
-            found.setdefault(kind, []).append(error)
-    known = [kind for kind in ERRORS if kind in found]
-    kinds = [*known, *(kind for kind in found if kind not in known)]
-    return {kind: sum(found[kind]) / len(found[kind]) for kind in kinds}
 
 
 def bytes_of_files(store: WeightStore) -> int:
     """Sizes of the weight files."""
     return sum((store.folder / file).stat().st_size for file in store.files)
+
+
+def _dense(name: str, length: int, trust: bool) -> ModelReport:
+    source = SourceModel.open(name, trust_remote_code=trust)
+    model = source.meta_model()
+    anatomy = anatomy_of(model)
+    size = bytes_of_files(source.store)
+    manifest = read_manifest(source.folder)  # of a dense model that tcompress trained
+    return ModelReport(
+        name=name,
+        family=anatomy.family,
+        method="dense",
+        source=source.id if manifest is None else manifest.source.id,
+        created=None if manifest is None else manifest.created,
+        parameters=_parameters(model, anatomy, ()),
+        bytes_on_disk=Amount.of(size, size),
+        macs_per_token=_macs(model, anatomy, {}, length),
+        **_recorded(manifest),
+    )
+
+
+def _recorded(manifest: Manifest | None) -> dict[str, Any]:
+    """What the manifest says of the model's life; converted and dense ones alike."""
+    if manifest is None:
+        return {}
+    return {
+        "metrics": tuple(manifest.metrics),
+        "training": tuple(manifest.training),
+        "speed": tuple(manifest.speed),
+        "recipe": manifest.recipe or None,
+        "environment": manifest.environment or None,
+    }
 
 
 def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> ModelReport:
@@ -243,7 +140,12 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
     planned = _planned(artifact, model)
     manifest = artifact.manifest
     layers = tuple(
-        layer_report(entry, errors, experts_per_token(model.config, entry.experts))
+        layer_report(
+            entry,
+            errors,
+            experts_per_token(model.config, entry.experts),
+            _dtype(artifact, entry).itemsize,
+        )
         for entry, errors in zip(artifact.layers, _errors(artifact), strict=True)
     )
     first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
@@ -260,8 +162,12 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
         left=_left(anatomy, planned) if manifest is None else manifest.plan.left,
         errors=mean_errors(layers),
         calibration=None if manifest is None else manifest.calibration,
-        metrics=() if manifest is None else tuple(manifest.metrics),
+        **_recorded(manifest),
     )
+
+
+def _dtype(artifact: Artifact, entry: LayerPlan) -> torch.dtype:
+    return artifact.store.dtype(f"{entry.name}.{entry.parameter}")
 
 
 def _dense_model(artifact: Artifact, trust: bool) -> PreTrainedModel:
@@ -329,9 +235,8 @@ def _bytes(artifact: Artifact) -> Amount:
     else:
         dense = store.total_bytes
         for entry in artifact.layers:
-            guard = f"{entry.name}.{entry.parameter}"
             saved = entry.dense_parameters - entry.parameters
-            dense += saved * store.dtype(guard).itemsize
+            dense += saved * _dtype(artifact, entry).itemsize
     amount: Amount = Amount.of(dense, bytes_of_files(store))
     return amount
 

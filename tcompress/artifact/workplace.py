@@ -1,4 +1,4 @@
-"""The folder beside the output in which a conversion works: what is finished survives a kill.
+"""The folder beside the output in which long work is done: what is finished survives a kill.
 
 Nothing in it loads as a model: `config.json` is written last, and the finished model folder is
 renamed to the output's name in one step.
@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import FittedLayer
 from tcompress.errors import InputError
 
 
@@ -40,21 +35,20 @@ def check_output(output: Path, *, force: bool) -> None:
 
 
 class Workplace:
-    """Working folder of one conversion.
+    """Working folder of one conversion or training run.
 
     Args:
         output: The folder that will be written.
         identity: Everything that determines the result; another identity starts afresh.
 
     Raises:
-        InputError: Another conversion is writing the same output.
+        InputError: Another run is writing the same output.
     """
 
     def __init__(self, output: Path, identity: str) -> None:
         self.output = output
         self.folder = output.parent / f".{output.name}.partial"
         self.model = self.folder / "model"
-        self._blocks = self.folder / "blocks"
         self._journal = self.folder / "journal.jsonl"
         self.resumed = False
         self._lock = self._locked()
@@ -67,7 +61,6 @@ class Workplace:
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
             state.write_text(identity, encoding="utf-8")
         self.model.mkdir(exist_ok=True)
-        self._blocks.mkdir(exist_ok=True)
 
     def _locked(self) -> FileLock:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +69,7 @@ class Workplace:
             lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
-                f"another conversion is writing `{self.output}`",
+                f"another run is writing `{self.output}`",
                 "wait for it, or choose another output with `-o`",
             ) from error
         return lock
@@ -101,47 +94,6 @@ class Workplace:
             if fact["kind"] == kind:
                 found.append(fact)
         return found
-
-    def keep_block(self, result: BlockResult) -> None:
-        """Stores the fits of one block."""
-        tensors: dict[str, Tensor] = {}
-        for name, fitted in result.layers.items():
-            tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
-        tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
-        errors = {name: fitted.errors for name, fitted in result.layers.items()}
-        beside = self._path_of(result.block).with_suffix(".tmp")
-        save_file(
-            {key: tensor.cpu().contiguous() for key, tensor in tensors.items()},
-            beside,
-            {"errors": json.dumps(errors)},
-        )
-        beside.rename(self._path_of(result.block))
-        self.note("block", name=result.block)
-
-    def block(self, name: str) -> BlockResult | None:
-        """Reads the fits of a finished block."""
-        path = self._path_of(name)
-        if not path.is_file():
-            return None
-        layers: dict[str, dict[str, Tensor]] = {}
-        biases: dict[str, Tensor] = {}
-        try:
-            with safe_open(path, "pt") as file:
-                errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    kind, _, rest = key.partition("/")
-                    if kind == "bias":
-                        biases[rest] = file.get_tensor(key)
-                    else:
-                        layer, _, tensor = rest.partition("/")
-                        layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
-        except (SafetensorError, OSError, KeyError, ValueError):
-            return None  # cut off by a kill: fitted again
-        fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
-        return BlockResult(name, fitted, biases)
-
-    def _path_of(self, block: str) -> Path:
-        return self._blocks / f"{block}.safetensors"
 
     def publish(self, *, force: bool) -> None:
         """Renames the finished model folder to the output, and removes the rest."""

@@ -1,0 +1,410 @@
+"""`tcompress finetune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tcompress.cli import complete
+from tcompress.cli import options as opt
+from tcompress.cli.errors import Interrupted
+from tcompress.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tcompress.recipe.schema import Finetune
+    from tcompress.training.run import Finetuned
+
+EPILOG = opt.examples(
+    "tcompress finetune minilm-lprod-p4 --data sentences.txt",
+    "tcompress finetune small --task classification --data train.csv",
+    "tcompress finetune small --data text.jsonl --max-minutes 30 -o healed",
+    "tcompress finetune minilm --task sts --data pairs.csv --teacher none",
+    "torchrun --nproc_per_node 2 -m tcompress finetune small --data a.txt",
+)
+
+LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="Folder that `tcompress convert` wrote, or any other model.",
+        autocompletion=complete.models,
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm` or "
+        "`image-classification`. Without it the model is healed, and labels are not read.",
+        rich_help_panel=LEARNING,
+        autocompletion=complete.training_tasks,
+    ),
+]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        metavar="source|none|MODEL",
+        help="Model to imitate. Default: the dense model of the conversion.",
+        rich_help_panel=LEARNING,
+    ),
+]
+TeacherBlocks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="0,2,5",
+        help="Teacher's block, from 0, that each block imitates, where there are fewer.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Objective = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=WEIGHT",
+        help="Terms of the loss: `task`, `logits`, `hidden`, `embedding`, `attention`. Repeatable, "
+        "or with commas between.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Softening of the teacher's logits.", rich_help_panel=LEARNING),
+]
+BlockSteps = Annotated[
+    int | None,
+    typer.Option(
+        help="First steps in which each block is trained alone, on the teacher's states.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Train = Annotated[
+    str | None,
+    typer.Option(
+        metavar="rewritten|blocks|all",
+        help="Parameters to train. Default: blocks to heal, all for a task.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE|FOLDER|DATASET",
+        help="txt, csv, jsonl or parquet files, image folders or hub ids; repeatable. Default: "
+        "text that ships.",
+        rich_help_panel=DATA,
+    ),
+]
+Split = Annotated[
+    str | None, typer.Option(help="Split of folders and hub datasets.", rich_help_panel=DATA)
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=NAME",
+        help="Columns by role: `text`, `pair`, `image`, `label`, `score`. Guessed where not given.",
+        rich_help_panel=DATA,
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Most examples.", rich_help_panel=DATA)]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=DATA)
+]
+Validation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|FOLDER|DATASET",
+        help="Data to validate on. Default: a share of the training data.",
+        rich_help_panel=DATA,
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Optimizer steps.", show_default=False, rich_help_panel=RUNNING)
+]
+Epochs = Annotated[
+    float | None, typer.Option(help="Passes over the data.", rich_help_panel=RUNNING)
+]
+MaxMinutes = Annotated[
+    float | None, typer.Option(help="Longest duration.", rich_help_panel=RUNNING)
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Examples in a step, in each process.", rich_help_panel=RUNNING)
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="Highest learning rate.", rich_help_panel=RUNNING)
+]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(help="Steps between validations.", rich_help_panel=RUNNING)
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUNNING)
+]
+Patience = Annotated[
+    int | None,
+    typer.Option(
+        help="Stop after so many validations without a better one.", rich_help_panel=RUNNING
+    ),
+]
+MixedPrecision = Annotated[
+    str | None,
+    typer.Option(metavar="auto|no|fp16|bf16", help="Mixed precision.", rich_help_panel=RUNNING),
+]
+GradientCheckpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Less memory, more time: compute blocks twice.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Loggers of accelerate, such as `tensorboard`; repeatable.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed.", rich_help_panel=RUNNING)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.",
+        rich_help_panel=RUNNING,
+        autocompletion=complete.devices,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FOLDER",
+        help="Folder to write. Default: the model's name and `-healed`, or the task.",
+        rich_help_panel=opt.OUTPUT,
+        autocompletion=complete.folders,
+    ),
+]
+
+# Options that only change a value of the recipe, and the field they change.
+_FIELDS = {
+    "task": "task",
+    "teacher": "teacher",
+    "temperature": "temperature",
+    "block_steps": "block_steps",
+    "train": "train",
+    "steps": "steps",
+    "epochs": "epochs",
+    "max_minutes": "max_minutes",
+    "batch_size": "batch_size",
+    "learning_rate": "learning_rate",
+    "evaluate_every": "evaluate_every",
+    "checkpoint_every": "checkpoint_every",
+    "patience": "patience",
+    "mixed_precision": "mixed_precision",
+    "track": "trackers",
+    "seed": "seed",
+    "device": "device",
+}
+_DATA_FIELDS = {
+    "data": "source",
+    "split": "split",
+    "samples": "samples",
+    "max_length": "max_length",
+    "validation": "validation",
+}
+_FLAGS = {"learning_rate": "--lr", "trackers": "--track", "source": "--data"}
+
+
+def finetune(
+    context: typer.Context,
+    model: ModelArgument,
+    recipe: opt.RecipeOption = None,
+    task: Task = None,
+    teacher: Teacher = None,
+    teacher_blocks: TeacherBlocks = None,
+    objective: Objective = None,
+    temperature: Temperature = None,
+    block_steps: BlockSteps = None,
+    train: Train = None,
+    data: Data = None,
+    split: Split = None,
+    columns: Columns = None,
+    samples: Samples = None,
+    max_length: MaxLength = None,
+    validation: Validation = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    max_minutes: MaxMinutes = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    evaluate_every: EvaluateEvery = None,
+    checkpoint_every: CheckpointEvery = None,
+    patience: Patience = None,
+    mixed_precision: MixedPrecision = None,
+    gradient_checkpointing: GradientCheckpointing = False,
+    track: Track = None,
+    seed: Seed = None,
+    device: Device = None,
+    output: Output = None,
+    force: opt.Force = False,
+    token: opt.Token = None,
+    allow_remote_code: opt.AllowRemoteCode = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Heal a converted model by imitating the dense one, or teach a model a task."""
+    from tcompress.cli.output import say, silence_libraries
+    from tcompress.cli.progress import shown_progress
+
+    silence_libraries(verbose=verbose)
+    settings = settings_of(context.params)
+    folder = Path(output) if output else default_output(model, settings)
+    from tcompress.artifact.workplace import check_output
+    from tcompress.source import SourceModel
+    from tcompress.training.run import finetune as train_model
+
+    if is_main_process():
+        check_output(folder, force=force)
+    source = SourceModel.open(
+        model, token=token, trust_remote_code=allow_remote_code, converted=True
+    )
+    quiet = quiet or not is_main_process()
+    with resumable(folder), shown_progress(quiet=quiet) as progress:
+        done = train_model(
+            source, settings, folder, force=force, token=token, progress=progress, say=say
+        )
+    if is_main_process():
+        show_result(done, as_json=json)
+
+
+def settings_of(given: Mapping[str, Any]) -> Finetune:
+    """Settings of a run: the recipe's, changed by options.
+
+    Raises:
+        RecipeError: An option has a value that is not allowed; names all of them.
+    """
+    from pydantic import ValidationError
+
+    from tcompress.recipe import find_recipe, parse_recipe
+    from tcompress.recipe.schema import Finetune
+
+    data: dict[str, Any] = {}
+    if given.get("recipe"):
+        text, origin = find_recipe(given["recipe"])
+        said = parse_recipe(text, origin).finetune
+        if said is None:
+            raise RecipeError(
+                f"recipe `{origin}` has no `finetune`", "choose another recipe, or leave it out"
+            )
+        data = said.model_dump()
+    data |= {field: given[name] for name, field in _FIELDS.items() if given.get(name) is not None}
+    inner = {f: given[name] for name, f in _DATA_FIELDS.items() if given.get(name) is not None}
+    if given.get("columns"):
+        inner["columns"] = pairs("--columns", given["columns"], "text=review")
+    data["data"] = {**data.get("data", {}), **inner}
+    if given.get("objective"):
+        data["objectives"] = pairs("--objective", given["objective"], "hidden=1")
+    if given.get("teacher_blocks"):
+        data["teacher_blocks"] = [word.strip() for word in given["teacher_blocks"].split(",")]
+    if given.get("gradient_checkpointing"):
+        data["gradient_checkpointing"] = True
+    try:
+        return Finetune.model_validate(data)
+    except ValidationError as error:
+        raise _in_words(error) from error
+
+
+def pairs(option: str, given: list[str], example: str) -> dict[str, str]:
+    """Reads `name=value`, repeated or with commas between."""
+    found = {}
+    for word in ",".join(given).split(","):
+        name, equals, value = word.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise RecipeError(f"`{option}` is `{word}`, expected a pair such as `{example}`")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def default_output(model: str, settings: Finetune) -> Path:
+    """Names the folder to write, such as `bert-base-lprod-p4-healed`."""
+    from tcompress.source import default_output_name
+    from tcompress.source.names import local_folder
+
+    name = default_output_name(model, settings.task or "healed")
+    folder = local_folder(model)
+    return Path(name) if folder is None else folder.parent / name
+
+
+def is_main_process() -> bool:
+    """Tells whether this process talks to the user; launchers start several."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def resumable(output: Path) -> Iterator[None]:
+    """Says after an interruption how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            f"interrupted; `{output}` was not written, but the training so far is kept",
+            "run the same command again: it goes on where it stopped",
+        ) from error
+
+
+def show_result(done: Finetuned, *, as_json: bool) -> None:
+    """Prints what training did, and what to do next."""
+    from tcompress.cli.job import relative
+    from tcompress.cli.output import print_json, results, table
+
+    facts, name = done.facts, relative(done.folder)
+    if as_json:
+        record = facts.model_dump(mode="json")
+        print_json({"output": str(done.folder), "resumed": done.resumed, "training": record})
+        return
+    screen = results()
+    names = ("step", "loss", facts.validation, "learning rate", "minutes")
+    rows = table(*names, right=names)
+    for point in _shown(facts.curve):
+        rows.add_row(
+            f"{point.step:,}" + (" *" if point.step == facts.best_step else "  "),
+            "" if point.loss is None else f"{point.loss:.4f}",
+            "" if point.validation is None else f"{point.validation:.4f}",
+            "" if point.learning_rate is None else f"{point.learning_rate:.2e}",
+            f"{point.seconds / 60:.1f}",
+        )
+    screen.print(rows)
+    screen.print(
+        f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes"
+        + (f", taught by {facts.teacher}" if facts.teacher else ""),
+        soft_wrap=True,
+    )
+    screen.print(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.", soft_wrap=True)
+    screen.print(f"Next: `tcompress evaluate {name} --task ... --data ...`", soft_wrap=True)
+
+
+def _shown(curve: list[Any], most: int = 12) -> list[Any]:
+    """At most so many points, the first and the last among them."""
+    if len(curve) <= most:
+        return curve
+    return [curve[round(index * (len(curve) - 1) / (most - 1))] for index in range(most)]
+
+
+def _in_words(error: Any) -> RecipeError:
+    """Names options, where validation names fields."""
+    lines = []
+    for item in error.errors(include_url=False):
+        place = str(next(step for step in reversed(item["loc"]) if isinstance(step, str)))
+        option = _FLAGS.get(place, "--" + place.replace("_", "-"))
+        lines.append(f"`{option}` is `{item['input']}`: {item['msg'][:1].lower()}{item['msg'][1:]}")
+    return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

@@ -1,0 +1,65 @@
+"""The working folder of a conversion: fits of finished blocks survive a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tcompress.artifact.workplace import Workplace
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.fit import FittedLayer
+
+
+class FitWorkplace(Workplace):
+    """Working folder of one conversion; arguments as for `Workplace`."""
+
+    def __init__(self, output: Path, identity: str) -> None:
+        super().__init__(output, identity)
+        self._blocks = self.folder / "blocks"
+        self._blocks.mkdir(exist_ok=True)
+
+    def keep_block(self, result: BlockResult) -> None:
+        """Stores the fits of one block."""
+        tensors: dict[str, Tensor] = {}
+        for name, fitted in result.layers.items():
+            tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
+        tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
+        errors = {name: fitted.errors for name, fitted in result.layers.items()}
+        beside = self._path_of(result.block).with_suffix(".tmp")
+        save_file(
+            {key: tensor.cpu().contiguous() for key, tensor in tensors.items()},
+            beside,
+            {"errors": json.dumps(errors)},
+        )
+        beside.rename(self._path_of(result.block))
+        self.note("block", name=result.block)
+
+    def block(self, name: str) -> BlockResult | None:
+        """Reads the fits of a finished block."""
+        path = self._path_of(name)
+        if not path.is_file():
+            return None
+        layers: dict[str, dict[str, Tensor]] = {}
+        biases: dict[str, Tensor] = {}
+        try:
+            with safe_open(path, "pt") as file:
+                errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    kind, _, rest = key.partition("/")
+                    if kind == "bias":
+                        biases[rest] = file.get_tensor(key)
+                    else:
+                        layer, _, tensor = rest.partition("/")
+                        layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None  # cut off by a kill: fitted again
+        fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
+        return BlockResult(name, fitted, biases)
+
+    def _path_of(self, block: str) -> Path:
+        return self._blocks / f"{block}.safetensors"

@@ -1,0 +1,1 @@
+"""Measuring models on tasks, with intervals and paired comparisons."""

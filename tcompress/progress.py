@@ -1,0 +1,25 @@
+"""How long work says how far it is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Hears how far long work is."""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """A new stage begins."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """The current stage went on."""
+
+
+class Silent:
+    """Says nothing."""
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        """Ignores the stage."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Ignores the step."""

@@ -1,0 +1,52 @@
+"""Which numbers stand for a set of models: one metric and one size of a forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from tcompress.artifact.manifest import Metric, Speed
+from tcompress.reporting.tree import ModelReport
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def metric_key(metric: Metric) -> tuple[str, ...]:
+    """Equal for numbers that can be compared."""
+    return (metric.name, *(str(metric.protocol.get(key)) for key in ("task", "data", "split")))
+
+
+def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
+    """Equal for times that can be compared."""
+    found = (speed.protocol.get(key) for key in ("device", "device_name", "dtype", "threads"))
+    return (speed.batch * speed.length, speed.batch, speed.mode, tuple(map(str, found)))
+
+
+def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:
+    """Picks the metric that most of the models have, the first of those, for each model."""
+    key = _commonest((metric_key(metric) for metric in report.metrics) for report in reports)
+    return [
+        next((metric for metric in report.metrics if metric_key(metric) == key), None)
+        for report in reports
+    ]
+
+
+def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:
+    """Picks the size that most models were timed at: eager and large where there are more."""
+    counts = Counter(key for report in reports for key in set(map(speed_key, report.speed)))
+    key = max(counts, key=lambda key: (counts[key], key[2] == "eager", *key[:2]), default=None)
+    return [
+        next((speed for speed in report.speed if speed_key(speed) == key), None)
+        for report in reports
+    ]
+
+
+def best_speed(report: ModelReport) -> Speed | None:
+    """Picks the time with the greatest ratio."""
+    return max(report.speed, key=lambda speed: speed.ratio, default=None)
+
+
+def _commonest(groups: Iterable[Iterable[_Key]]) -> _Key | None:
+    counts = Counter(key for group in groups for key in dict.fromkeys(group))
+    return counts.most_common(1)[0][0] if counts else None

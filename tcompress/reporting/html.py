@@ -1,0 +1,90 @@
+"""One HTML file with everything in it: no script, no font, no request to anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import tcompress
+from tcompress.errors import InputError
+from tcompress.reporting import words
+from tcompress.reporting.page import page_of, plain
+from tcompress.reporting.speed import memory_text
+from tcompress.reporting.tree import ModelReport
+
+_ENDINGS = (".html", ".htm")
+
+
+def render_html(reports: Sequence[ModelReport]) -> str:
+    """Renders models as a page; the same reports always give the same text."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bytes": words.bytes_text,
+        "count": words.count_text,
+        "duration": words.time_text,
+        "error": words.error_text,
+        "interval": words.interval_text,
+        "machine": words.machine_text,
+        "memory": memory_text,
+        "milliseconds": words.milliseconds_text,
+        "plain": plain,
+        "ratio": words.ratio_text,
+        "ratio_of": words.metric_ratio,
+        "signed": words.signed_text,
+        "value": words.value_text,
+    }
+    source = files("tcompress").joinpath("data", "report.html.j2").read_text(encoding="utf-8")
+    template = environment.from_string(source)
+    return template.render(page=page_of(reports), version=tcompress.__version__)
+
+
+def check_target(path: Path) -> None:
+    """Refuses a file that cannot or should not be written.
+
+    Raises:
+        InputError: It is a folder, its folder is missing, or it is a file of another kind.
+    """
+    if path.is_dir():
+        raise InputError(
+            f"`{path}` is a folder, expected the name of a file", f"such as `{path}/report.html`"
+        )
+    if not path.parent.is_dir():
+        raise InputError(
+            f"there is no folder `{path.parent}` to write `{path.name}` to", "make the folder first"
+        )
+    if path.exists() and path.suffix.lower() not in _ENDINGS:
+        raise InputError(
+            f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
+        )
+
+
+def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
+    """Writes models as a page: beside an older one first, then in its place.
+
+    Args:
+        reports: The models.
+        path: File to write.
+
+    Raises:
+        InputError: The file cannot be written there.
+    """
+    target = Path(path).expanduser()
+    check_target(target)
+    text = render_html(reports)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:
+        raise InputError(
+            f"`{target}` cannot be written ({error.strerror})", "give another place with `--html`"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,127 @@
+"""Lines about a model: a label with what was before, what is now, and their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tcompress.artifact.manifest import Metric, Speed
+from tcompress.reporting.tree import Amount, ModelReport
+from tcompress.reporting.words import (
+    bytes_text,
+    error_name,
+    error_text,
+    interval_text,
+    machine_text,
+    metric_labels,
+    metric_ratio,
+    milliseconds_text,
+    ratio_text,
+    time_text,
+    value_text,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line about a model: a quantity before and after, or a single value."""
+
+    label: str
+    value: str = ""
+    dense: str = ""
+    kept: str = ""
+
+
+def rows_of(
+    report: ModelReport, others: Sequence[ModelReport] = (), facts: bool = False
+) -> list[Row]:
+    """Lists the lines about one model.
+
+    Args:
+        report: The model.
+        others: Models shown beside it.
+        facts: Say too what a title says otherwise.
+    """
+    rows = []
+    if facts:
+        rows += [Row("family", report.family), Row("method", report.method)]
+        rows.append(Row("calibration", calibration_text(report)))
+    parts = report.parameters
+    if parts.rewritten.dense:
+        rows.append(amount("rewritten layers", parts.rewritten))
+    elif facts:  # keeps its place beside models that have some
+        rows.append(Row("rewritten layers"))
+    rows += [
+        amount("all blocks", parts.blocks),
+        amount("embeddings", parts.embeddings),
+        amount("other", parts.other),
+        amount("whole model", parts.total),
+    ]
+    disk, macs = report.bytes_on_disk, report.macs_per_token
+    rows.append(size("bytes on disk", disk.dense, disk.now))
+    rows.append(amount(f"MACs/token, T={macs.length}", macs))
+    for kind, error in report.errors.items():
+        rows.append(Row(error_name(kind), error_text(error)))
+    return rows + _records(report, (report, *others))
+
+
+def calibration_text(report: ModelReport) -> str:
+    """Says what the fit looked at."""
+    facts = report.calibration
+    if facts is None:
+        return ""
+    if facts.name == "none":
+        return "none"
+    return f"{facts.name}, {facts.samples:,} samples"
+
+
+def healed_text(report: ModelReport) -> str:
+    """Says whether a model was trained after its conversion, and for how long."""
+    if not report.training:
+        return "no" if report.layers else ""
+    steps = sum(run.steps for run in report.training)
+    minutes = time_text(sum(run.seconds for run in report.training))
+    return f"{'yes, ' if report.layers else ''}{steps:,} steps, {minutes}"
+
+
+def amount(label: str, amount: Amount) -> Row:
+    """A line about a count before and after."""
+    return Row(label, f"{amount.now:,}", f"{amount.dense:,}", f"{amount.kept:.1%}")
+
+
+def size(label: str, dense: int | None, now: int) -> Row:
+    """A line about bytes before and after."""
+    if dense is None:
+        return Row(label, bytes_text(now))
+    return Row(label, bytes_text(now), bytes_text(dense), f"{now / max(1, dense):.1%}")
+
+
+def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
+    """What was done and measured after the conversion."""
+    rows = []
+    if any(item.training or item.speed for item in shown) and healed_text(report):
+        label = "healed" if any(item.layers for item in shown) else "trained"
+        rows.append(Row(label, healed_text(report)))
+    labels = metric_labels(report.metrics)
+    for label, metric in zip(labels, report.metrics, strict=True):
+        rows += _metric(label, metric)
+    machines = {machine_text(speed) for item in shown for speed in item.speed}
+    return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
+
+
+def _metric(label: str, metric: Metric) -> list[Row]:
+    found, ratio = metric.difference, ratio_text(metric_ratio(metric))
+    dense = "" if found is None else value_text(found.baseline_value)
+    rows = [Row(label, value_text(metric.value), dense, ratio)]
+    if metric.interval is not None:
+        level = f"{metric.interval.level:.0%} interval"
+        rows.append(Row(f"  {level} of {label}", interval_text(metric.interval)))
+    return rows
+
+
+def _speed(speed: Speed, several: bool) -> Row:
+    words = ["time" if speed.mode == "eager" else speed.mode]
+    words.append(f"B={speed.batch} T={speed.length}")
+    label = " ".join(words) + (f", {machine_text(speed)}" if several else "")
+    now, dense = map(milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+    return Row(label, now, dense, ratio_text(speed.ratio, 2))

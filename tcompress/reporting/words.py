@@ -1,0 +1,134 @@
+"""Numbers and names as people read them, the same in tables and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tcompress.artifact.manifest import Interval, Metric, Speed
+    from tcompress.reporting.tree import LayerReport
+
+_ERROR_NAMES = {
+    "held_out": "held-out error",
+    "calibration": "calibration error",
+    "weight": "weight error",
+}
+
+
+def error_name(kind: str) -> str:
+    """Names a kind of error."""
+    return _ERROR_NAMES.get(kind, kind)
+
+
+def error_text(value: float) -> str:
+    """Writes an error."""
+    return f"{value:.4f}"
+
+
+def bytes_text(size: int) -> str:
+    """Writes a number of bytes, such as `70.5 kB`."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def count_text(number: float) -> str:
+    """Writes a large number in short, such as `22.7 M`."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def time_text(seconds: float) -> str:
+    """Writes a duration roughly, such as `14 min`."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def milliseconds_text(value: float) -> str:
+    """Writes a time with three digits."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} ms"
+
+
+def value_text(value: float) -> str:
+    """Writes a measured number with four digits."""
+    if abs(value) < 1:
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+
+
+def tick_text(value: float) -> str:
+    """Writes a number beside an axis."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def signed_text(value: float) -> str:
+    """Writes a difference with its sign."""
+    text = f"{value:+.4f}" if abs(value) < 10 else f"{value:+,.1f}"
+    return text.replace("-", "−")
+
+
+def interval_text(interval: Interval, signed: bool = False) -> str:
+    """Writes both ends of an interval."""
+    write = signed_text if signed else value_text
+    return f"{write(interval.low)} … {write(interval.high)}"
+
+
+def metric_labels(metrics: Iterable[Metric]) -> list[str]:
+    """Names metrics; the task tells those of one name apart, then the data, then a number."""
+    listed = list(metrics)
+    labels = [metric.name for metric in listed]
+    for key in ("task", "data", "split"):
+        labels = [
+            f"{label}, {metric.protocol[key]}"
+            if labels.count(label) > 1 and metric.protocol.get(key)
+            else label
+            for label, metric in zip(labels, listed, strict=True)
+        ]
+    return [
+        f"{label}, {labels[:index].count(label) + 1}" if label in labels[:index] else label
+        for index, label in enumerate(labels)
+    ]
+
+
+def metric_ratio(metric: Metric) -> float | None:
+    """The metric as a multiple of the baseline's."""
+    if metric.difference is None or not metric.difference.baseline_value:
+        return None
+    return metric.value / metric.difference.baseline_value
+
+
+def ratio_text(ratio: float | None, digits: int = 3) -> str:
+    """Writes a multiple, such as `0.962×`; nothing where there is none."""
+    return "" if ratio is None else f"{ratio:.{digits}f}×"
+
+
+def machine_text(speed: Speed) -> str:
+    """Says what a time was measured on, such as `cpu, 2 threads, float32`."""
+    found = speed.protocol
+    device, threads = found.get("device"), found.get("threads")
+    words = [device] if device else []
+    if threads and device == "cpu":
+        words.append(f"{threads} thread" + ("s" if threads != 1 else ""))
+    words += [found["dtype"]] if found.get("dtype") else []
+    return ", ".join(map(str, words))
+
+
+def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
+    """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
+    blocks = list(dict.fromkeys(layer.block for layer in layers))
+    most = max((block.count(".") + 1 for block in blocks), default=0)
+    for count in range(2, most + 1):
+        short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
+        if len(set(short.values())) == len(blocks):
+            return short
+    return {block: block for block in blocks}

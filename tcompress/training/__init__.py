@@ -1,0 +1,1 @@
+"""Fine-tuning and healing: objectives, teachers, the accelerate loop."""

@@ -1,0 +1,413 @@
+"""What a model is trained on: encoded examples in batches of similar length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tcompress.errors import DataError
+from tcompress.reading import builtin
+from tcompress.reading.collate import IGNORED, collate
+from tcompress.reading.columns import Kind, Pool, columns_of, undecoded
+from tcompress.reading.examples import Examples, load_examples
+from tcompress.reading.images import decode, image_reader
+from tcompress.reading.inputs import Inputs, image_shape, inputs_of
+from tcompress.reading.tables import opened
+from tcompress.reading.tokens import TextEncoder
+from tcompress.recipe.schema import TrainingData
+from tcompress.source import SourceModel
+from tcompress.training.tasks import Task, masked
+
+Row = dict[str, Tensor]
+
+_WINDOW = 50  # batches whose examples are sorted by length together
+
+
+class Encoded(Dataset[list[Row]]):
+    """Examples as a model reads them; each is one row, or two for pairs of sentences.
+
+    Args:
+        rows: Inputs of each row; pictures are still the bytes of their files.
+        labels: Labels of the examples, if there are any.
+        per_example: Rows in an example.
+        read: Turns the bytes of a picture into `pixel_values`.
+        mask: Masks tokens, given a row and a seed.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        labels: Tensor | None = None,
+        per_example: int = 1,
+        read: Any = None,
+        mask: Any = None,
+    ) -> None:
+        self.rows, self.labels, self.per_example = rows, labels, per_example
+        self.read, self.mask = read, mask
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.per_example
+
+    def __getitem__(self, index: int) -> list[Row]:
+        first = index * self.per_example
+        found = [self._row(place) for place in range(first, first + self.per_example)]
+        if self.labels is not None:
+            found[0]["labels"] = self.labels[index]
+        return found
+
+    def _row(self, place: int) -> Row:
+        row = self.rows[place]
+        if self.read is not None:
+            return {"pixel_values": self.read(row)}
+        return dict(row) if self.mask is None else self.mask(row, [self.epoch, place])
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of the longest row of each example; 0 for pictures."""
+        sizes = [0 if self.read is not None else _size(row) for row in self.rows]
+        step = self.per_example
+        return [max(sizes[first : first + step]) for first in range(0, len(sizes), step)]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data of a run.
+
+    Attributes:
+        train: What is trained on.
+        validation: What is held out.
+        name: Name, for people.
+        fingerprint: SHA-256 of the contents.
+        classes: Names of classes, for classification.
+        pad: Token to pad with.
+    """
+
+    train: Encoded
+    validation: Encoded
+    name: str
+    fingerprint: str
+    classes: tuple[str, ...]
+    pad: int
+
+
+class LengthBatches(Sampler[list[int]]):
+    """Batches of examples of similar length, in an order that seed and epoch determine.
+
+    The order does not depend on the number of processes, if all their batches together stay of
+    one size.
+
+    Args:
+        lengths: Lengths of the examples.
+        batch_size: Examples in a batch of one process.
+        processes: Processes that each take one batch in a step.
+        seed: Seed.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, processes: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths)
+        whole = min(batch_size * processes, len(lengths) // processes * processes)
+        if not whole:
+            raise DataError(
+                f"there are {len(lengths)} examples for {processes} processes",
+                hint="give more data, or start fewer processes",
+            )
+        self.whole, self.processes, self.seed, self.epoch = whole, processes, seed, 0
+        # Accelerate reads it to share batches out.
+        self.batch_size = whole // processes
+        self.drop_last = True
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.whole * self.processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order = rng.permutation(len(self.lengths))
+        order = order[: len(order) // self.whole * self.whole]
+        window = _WINDOW * self.whole
+        runs = [order[first : first + window] for first in range(0, len(order), window)]
+        ordered = [run[np.argsort(-self.lengths[run], kind="stable")] for run in runs]
+        batches = np.concatenate(ordered).reshape(-1, self.whole)
+        for batch in batches[rng.permutation(len(batches))]:
+            yield from batch.reshape(self.processes, -1).tolist()
+
+    def turn_to(self, epoch: int) -> None:
+        """Chooses the order of another epoch.
+
+        Not named `set_epoch`, which accelerate calls with its own count; that one starts again
+        from 0 when a run is resumed.
+        """
+        self.epoch = epoch
+
+
+def loader(data: Encoded, pad: int, batches: Any, workers: int = 0) -> DataLoader[list[Row]]:
+    """Reads batches of examples."""
+    return DataLoader(
+        data, batch_sampler=batches, collate_fn=partial(_collate, pad=pad), num_workers=workers
+    )
+
+
+def in_order(data: Encoded, size: int) -> list[list[int]]:
+    """Batches of all examples, longest first."""
+    order = np.argsort(-np.asarray(data.lengths), kind="stable").tolist()
+    return [order[first : first + size] for first in range(0, len(order), size)]
+
+
+def _collate(examples: Sequence[list[Row]], pad: int) -> Row:
+    labels = [rows[0].pop("labels") for rows in examples if "labels" in rows[0]]
+    batch = collate([row for rows in examples for row in rows], pad)
+    if labels:
+        batch |= collate([{"labels": label} for label in labels], pad)
+    return batch
+
+
+def load_data(source: SourceModel, options: TrainingData, task: Task | None, seed: int) -> Data:
+    """Reads and encodes the data of a run.
+
+    Args:
+        source: The model; its own tokenizer and image processor are used.
+        options: What to read.
+        task: The task; None to read inputs alone.
+        seed: Seed of the choice of examples.
+
+    Raises:
+        DataError: There is no such data, or it is not what the model and the task take.
+    """
+    reader = _Reader(source, options, task, seed)
+    parts = [reader.read(name, options.split, options.samples) for name in options.source]
+    found = _joined(parts)
+    if options.validation is not None:
+        held = reader.read(options.validation, options.validation_split, options.validation_samples)
+        train = reader.encode(found)
+    else:
+        found, held = _split(found, options, seed)
+        train = reader.encode(found)
+    validation = reader.encode(held)
+    for part, what in ((train, "train on"), (validation, "validate on")):
+        if not len(part):
+            raise DataError(
+                f"`{found.name}` leaves nothing to {what}", hint="give more data, or other columns"
+            )
+    digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
+    pad = reader.encoder.pad if reader.encoder else 0
+    return Data(train, validation, found.name, digest, found.classes, pad)
+
+
+class _Reader:
+    def __init__(
+        self, source: SourceModel, options: TrainingData, task: Task | None, seed: int
+    ) -> None:
+        self.source, self.options, self.task, self.seed = source, options, task, seed
+        self.inputs: Inputs = inputs_of(source)
+        if self.inputs.audio:
+            raise DataError(
+                f"`{source.model_class.__name__}` takes sound, which cannot be trained on yet",
+                hint="train it with its own scripts: a converted model is an ordinary model",
+            )
+        self.encoder: TextEncoder | None = None
+        if self.inputs.text:
+            self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
+
+    def read(self, name: str, split: str, samples: int) -> Examples:
+        """Reads what the task needs, or all texts or pictures there are."""
+        unlabelled = self.task is None or self.task.needs.target is None
+        if not unlabelled:
+            assert self.task is not None
+            if name == "builtin":
+                raise DataError(
+                    f"the built-in data has no labels, which `{self.task.name}` needs",
+                    hint="give data with `--data`, or leave the task out to heal",
+                )
+            columns = self.options.columns
+            return load_examples(
+                name, split, self.task.needs, columns=columns, limit=samples, seed=self.seed
+            )
+        if name == "builtin":
+            return self._builtin(samples)
+        kind: Kind = "text" if self.encoder else "image"
+        columns_given = tuple(self.options.columns.values())
+        with opened(name, split) as found:
+            table = undecoded(found)
+            model = self.source.model_class.__name__
+            chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
+            drawn = list(Pool(table, chosen).draw(samples, self.seed))
+        label = f"{table.label}:{','.join(chosen)}"
+        return _unlabelled(label, split, drawn, kind)
+
+    def _builtin(self, samples: int) -> Examples:
+        if self.encoder:
+            return _unlabelled("builtin text", "train", builtin.texts()[:samples], "text")
+        raise DataError(
+            "there are no built-in pictures to train on",
+            hint="give pictures with `--data`: a folder, a file or a hub id",
+        )
+
+    def encode(self, examples: Examples) -> Encoded:
+        """Writes examples as the model's inputs."""
+        if self.encoder is None:
+            return self._pictures(examples)
+        name = None if self.task is None else self.task.name
+        if name == "causal-lm" or (name is None and _is_causal(self.source)):
+            return self._windows(examples, with_labels=name == "causal-lm")
+        if name == "masked-lm":
+            return self._masked(examples)
+        per_example = 2 if name == "sts" else 1
+        if per_example == 2:
+            pairs = zip(*examples.texts, strict=True)
+            rows = self.encoder.encode([text for pair in pairs for text in pair])
+        else:
+            rows = self.encoder.encode(*examples.texts)
+        labels = None
+        if examples.targets is not None:
+            labels = self._labels(examples)
+        elif per_example == 1:
+            rows = [row for row in rows if row]
+        if not all(rows):
+            raise DataError(
+                f"`{examples.name}` has texts without any token",
+                hint="remove rows with empty texts",
+            )
+        return Encoded(rows, labels, per_example)
+
+    def _labels(self, examples: Examples) -> Tensor:
+        labels = torch.tensor(examples.targets)
+        if labels.is_floating_point() and self.task is not None and self.task.name == "sts":
+            low, high = labels.min(), labels.max()
+            labels = (labels - low) / (high - low).clamp_min(1e-12)
+        return labels
+
+    def _pictures(self, examples: Examples) -> Encoded:
+        process = image_reader(self.source, needed=True)
+        channels = image_shape(self.source.config)[0]
+
+        def read(content: bytes) -> Tensor:
+            return process(decode(content, channels, f"`{examples.name}`"))
+
+        labels = None if examples.targets is None else torch.tensor(examples.targets)
+        return Encoded(examples.images, labels, read=read)
+
+    def _windows(self, examples: Examples, *, with_labels: bool) -> Encoded:
+        """Texts one after another, cut into windows of equal length."""
+        assert self.encoder is not None
+        stream = self._stream(examples.texts[0])
+        size = self.encoder.limit
+        cuts = stream.split(size)
+        # The rest is shorter; one that is too short to predict anything is dropped.
+        pieces = [ids for ids in cuts if len(ids) > 1]
+        rows: list[Row] = []
+        labels: list[Tensor] = []
+        for ids in pieces:
+            rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            labels.append(torch.cat([ids[1:], ids.new_tensor([IGNORED])]))
+        return Encoded(rows, cast(Any, labels) if with_labels else None)
+
+    def _stream(self, texts: Sequence[str]) -> Tensor:
+        assert self.encoder is not None
+        end = self.encoder.tokenizer.eos_token_id
+        ids: list[int] = []
+        for row in self.encoder.encode_whole(texts):
+            ids += row
+            if end is not None and row and row[-1] != end:
+                ids.append(end)
+        return torch.tensor(ids, dtype=torch.long)
+
+    def _masked(self, examples: Examples) -> Encoded:
+        assert self.encoder is not None
+        tokenizer = self.encoder.tokenizer
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                f"the tokenizer in `{self.encoder.place}` has no mask token",
+                hint="choose the task `causal-lm`, or another model",
+            )
+        special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+        words = self.encoder.vocabulary or len(tokenizer)
+
+        def mask(row: Row, seed: list[int]) -> Row:
+            ids = row["input_ids"]
+            chosen = masked(
+                ids, torch.isin(ids, special), tokenizer.mask_token_id, words, [self.seed, *seed]
+            )
+            return {**row, **chosen}
+
+        rows = [row for row in self.encoder.encode(examples.texts[0]) if row]
+        return Encoded(rows, mask=mask)
+
+
+def _is_causal(source: SourceModel) -> bool:
+    """Tells whether a model writes text, so that long texts may be cut anywhere."""
+    return "CausalLM" in source.model_class.__name__ or "LMHead" in source.model_class.__name__
+
+
+def _size(row: Row) -> int:
+    ids = row.get("input_ids", row.get("decoder_input_ids"))
+    return 0 if ids is None else len(ids)
+
+
+def _unlabelled(label: str, split: str, drawn: Sequence[str | bytes], kind: Kind) -> Examples:
+    digest = hashlib.sha256()
+    for item in drawn:
+        content = item.encode() if isinstance(item, str) else item
+        digest.update(f"{len(content)} ".encode() + content)
+    if kind == "text":
+        texts = [str(item) for item in drawn]
+        return Examples(label, split, digest.hexdigest(), texts=(texts,))
+    return Examples(label, split, digest.hexdigest(), images=tuple(cast(list[bytes], drawn)))
+
+
+def _joined(parts: Sequence[Examples]) -> Examples:
+    """Puts several data sets one after another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        if part.classes != first.classes or len(part.texts) != len(first.texts):
+            raise DataError(
+                f"`{first.name}` and `{part.name}` do not go together: they have "
+                f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
+                f"{len(part.texts)} texts in an example",
+                hint="give data sets with the same columns and classes",
+            )
+    targets: Any = None
+    if first.targets is not None:
+        targets = [target for part in parts for target in part.targets or ()]
+    return Examples(
+        name=" + ".join(part.name for part in parts),
+        split=first.split,
+        fingerprint=hashlib.sha256("".join(p.fingerprint for p in parts).encode()).hexdigest(),
+        texts=tuple(
+            [text for part in parts for text in part.texts[index]]
+            for index in range(len(first.texts))
+        ),
+        images=tuple(image for part in parts for image in part.images),
+        targets=targets,
+        classes=first.classes,
+    )
+
+
+def _split(examples: Examples, options: TrainingData, seed: int) -> tuple[Examples, Examples]:
+    """Holds examples out at random."""
+    order = np.random.default_rng([seed, 1]).permutation(len(examples))
+    count = min(max(round(options.holdout * len(order)), 1), options.validation_samples)
+    return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
+
+
+def _chosen(examples: Examples, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Examples:
+    places = indices.tolist()
+    targets: Any = examples.targets
+    return Examples(
+        name=examples.name,
+        split=examples.split,
+        fingerprint=examples.fingerprint,
+        texts=tuple([column[place] for place in places] for column in examples.texts),
+        images=tuple(examples.images[place] for place in places) if examples.images else (),
+        targets=None if targets is None else [targets[place] for place in places],
+        classes=examples.classes,
+    )

@@ -1,0 +1,256 @@
+"""The training loop, on accelerate."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from torch import Tensor
+
+from tcompress.artifact.manifest import CurvePoint
+from tcompress.errors import TrainingError
+from tcompress.progress import Progress
+from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.data import LengthBatches, loader
+from tcompress.training.losses import Losses, tokens_in
+from tcompress.training.micro import examples_in, is_out_of_memory
+from tcompress.training.observe import Batch
+from tcompress.training.schedule import Pace, learning_rate, total_steps
+from tcompress.training.setup import Setup
+from tcompress.training.stopping import Stopping
+
+
+@dataclass
+class Loop:
+    """One run.
+
+    Attributes:
+        setup: What to train on what.
+        accelerator: Devices, precision and processes.
+        checkpoints: Where states are kept.
+        progress: Hears how far it is.
+        say: Tells the user something unexpected.
+        state: How far it is.
+    """
+
+    setup: Setup
+    accelerator: Accelerator
+    checkpoints: Checkpoints
+    progress: Progress
+    say: Callable[[str], None]
+    state: RunState = field(default_factory=RunState)
+
+    def __post_init__(self) -> None:
+        setup, options = self.setup, self.setup.options
+        processes = self.accelerator.num_processes
+        lengths = setup.data.train.lengths
+        self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
+        batches = loader(setup.data.train, setup.data.pad, self.sampler)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            setup.model, _optimizer(setup), batches
+        )
+        if setup.teacher is not None:
+            setup.teacher.to(self.accelerator.device)  # type: ignore[arg-type]
+        self.losses = Losses(setup, self.accelerator, self.model)
+        self.per_epoch = len(self.loader)
+        self.state.total = total_steps(options, self.per_epoch)
+        self.pace = Pace(options.max_minutes)
+        self._since = time.perf_counter()
+        self._before = 0.0
+
+    @property
+    def validated(self) -> str:
+        """Name of the validated number."""
+        task = self.setup.task
+        return "validation loss" if task is None or task.validated == "loss" else task.validated
+
+    def run(self) -> RunState:
+        """Trains, from the last checkpoint if there is one.
+
+        Raises:
+            TrainingError: The loss is not finite, memory does not suffice for one example, or a
+                checkpoint cannot be written.
+            KeyboardInterrupt: The user stopped it; a checkpoint was written.
+        """
+        self._resume()
+        self.losses.prepare_objectives()
+        state = self.state
+        self.progress.stage("training", state.total, "steps")
+        self.progress.advance(state.step)
+        if not state.curve:
+            self._validate()
+        self.model.train()
+        with Stopping(self.say) as stopping:
+            while not self._finished():
+                for batch in self._batches():
+                    self._step(batch)
+                    self._between_steps(stopping)
+                    if self._finished():
+                        break
+        if state.curve[-1].step != state.step:
+            self._validate()
+        self._restore_best()
+        state.seconds = self._seconds()
+        return state
+
+    def _between_steps(self, stopping: Stopping) -> None:
+        step, options = self.state.step, self.setup.options
+        if step % options.evaluate_every == 0 or step == self.state.total:
+            self._validate()
+        if stopping.asked or (step % options.checkpoint_every == 0 and step < self.state.total):
+            self._save()
+        if stopping.asked:
+            raise KeyboardInterrupt
+
+    def _step(self, batch: Batch) -> None:
+        options, state = self.setup.options, self.state
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(options, state.step, state.total)
+        loss = self._gradients(batch)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {state.step + 1:,}",
+                f"lower the learning rate, such as `--lr {options.learning_rate / 4:g}`, or train "
+                "in float32: `--mixed-precision no`",
+            )
+        self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._count(batch, loss)
+
+    def _gradients(self, batch: Batch) -> float:
+        """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
+        alone = self.state.step < self.setup.options.block_steps
+        while True:
+            try:
+                return self.losses.gradients(batch, self.state.parts, alone=alone)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._cut_finer(batch, error)
+
+    def _cut_finer(self, batch: Batch, error: RuntimeError) -> None:
+        count, state = examples_in(batch), self.state
+        # Another process would wait for ever for the gradients of this one.
+        if state.parts >= count or self.accelerator.num_processes > 1:
+            raise TrainingError(
+                f"memory ran out at step {state.step + 1:,} with {-(-count // state.parts)} "
+                "examples at a time",
+                "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
+                "`--gradient-checkpointing`",
+            ) from error
+        self.optimizer.zero_grad(set_to_none=True)
+        state.parts *= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.say(
+            f"memory ran out; going on with {-(-count // state.parts)} examples at a time, which "
+            "changes nothing else"
+        )
+
+    def _count(self, batch: Batch, loss: float) -> None:
+        state, processes = self.state, self.accelerator.num_processes
+        state.step += 1
+        state.samples += examples_in(batch) * processes
+        state.tokens += tokens_in(batch) * processes
+        state.recent.append(loss)
+        possible = self.pace.possible(state.step, self._seconds())
+        if possible is not None and possible < state.total and processes == 1:
+            state.total = possible
+            self.say(f"{self.pace.minutes:g} minutes allow {possible:,} steps")
+        self.progress.advance(1, self._note(loss))
+
+    def _note(self, loss: float) -> str:
+        state, seconds = self.state, max(self._seconds(), 1e-9)
+        left = int((state.total - state.step) * seconds / max(1, state.step))
+        return (
+            f"loss {loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}  "
+            f"{state.tokens / seconds:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"
+        )
+
+    def _finished(self) -> bool:
+        patience = self.setup.options.patience
+        tired = patience is not None and self.state.stale >= patience
+        return self.state.step >= self.state.total or tired or self.pace.over(self._seconds())
+
+    def _seconds(self) -> float:
+        return self._before + time.perf_counter() - self._since
+
+    def _batches(self) -> Iterator[Batch]:
+        """The rest of the epoch."""
+        epoch, done = divmod(self.state.step, self.per_epoch)
+        self.sampler.turn_to(epoch)
+        self.setup.data.train.epoch = epoch
+        yield from skip_first_batches(self.loader, done) if done else self.loader
+
+    def _validate(self) -> None:
+        state, options = self.state, self.setup.options
+        value = self.losses.validate(max(1, options.batch_size // state.parts))
+        point = CurvePoint(
+            step=state.step,
+            loss=sum(state.recent) / len(state.recent) if state.recent else None,
+            validation=value,
+            learning_rate=learning_rate(options, max(0, state.step - 1), state.total),
+            seconds=round(self._seconds(), 2),
+        )
+        state.recent.clear()
+        state.curve.append(point)
+        numbers: dict[str, Any] = point.model_dump(exclude_none=True)
+        self.accelerator.log(numbers, step=state.step)
+        higher = self.setup.task is not None and self.setup.task.higher_is_better
+        if state.best is not None and not (value > state.best if higher else value < state.best):
+            state.stale += 1
+            return
+        state.best, state.best_step, state.stale = value, state.step, 0
+        weights = self._weights()
+        if self.accelerator.is_main_process:
+            self.checkpoints.keep_best(weights)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The trained parameters, gathered from all processes."""
+        whole = self.accelerator.get_state_dict(self.model)
+        return {name: whole[name].detach().cpu() for name in self.setup.trained if name in whole}
+
+    def _restore_best(self) -> None:
+        if self.state.best_step == self.state.step:
+            return
+        self.accelerator.wait_for_everyone()
+        own = dict(self.accelerator.unwrap_model(self.model).named_parameters())
+        with torch.no_grad():
+            for name, value in self.checkpoints.best().items():
+                own[name].copy_(value)
+
+    def _save(self) -> None:
+        self.state.seconds = self._seconds()
+        self.checkpoints.save(
+            self.state,
+            lambda folder: self.accelerator.save_state(str(folder)),
+            main=self.accelerator.is_main_process,
+        )
+
+    def _resume(self) -> None:
+        found = self.checkpoints.last()
+        if found is None:
+            return
+        self.accelerator.load_state(str(found))
+        self.state = self.checkpoints.read_state(found)
+        self._before, self._since = self.state.seconds, time.perf_counter()
+
+
+def _optimizer(setup: Setup) -> torch.optim.Optimizer:
+    """AdamW over the trained parameters; vectors do not decay."""
+    own = dict(setup.model.named_parameters())
+    trained = [own[name] for name in setup.trained]
+    groups = [
+        {
+            "params": [value for value in trained if value.ndim > 1],
+            "weight_decay": setup.options.weight_decay,
+        },
+        {"params": [value for value in trained if value.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)

@@ -1,0 +1,284 @@
+"""Fine-tuning: open, train, save, publish."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration
+
+import tcompress
+from tcompress.artifact.card import model_card
+from tcompress.artifact.format import CARD
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    Manifest,
+    SourceFacts,
+    TrainingFacts,
+    environment,
+    read_manifest,
+    write_manifest,
+)
+from tcompress.artifact.shards import digest_of
+from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.errors import InputError, TCompressError
+from tcompress.planning.entries import Plan
+from tcompress.progress import Progress, Silent
+from tcompress.recipe.schema import Finetune
+from tcompress.source import SourceModel
+from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.loop import Loop
+from tcompress.training.setup import Setup, set_up
+from tcompress.training.teacher import find_teacher
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What a training run produced.
+
+    Attributes:
+        folder: The written folder.
+        facts: Record of the run.
+        resumed: Whether an interrupted run was continued.
+    """
+
+    folder: Path
+    facts: TrainingFacts
+    resumed: bool = False
+
+
+def finetune(
+    model: SourceModel | str,
+    options: Finetune,
+    output: Path | str,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    progress: Progress | None = None,
+    say: Say | None = None,
+) -> Finetuned:
+    """Trains a model, converted or not, and writes the result.
+
+    Args:
+        model: The model, or its name.
+        options: How to train it.
+        output: Folder to write; it appears only when everything is finished.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        say: Hears of what the user should know, such as a smaller batch.
+
+    Returns:
+        The written folder and the record of the run.
+
+    Raises:
+        InputError: Model, teacher, data and task do not fit one another.
+        TrainingError: Training diverged, or cannot go on.
+        KeyboardInterrupt: It was stopped; the same call goes on where it was.
+    """
+    output = Path(output).expanduser().absolute()
+    if isinstance(model, str):
+        model = SourceModel.open(model, token=token, converted=True)
+    accelerator = _accelerator(options, output)
+    if accelerator.is_main_process:
+        check_output(output, force=force)
+    if output.resolve() == model.folder.resolve() or output.resolve() in model.folder.parents:
+        raise InputError(
+            f"output `{output}` is the model's own folder, or contains it",
+            "choose another folder with `-o`",
+        )
+    manifest = read_manifest(model.folder)
+    teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
+    setup = set_up(model, teacher, options, manifest)
+    if options.gradient_checkpointing:
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = _Run(model, teacher, setup, accelerator, output, manifest, force)
+    return run.go(progress or Silent(), say or (lambda text: None))
+
+
+@dataclass
+class _Run:
+    source: SourceModel
+    teacher: SourceModel | None
+    setup: Setup
+    accelerator: Accelerator
+    output: Path
+    manifest: Manifest | None
+    force: bool
+
+    def go(self, progress: Progress, say: Say) -> Finetuned:
+        main = self.accelerator.is_main_process
+        with self._workplace() as place:
+            self.accelerator.wait_for_everyone()
+            folder = self.output.parent / f".{self.output.name}.partial"
+            checkpoints = Checkpoints(folder / "checkpoints")
+            resumed = checkpoints.last() is not None
+            quiet = progress if main else Silent()
+            loop = Loop(self.setup, self.accelerator, checkpoints, quiet, say if main else _mute)
+            self.accelerator.init_trackers("tcompress")
+            state = loop.run()
+            facts = self._facts(state, loop.validated)
+            weights = self.accelerator.get_state_dict(loop.model)
+            if place is not None:
+                self._write(place.model, weights, facts)
+                place.publish(force=self.force)
+            self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()  # ends the group of processes too
+        return Finetuned(self.output, facts, resumed)
+
+    @contextmanager
+    def _workplace(self) -> Iterator[Workplace | None]:
+        """Opens the working folder in the main process; bad input leaves nothing behind."""
+        if not self.accelerator.is_main_process:
+            yield None
+            return
+        place = Workplace(self.output, self._identity())
+        try:
+            yield place
+        except TCompressError as error:
+            # What was trained so far is worth keeping, bad input is not.
+            place.discard() if isinstance(error, InputError) else place.close()
+            raise
+        except BaseException:
+            place.close()
+            raise
+
+    def _identity(self) -> str:
+        setup = self.setup
+        return identity_of(
+            {
+                "kind": "finetune",
+                "options": setup.options.model_dump(mode="json"),
+                "weights": self.source.store.fingerprint(),
+                "teacher": self.teacher.store.fingerprint() if self.teacher else None,
+                "data": setup.data.fingerprint,
+                "tool": tcompress.__version__,
+                "processes": self.accelerator.num_processes,
+                "precision": self.accelerator.mixed_precision,
+                "device": self.accelerator.device.type,
+            }
+        )
+
+    def _facts(self, state: RunState, validated: str) -> TrainingFacts:
+        setup, options = self.setup, self.setup.options
+        device = self.accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return TrainingFacts(
+            stage="blocks, then end-to-end" if options.block_steps else "end-to-end",
+            task=options.task,
+            teacher=self.teacher.id if self.teacher else None,
+            data=setup.data.name,
+            data_fingerprint=setup.data.fingerprint,
+            objectives={objective.name: weight for objective, weight in setup.objectives},
+            settings=options.model_dump(mode="json", exclude_defaults=True),
+            steps=state.step,
+            samples=state.samples,
+            tokens=state.tokens,
+            seconds=round(state.seconds, 2),
+            validation=validated,
+            best_step=state.best_step,
+            best=float(state.best if state.best is not None else float("nan")),
+            curve=state.curve,
+            environment={
+                **environment(),
+                "device": name,
+                "threads": str(torch.get_num_threads()),
+                "processes": str(self.accelerator.num_processes),
+                "precision": self.accelerator.mixed_precision,
+            },
+        )
+
+    def _write(self, folder: Path, weights: dict[str, Any], facts: TrainingFacts) -> None:
+        """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
+        model = self.setup.model
+        dtype = self._dtype()
+        cast = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in weights.items()
+        }
+        model.config.dtype = dtype
+        model.save_pretrained(folder, state_dict=cast, max_shard_size="2GB")
+        for path in self.source.companion_files():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source.folder / path, target)
+        manifest = self._manifest(folder, facts)
+        write_manifest(folder, manifest)
+        (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which most of the source is stored."""
+        store = self.source.store
+        found: dict[torch.dtype, int] = {}
+        for key in store.keys():  # noqa: SIM118 - not a mapping
+            kind = store.dtype(key)
+            if kind.is_floating_point:
+                found[kind] = found.get(kind, 0) + 1
+        return max(found, key=lambda kind: found[kind]) if found else torch.float32
+
+    def _manifest(self, folder: Path, facts: TrainingFacts) -> Manifest:
+        checksums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
+        before = self.manifest
+        if before is None:
+            before = Manifest(
+                source=SourceFacts(
+                    id=self.source.id,
+                    revision=self.source.revision,
+                    fingerprint=self.source.store.fingerprint(),
+                    bytes=self.source.store.total_bytes,
+                ),
+                recipe={},
+                plan=Plan(layers=(), source=self.source.id, method="dense"),
+                calibration=CalibrationFacts(name="none"),
+                fit={},
+                checksums={},
+                seconds=0.0,
+                environment=environment(),
+            )
+        # Numbers that were measured before belong to other weights.
+        return before.model_copy(
+            update={
+                "checksums": checksums,
+                "training": [*before.training, facts],
+                "metrics": [],
+                "tool_version": tcompress.__version__,
+            }
+        )
+
+
+def _accelerator(options: Finetune, output: Path) -> Accelerator:
+    cpu = options.device == "cpu"
+    if options.device not in ("auto", "cpu") and not torch.cuda.is_available():
+        kind = options.device.partition(":")[0]
+        if not (kind == "mps" and torch.backends.mps.is_available()):
+            raise InputError(
+                f"device `{options.device}` cannot be used here", "use `--device cpu`, or `auto`"
+            )
+    precision = options.mixed_precision
+    if precision == "auto":
+        on_gpu = torch.cuda.is_available() and not cpu
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
+    if options.device.startswith("cuda:"):
+        torch.cuda.set_device(options.device)
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=precision,
+        log_with=list(options.trackers) or None,
+        project_config=ProjectConfiguration(
+            project_dir=str(output.parent / f".{output.name}.partial"),
+            logging_dir=str(output.parent / f"{output.name}-logs"),
+        ),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+
+
+def _mute(text: str) -> None:
+    pass

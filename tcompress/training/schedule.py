@@ -1,0 +1,81 @@
+"""How long a run is, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tcompress.recipe.schema import Finetune
+
+HEALING_STEPS = 1000
+TASK_EPOCHS = 3.0
+"""Where neither steps nor epochs are given."""
+
+_PACED = 20  # steps over which the pace is measured, after the first ones
+_FIRST = 5
+
+
+def total_steps(options: Finetune, per_epoch: int) -> int:
+    """Number of optimizer steps.
+
+    Args:
+        options: Settings of the run.
+        per_epoch: Steps in a pass over the data.
+    """
+    if options.steps is not None:
+        return options.steps
+    if options.epochs is None and options.task is None:
+        return HEALING_STEPS
+    return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
+
+
+def learning_rate(options: Finetune, step: int, total: int) -> float:
+    """Learning rate of a step.
+
+    Args:
+        options: Settings of the run.
+        step: Steps done before.
+        total: Steps in all.
+    """
+    warm = round(options.warmup * total)
+    if step < warm:
+        return options.learning_rate * (step + 1) / warm
+    done = min(1.0, (step - warm) / max(1, total - warm))
+    falling = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+    }[options.schedule]
+    return options.learning_rate * falling
+
+
+@dataclass
+class Pace:
+    """Finds out how many steps a time limit allows, so that the schedule still comes to its end.
+
+    Attributes:
+        minutes: The limit; None for none.
+    """
+
+    minutes: float | None
+    _times: list[tuple[int, float]] = field(default_factory=list)
+
+    def possible(self, step: int, seconds: float) -> int | None:
+        """Total number of steps that the limit allows; known once, after some steps.
+
+        Args:
+            step: Steps done.
+            seconds: Time spent.
+        """
+        if self.minutes is None or len(self._times) > _FIRST + _PACED:
+            return None
+        self._times.append((step, seconds))
+        if len(self._times) != _FIRST + _PACED + 1:
+            return None
+        before, start = self._times[_FIRST]
+        each = (seconds - start) / (step - before)
+        return step + max(1, int((60 * self.minutes - seconds) / max(each, 1e-9)))
+
+    def over(self, seconds: float) -> bool:
+        """Tells whether time is up."""
+        return self.minutes is not None and seconds > 60 * self.minutes

@@ -1,0 +1,244 @@
+"""Everything that a training run needs, put together before its first step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tcompress.anatomy import Anatomy
+from tcompress.artifact.manifest import Manifest
+from tcompress.errors import InputError
+from tcompress.integration.models import has_head, load_model
+from tcompress.reading.pooling import pooling_of
+from tcompress.recipe.schema import Finetune
+from tcompress.source import SourceModel
+from tcompress.structures.experts import StructuredExperts
+from tcompress.structures.linear import StructuredLinear
+from tcompress.structures.side import SideModule
+from tcompress.training.data import Data, load_data
+from tcompress.training.objectives import OBJECTIVES, Objective, Setting
+from tcompress.training.observe import Observer, skeleton_anatomy
+from tcompress.training.tasks import TASKS, Task, check_labels
+from tcompress.training.teacher import blocks_to_imitate, check_teacher
+
+# Parts of the names of model classes, by what their logits are about.
+_PER_TOKEN = ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration", "TokenClassification")
+_PER_EXAMPLE = ("SequenceClassification", "ImageClassification")
+
+
+@dataclass
+class Setup:
+    """A run before its first step.
+
+    Attributes:
+        options: The settings.
+        source: The student on disk.
+        model: The student.
+        teacher: The teacher, if there is one.
+        observer: Reads the student's states.
+        teacher_observer: Reads the teacher's.
+        objectives: Terms of the loss and their weights.
+        data: Training and validation data.
+        task: The task, if there is one.
+        trained: Names of the parameters that are trained.
+    """
+
+    options: Finetune
+    source: SourceModel
+    model: PreTrainedModel
+    teacher: PreTrainedModel | None
+    observer: Observer
+    teacher_observer: Observer | None
+    objectives: list[tuple[Objective, float]]
+    data: Data
+    task: Task | None
+    trained: list[str]
+
+
+def set_up(
+    source: SourceModel, teacher: SourceModel | None, options: Finetune, manifest: Manifest | None
+) -> Setup:
+    """Loads data and models, and decides what is trained on what.
+
+    Args:
+        source: The student.
+        teacher: The teacher, if there is one.
+        options: The settings.
+        manifest: The student's manifest, if it has one.
+
+    Raises:
+        InputError: Model, teacher, data and task do not fit one another.
+    """
+    task = TASKS[options.task](pooling_of(source)) if options.task else None
+    names = objective_names(source, teacher, options)
+    if teacher is not None:
+        check_teacher(source, teacher)
+    data = load_data(source, options.data, task, options.seed)
+    seed_everything(options.seed)
+    model = load_model(
+        source, task.head if task else None, dtype=torch.float32, **_head(task, data, source)
+    )
+    anatomy = skeleton_anatomy(source, model)
+    projections = any(OBJECTIVES[name].needs_projections for name in names)
+    observer = Observer(model, anatomy, projections=projections)
+    loaded, teacher_observer = None, None
+    if teacher is not None:
+        loaded = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+        theirs = skeleton_anatomy(teacher, loaded)
+        chosen = blocks_to_imitate(anatomy, theirs, options.teacher_blocks)
+        teacher_observer = Observer(loaded, theirs, chosen, projections=projections)
+        _check_logits(model, loaded, names)
+    if not (teacher is None if options.dropout is None else options.dropout):
+        drop_nothing(model)
+    setting = _setting(source, model, options, task)
+    objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
+    for objective, _ in objectives:
+        if objective.name == "logits":
+            objective.per_token = _predicts_tokens(model)  # type: ignore[attr-defined]
+    trained = choose_trained(model, anatomy, options)
+    return Setup(
+        options, source, model, loaded, observer, teacher_observer, objectives, data, task, trained
+    )
+
+
+def objective_names(
+    source: SourceModel, teacher: SourceModel | None, options: Finetune
+) -> dict[str, float]:
+    """Weights of the objectives, given or by default.
+
+    Raises:
+        InputError: There is nothing to learn from.
+    """
+    names: dict[str, float] = {str(name): weight for name, weight in options.objectives.items()}
+    if not names:
+        if options.task:
+            names["task"] = 1.0
+        if teacher is not None:
+            names["hidden"] = 1.0
+            has_logits = _has_logits(source) and _has_logits(teacher)
+            if has_logits:
+                names["logits"] = 1.0
+            elif options.task is None and _is_text_encoder(source):
+                names["embedding"] = 1.0
+    if not names:
+        raise InputError(
+            f"there is nothing to learn from: `{source.id}` has no known teacher, and no task is "
+            "given",
+            "give `--teacher MODEL` to imitate, or `--task` and `--data` with labels",
+        )
+    if "task" in names and not options.task:
+        raise InputError("the objective `task` needs a task", "add `--task`")
+    lonely = [name for name in names if OBJECTIVES[name].needs_teacher and teacher is None]
+    if lonely:
+        listed = ", ".join(f"`{name}`" for name in lonely)
+        raise InputError(f"{listed} need a teacher, but there is none", "add `--teacher MODEL`")
+    return names
+
+
+def choose_trained(model: PreTrainedModel, anatomy: Anatomy, options: Finetune) -> list[str]:
+    """Freezes what is not trained, and names what is."""
+    how = options.train
+    if how == "auto":
+        how = "all" if options.task else "blocks"
+    if how == "all":
+        chosen = {name for name, _ in model.named_parameters()}
+    elif how == "blocks":
+        inside = tuple(f"{block.name}." for block in anatomy.blocks)
+        chosen = {name for name, _ in model.named_parameters() if name.startswith(inside)}
+    else:
+        kinds = (StructuredLinear, StructuredExperts, SideModule)
+        chosen = {
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if isinstance(module, kinds)
+            for name, _ in module.named_parameters()
+        }
+        if not chosen:
+            raise InputError(
+                "no layer of the model is rewritten", "train `blocks` or `all` of it instead"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Turns dropout and layer dropping off, wherever a module has them."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds all generators that training may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _head(task: Task | None, data: Data, source: SourceModel) -> Mapping[str, Any]:
+    """Options of a head that is added, or a check of the one that is there."""
+    if task is None or task.head is None:
+        return {}
+    if task.head == "regression":
+        return {"num_labels": 1, "problem_type": "regression"}
+    if not data.classes:
+        return {}
+    if has_head(source, task.head):
+        check_labels(data.name, len(data.classes), source.config.num_labels)
+        return {}
+    names = dict(enumerate(data.classes))
+    return {
+        "num_labels": len(names),
+        "id2label": names,
+        "label2id": {name: index for index, name in names.items()},
+    }
+
+
+def _setting(
+    source: SourceModel, model: PreTrainedModel, options: Finetune, task: Task | None
+) -> Setting:
+    config = source.config.get_text_config()
+    return Setting(
+        temperature=options.temperature,
+        heads=getattr(config, "num_attention_heads", None) or 1,
+        causal="CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__,
+        pooling=pooling_of(source),
+        task=task.loss if task else None,
+    )
+
+
+def _has_logits(source: SourceModel) -> bool:
+    return any(part in source.model_class.__name__ for part in (*_PER_TOKEN, *_PER_EXAMPLE))
+
+
+def _predicts_tokens(model: PreTrainedModel) -> bool:
+    return any(part in type(model).__name__ for part in _PER_TOKEN)
+
+
+def _is_text_encoder(source: SourceModel) -> bool:
+    reads_text = source.model_class.main_input_name == "input_ids"
+    return reads_text and not source.config.is_encoder_decoder
+
+
+def _check_logits(
+    model: PreTrainedModel, teacher: PreTrainedModel, names: Mapping[str, float]
+) -> None:
+    if "logits" not in names:
+        return
+    own, other = getattr(model.config, "num_labels", 0), getattr(teacher.config, "num_labels", 0)
+    if not _predicts_tokens(model) and own != other:
+        raise InputError(
+            f"the model predicts {own} classes, its teacher {other}",
+            "give a teacher of the same task, or leave `logits` out of `objectives`",
+        )

@@ -1,0 +1,200 @@
+"""Tasks that a model can be taught: what they read, their loss, and how well they are done."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from tcompress.errors import DataError
+from tcompress.integration.models import Head
+from tcompress.reading.collate import IGNORED
+from tcompress.reading.examples import Needs
+from tcompress.reading.pooling import pooled
+from tcompress.training.observe import Batch, Observed, token_mask
+
+
+class Task(ABC):
+    """A task.
+
+    Attributes:
+        head: Head that the model needs; None for the model as it is.
+        needs: What is read from the data.
+        validated: Name of the number that is validated.
+        higher_is_better: Its direction.
+    """
+
+    name: ClassVar[str]
+    head: ClassVar[Head | None] = None
+    needs: ClassVar[Needs]
+    validated: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+
+    def __init__(self, pooling: str = "mean") -> None:
+        self.pooling = pooling
+
+    @abstractmethod
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        """Sum of the loss over labels."""
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """What is predicted for each example; for tasks that are validated by it."""
+        raise NotImplementedError
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """The validated number, from the predictions for all examples."""
+        raise NotImplementedError
+
+
+class Classification(Task):
+    """One class for one or two texts."""
+
+    name = "classification"
+    head: ClassVar[Head | None] = "classification"
+    needs = Needs((1, 2), target="class")
+    validated = "accuracy"
+    higher_is_better = True
+
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        """Cross entropy."""
+        return cross_entropy(_logits(seen).float(), batch["labels"], reduction="sum")
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Most probable classes."""
+        return _logits(seen).argmax(-1)
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """Accuracy."""
+        return float((predictions == labels).double().mean())
+
+
+class ImageClassification(Classification):
+    """One class for a picture."""
+
+    name = "image-classification"
+    head: ClassVar[Head | None] = "image-classification"
+    needs = Needs(image=True, target="class")
+
+
+class Regression(Task):
+    """A score for one or two texts, read together."""
+
+    name = "regression"
+    head: ClassVar[Head | None] = "regression"
+    needs = Needs((1, 2), target="score")
+    validated = "spearman"
+    higher_is_better = True
+
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        """Squared error."""
+        return (self.predictions(seen, batch) - batch["labels"]).square().sum()
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Scores."""
+        return _logits(seen).float().squeeze(-1)
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """Spearman's rank correlation."""
+        value = float(spearmanr(predictions.numpy(), labels.numpy()).statistic)
+        return value if np.isfinite(value) else 0.0
+
+
+class Similarity(Regression):
+    """A score for two texts, as the cosine of their embeddings; scores are scaled to 0 to 1."""
+
+    name = "sts"
+    head: ClassVar[Head | None] = None
+    needs = Needs((2, 2), target="score")
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Cosines of the rows 2 i and 2 i + 1."""
+        states = seen.final if seen.final is not None else seen.states[-1]
+        rows = pooled(states.float(), token_mask(batch, states), self.pooling)
+        first, second = normalize(rows).unflatten(0, (-1, 2)).unbind(1)
+        return (first * second).sum(-1)
+
+
+class CausalLM(Task):
+    """The next token."""
+
+    name = "causal-lm"
+    head: ClassVar[Head | None] = "causal-lm"
+    needs = Needs((1, 1))
+
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        """Cross entropy; labels are already shifted."""
+        logits = _logits(seen).float().flatten(0, 1)
+        labels = batch["labels"].flatten()
+        return cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+
+
+class MaskedLM(CausalLM):
+    """Tokens that were masked."""
+
+    name = "masked-lm"
+    head: ClassVar[Head | None] = "masked-lm"
+
+
+TASKS: dict[str, type[Task]] = {
+    kind.name: kind
+    for kind in (
+        Classification,
+        Regression,
+        Similarity,
+        MaskedLM,
+        CausalLM,
+        ImageClassification,
+    )
+}
+"""All tasks by name."""
+
+
+def _logits(seen: Observed) -> Tensor:
+    assert seen.logits is not None  # the head was asked for when the model was loaded
+    return seen.logits
+
+
+def check_labels(name: str, found: int, head: int) -> None:
+    """Compares the classes of the data with the head.
+
+    Raises:
+        DataError: The head has another number of them.
+    """
+    if found != head:
+        raise DataError(
+            f"`{name}` has {found} classes, but the model's head has {head}",
+            hint="give data with the head's classes, or a model without head",
+        )
+
+
+def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
+    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any token.
+
+    Args:
+        ids: Tokens of one text.  # (tokens,)
+        special: Which are never chosen.  # (tokens,)
+        mask_token: The mask.
+        words: Size of the vocabulary.
+        seed: Seed.
+
+    Returns:
+        `input_ids` and `labels`.
+    """
+    rng = np.random.default_rng(seed)
+    draw = torch.from_numpy(rng.random(len(ids)))
+    chosen = (draw < 0.15) & ~special
+    if not chosen.any() and not special.all():
+        chosen[int(torch.where(special, 2.0, draw).argmin())] = True
+    how = torch.from_numpy(rng.random(len(ids)))
+    anything = torch.from_numpy(rng.integers(0, words, len(ids)))
+    changed = torch.where(how < 0.8, torch.full_like(ids, mask_token), ids)
+    changed = torch.where(how >= 0.9, anything, changed)
+    return {
+        "input_ids": torch.where(chosen, changed, ids),
+        "labels": torch.where(chosen, ids, torch.full_like(ids, IGNORED)),
+    }

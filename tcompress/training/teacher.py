@@ -1,0 +1,100 @@
+"""The model that is imitated: which one it is, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tcompress.anatomy import Anatomy
+from tcompress.artifact.manifest import Manifest
+from tcompress.errors import InputError, SourceError
+from tcompress.source import SourceModel
+from tcompress.source.names import local_folder
+
+
+def find_teacher(
+    asked: str, manifest: Manifest | None, token: str | None = None, *, trust: bool = False
+) -> SourceModel | None:
+    """Opens the teacher.
+
+    Args:
+        asked: `source`, `none`, or a model.
+        manifest: Manifest of the student, if it has one.
+        token: Access token for the hub.
+        trust: Whether Python code that comes with the model may run.
+
+    Raises:
+        SourceError: There is no such model, or the source is not the one that was converted.
+    """
+    if asked == "none":
+        return None
+    if asked != "source":
+        return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
+    if manifest is None or not manifest.plan.layers:
+        return None
+    facts = manifest.source
+    try:
+        source = SourceModel.open(
+            facts.id, revision=facts.revision, token=token, trust_remote_code=trust
+        )
+    except SourceError as error:
+        raise SourceError(
+            f"the dense model `{facts.id}`, which is the teacher, cannot be opened: "
+            f"{error.message}",
+            "name it with `--teacher FOLDER`, or do without: `--teacher none`",
+        ) from error
+    if local_folder(facts.id) is not None and source.store.fingerprint() != facts.fingerprint:
+        raise SourceError(
+            f"`{facts.id}` is not the model that was converted: its weights have changed",
+            f"convert it again, or insist on it: `--teacher {facts.id}`",
+        )
+    return source
+
+
+def blocks_to_imitate(student: Anatomy, teacher: Anatomy, asked: Sequence[int]) -> list[int]:
+    """The teacher's block for each block of the student.
+
+    One to one where there are as many; otherwise as asked, or at equal distances with the last
+    one on the last.
+
+    Raises:
+        InputError: What was asked is not possible.
+    """
+    own, others = len(student.blocks), len(teacher.blocks)
+    if not asked:
+        if own > others:
+            raise InputError(
+                f"the model has {own} blocks, but its teacher only {others}",
+                "give a teacher with at least as many blocks",
+            )
+        return [(index + 1) * others // own - 1 for index in range(own)]
+    wrong = [index for index in asked if not 0 <= index < others]
+    if len(asked) != own or wrong or list(asked) != sorted(asked):
+        raise InputError(
+            f"`teacher_blocks` are {list(asked)}, expected {own} blocks from 0 to {others - 1} in "
+            "ascending order",
+            "one for each block of the model",
+        )
+    return list(asked)
+
+
+def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
+    """Compares what the teacher gives with what the student can take.
+
+    Raises:
+        InputError: Widths or vocabularies differ; all differences are named.
+    """
+    problems = []
+    for name, words in (("hidden_size", "width"), ("vocab_size", "vocabulary")):
+        own, other = _number(student, name), _number(teacher, name)
+        if own is not None and other is not None and own != other:
+            problems.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
+    if problems:
+        raise InputError(
+            "; ".join(problems), "give the dense model that it was converted from, or its like"
+        )
+
+
+def _number(source: SourceModel, name: str) -> int | None:
+    config = source.config.get_text_config()
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) else None

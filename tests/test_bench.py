@@ -1,0 +1,383 @@
+"""Timing: its grid, its order, its records. How fast anything is does not matter here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcompress.artifact.manifest import Speed, read_manifest
+from tcompress.benching import compiler, duel, run
+from tcompress.benching.feed import Feed
+from tcompress.benching.grid import Cell, cells, modes, numbers
+from tcompress.benching.machine import pick_device, pick_dtype, threads
+from tcompress.benching.memory import peak_bytes
+from tcompress.benching.record import save_speed
+from tcompress.benching.run import Settings, bench
+from tcompress.benching.timing import alternate
+from tcompress.errors import InputError
+from tcompress.source import SourceModel
+from tests.support.converted import converted
+from tests.support.records import MACHINE, record_dense, speed
+from tests.support.tiny import IMAGE, build
+
+FEW = {"batches": (1, 2), "lengths": (4,), "repeats": 2}
+
+
+class Ticking:
+    """A clock that goes on by what it is told, at every second look."""
+
+    def __init__(self, *steps: float) -> None:
+        self.steps, self.now, self.looks = list(steps), 0.0, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        if self.looks % 2 == 0:
+            self.now += self.steps[(self.looks // 2 - 1) % len(self.steps)]
+        return self.now
+
+
+def saved(family: str, folder: Path) -> SourceModel:
+    build(family).save_pretrained(folder / family)
+    return SourceModel.open(str(folder / family))
+
+
+# -- the grid
+
+
+def test_numbers_are_read() -> None:
+    assert numbers("1, 8,32,8", "--batch") == (1, 8, 32)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "1.5", "a", "²"])
+def test_other_things_are_no_numbers(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        numbers(text, "--batch")
+    assert caught.value.message == (
+        f"`--batch` is `{text}`, expected whole numbers of 1 or more with commas between"
+    )
+
+
+def test_modes_are_read() -> None:
+    assert modes("compiled, eager") == ("eager", "compiled")
+    with pytest.raises(InputError, match="`--mode` is `fast`, expected `eager`, `compiled` or"):
+        modes("fast")
+
+
+def test_eager_passes_come_first() -> None:
+    assert cells((1, 8), (4,), ("compiled", "eager")) == [
+        Cell(1, 4, "eager"),
+        Cell(8, 4, "eager"),
+        Cell(1, 4, "compiled"),
+        Cell(8, 4, "compiled"),
+    ]
+
+
+# -- the order
+
+
+def test_passes_alternate_and_take_turns_at_going_first() -> None:
+    order: list[str] = []
+    clock = Ticking(1.0, 10.0, 20.0, 2.0)
+    times = alternate(lambda: order.append("a"), lambda: order.append("b"), 2, clock)
+    assert order == ["a", "b", "b", "a"]
+    assert times == ([1.0, 2.0], [10.0, 20.0])
+
+
+def test_the_device_is_waited_for_before_every_look_at_the_clock() -> None:
+    log: list[str] = []
+
+    def noted(word: str) -> Callable[[], None]:
+        return lambda: log.append(word)
+
+    def clock() -> float:
+        log.append("clock")
+        return 0.0
+
+    alternate(noted("a"), noted("b"), 1, clock, noted("wait"))
+    assert log[:5] == ["wait", "clock", "a", "wait", "clock"]
+
+
+def test_medians_and_ratios(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    # Turns: model, dense; dense, model; model, dense.
+    clock = Ticking(1.0, 4.0, 6.0, 2.0, 90.0, 5.0)
+    settings = Settings((2,), (4,), repeats=3, clock=clock)
+    found = bench([str(folder)], settings=settings, save=False)[0].speed[0]
+    assert (found.milliseconds, found.baseline_milliseconds) == (2000, 5000)
+    assert (found.ratio, found.tokens_per_second) == (2.5, 4.0)
+
+
+# -- the inputs
+
+
+def test_texts(tmp_path: Path) -> None:
+    source = saved("bert", tmp_path)
+    feed = Feed.of(source, source)
+    made = feed.batch(3, 8, 0, torch.device("cpu"), torch.float32)
+    assert set(made) == {"input_ids", "attention_mask"}
+    assert made["input_ids"].shape == (3, 8)
+    assert 2 <= int(made["input_ids"].min()) <= int(made["input_ids"].max()) < 100
+    assert bool(made["attention_mask"].all())
+    again = feed.batch(3, 8, 0, torch.device("cpu"), torch.float32)
+    assert torch.equal(made["input_ids"], again["input_ids"])
+    other = feed.batch(3, 8, 1, torch.device("cpu"), torch.float32)
+    assert not torch.equal(made["input_ids"], other["input_ids"])
+
+
+def test_encoders_with_decoders(tmp_path: Path) -> None:
+    source = saved("t5", tmp_path)
+    made = Feed.of(source, source).batch(2, 5, 0, torch.device("cpu"), torch.float32)
+    assert made["decoder_input_ids"].shape == made["input_ids"].shape == (2, 5)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    source = saved("vit", tmp_path)
+    feed = Feed.of(source, source)
+    made = feed.batch(2, 5, 0, torch.device("cpu"), torch.bfloat16)
+    assert {name: tensor.shape for name, tensor in made.items()} == {
+        "pixel_values": (2, 3, IMAGE, IMAGE)
+    }
+    assert made["pixel_values"].dtype == torch.bfloat16
+    assert not feed.has_length
+
+
+def test_models_with_other_inputs_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        Feed.of(saved("vit", tmp_path), saved("bert", tmp_path))
+    assert f"/vit` takes pictures of 3 x {IMAGE} x {IMAGE}, `" in caught.value.message
+    assert caught.value.message.endswith("/bert` takes token ids under a full mask")
+
+
+def test_lengths_beyond_the_models(tmp_path: Path) -> None:
+    source = saved("bert", tmp_path)
+    feed = Feed.of(source, source)
+    assert feed.fitting((32, 128)) == (32,)
+    assert feed.fitting((100, 200)) == (64,)
+    with pytest.raises(InputError, match="length 65 was asked for, the models have 64 positions"):
+        feed.allowed((8, 65))
+
+
+# -- whole runs
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])
+def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
+    folder = converted(family, tmp_path).folder
+    done = bench([str(folder)], settings=Settings(**FEW, threads=1))[0]
+    assert (done.model, done.baseline, done.saved) == (str(folder), str(tmp_path / family), True)
+    assert [(item.batch, item.length, item.mode) for item in done.speed] == [
+        (1, 4, "eager"),
+        (2, 4, "eager"),
+    ]
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert tuple(manifest.speed) == done.speed
+    protocol = done.speed[0].protocol
+    assert protocol["device"] == "cpu"
+    assert protocol["device_name"]
+    assert (protocol["dtype"], protocol["threads"], protocol["repeats"]) == ("float32", 1, 2)
+    assert protocol["torch"] == torch.__version__
+    assert all((item.peak_bytes or 0) > 0 for item in done.speed)
+
+
+def test_pictures_have_their_own_length(tmp_path: Path) -> None:
+    folder = converted("vit", tmp_path).folder
+    done = bench([str(folder)], settings=Settings((1,), repeats=1))[0]
+    assert [item.length for item in done.speed] == [(IMAGE // 4) ** 2 + 1]
+    with pytest.raises(InputError, match="reads pictures or sounds, whose length is fixed"):
+        bench([str(folder)], settings=Settings((1,), (8,)))
+
+
+def test_a_dense_model_is_measured_but_not_kept(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "a")
+    build("bert").to(torch.bfloat16).save_pretrained(tmp_path / "b")
+    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0]
+    assert not done.saved
+    assert done.speed[0].protocol["dtype"] == "bfloat16"  # as the baseline
+    assert not (tmp_path / "a" / "tcompress.json").exists()
+    record_dense(tmp_path / "a")
+    assert bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0].saved
+
+
+def test_other_heads_are_noted(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "a")
+    build("bert").bert.save_pretrained(tmp_path / "b")
+    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0]
+    assert done.notes[0].endswith("a BertModel: what their heads cost is part of the times")
+
+
+def test_what_was_measured_before_an_error_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = converted("bert", tmp_path).folder
+    measure = duel.Duel.measure
+
+    def failing(self: duel.Duel, cell: Cell) -> Speed:
+        if cell.batch == 2:
+            raise InputError("too large")
+        return measure(self, cell)
+
+    monkeypatch.setattr(duel.Duel, "measure", failing)
+    with pytest.raises(InputError, match="too large"):
+        bench([str(folder)], settings=Settings(**FEW))
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert [item.batch for item in manifest.speed] == [1]
+
+
+def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = converted("bert", tmp_path).folder
+
+    def failing(*_: Any, input_ids: Any = None, attention_mask: Any = None) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("transformers.BertForMaskedLM.forward", failing)
+    with pytest.raises(InputError) as caught:
+        bench([str(folder)], settings=Settings(**FEW))
+    assert caught.value.message == (
+        f"`{folder}` cannot run batch 1, length 4: the memory is too small"
+    )
+
+
+# -- the baseline
+
+
+def test_without_a_manifest_the_baseline_must_be_named(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "a")
+    with pytest.raises(InputError) as caught:
+        bench([str(tmp_path / "a")])
+    assert caught.value.hint == "name it with `--against`"
+
+
+def test_a_source_that_is_not_here_is_not_downloaded(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    shutil.rmtree(tmp_path / "bert")
+    with pytest.raises(InputError) as caught:
+        bench([str(folder)])
+    assert f"was made from `{tmp_path / 'bert'}`, which is not on this machine" in str(caught.value)
+
+
+def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    build("bert", seed=1).save_pretrained(tmp_path / "bert")
+    with pytest.raises(InputError, match="no longer holds the weights that"):
+        bench([str(folder)])
+    assert bench([str(folder)], str(tmp_path / "bert"), Settings(**FEW))[0].speed
+
+
+# -- the manifest
+
+
+def test_equal_passes_are_replaced(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    others = [
+        speed(mode="compiled"),
+        speed(length=64),
+        speed(baseline="bigger"),
+        speed(protocol={**MACHINE, "threads": 4}),
+        speed(protocol={**MACHINE, "dtype": "bfloat16"}),
+        speed(protocol={**MACHINE, "device_name": "another"}),
+    ]
+    assert save_speed(folder, [speed(), *others])
+    newer = speed(ratio=3.0, protocol={**MACHINE, "repeats": 9})
+    assert save_speed(folder, [newer])
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert manifest.speed == [*others, newer]
+
+
+def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
+    assert not save_speed(tmp_path, [speed()])
+    assert not list(tmp_path.iterdir())
+
+
+# -- the machine
+
+
+def test_peak_memory_is_what_the_pass_holds_at_once() -> None:
+    x = torch.zeros(256, 256)
+
+    def work() -> None:
+        one = x + 1
+        two = one + 1
+        del one
+        del two
+        x + 1
+
+    peak = peak_bytes(work, torch.device("cpu"))
+    assert peak is not None
+    assert 2 * x.nbytes <= peak < 2.1 * x.nbytes
+    assert peak_bytes(work, torch.device("meta")) is None
+
+
+def test_threads_are_set_for_a_while() -> None:
+    before = torch.get_num_threads()
+    with threads(before + 1) as count:
+        assert torch.get_num_threads() == count == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_unknown_devices_and_dtypes() -> None:
+    with pytest.raises(InputError, match="device `cuda:99` cannot be used here"):
+        pick_device("cuda:99")
+    with pytest.raises(InputError, match="unknown dtype `int8`; known are `float32`"):
+        pick_dtype("int8")
+
+
+# -- the compiler
+
+
+def test_a_compiler_that_does_not_work_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no working C++ compiler.\nmany\nlines")
+
+    folder = converted("bert", tmp_path).folder
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(InputError) as caught:
+        bench([str(folder)], settings=Settings(**FEW, modes=("compiled",)))
+    assert caught.value.message == (
+        "`torch.compile` cannot run here (RuntimeError: no working C++ compiler)"
+    )
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("use `--mode eager`")
+    assert caught.value.exit_code == 2
+
+
+def test_compiled_passes_are_compiled_for_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    def compiled(model: torch.nn.Module) -> Callable[..., object]:
+        log.append("compiled")
+        return model
+
+    folder = converted("bert", tmp_path).folder
+    monkeypatch.setattr(compiler, "require_compiler", lambda _: log.append("tried"))
+    monkeypatch.setattr(compiler, "compiled", compiled)
+    monkeypatch.setattr(compiler, "forget", lambda: log.append("forgot"))
+    settings = Settings(**FEW, modes=("eager", "compiled"))
+    done = bench([str(folder)], settings=settings, save=False)[0]
+    assert [item.mode for item in done.speed] == ["eager", "eager", "compiled", "compiled"]
+    assert log == ["tried", *2 * ["forgot", "compiled", "compiled"]]
+
+
+def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = converted("bert", tmp_path).folder
+    loaded: list[str] = []
+    load = run.load_model
+
+    def noted(source: SourceModel, **options: Any) -> Any:
+        loaded.append(source.folder.name)
+        return load(source, **options)
+
+    monkeypatch.setattr(run, "load_model", noted)
+    bench([str(folder), str(folder)], settings=Settings(**FEW), save=False)
+    assert loaded == ["bert", "bert-small", "bert-small"]

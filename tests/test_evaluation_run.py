@@ -1,0 +1,222 @@
+"""Measuring several models: comparisons, protocols, and what is kept in manifests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tcompress.artifact.manifest import Metric, read_manifest
+from tcompress.errors import DataError, InputError
+from tcompress.evaluation.run import evaluate
+from tcompress.evaluation.scores import document, ratio_of
+from tcompress.evaluation.tasks import Prepared
+from tcompress.evaluation.threshold import Threshold
+from tests.support.converted import converted
+from tests.support.evaluation import (
+    classifier,
+    encoder,
+    headed,
+    labelled_file,
+    one_thread,
+    pairs_file,
+    rows_file,
+)
+from tests.support.model_folders import model_folder, save_tokenizer, sentences
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data."""
+    folder = tmp_path_factory.mktemp("models")
+    encoder(folder / "bert")
+    converted("bert", folder)
+    pairs_file(folder / "pairs.jsonl", 30)
+    classifier(folder / "classifier")
+    labelled_file(folder / "labelled.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(place)
+    with one_thread():
+        yield
+
+
+def sts(*models: str, **options: Any) -> Any:
+    given = {"device": "cpu", "bootstrap": 100, "save": False, **options}
+    return evaluate(models, "sts", "pairs.jsonl", **given)
+
+
+def test_differences_are_paired() -> None:
+    dense, small = sts("bert", "bert-small")
+    assert all(metric.difference is None for metric in dense.metrics)
+    for one, two in zip(dense.metrics, small.metrics, strict=True):
+        found = two.difference
+        assert found is not None
+        assert found.interval is not None
+        assert (found.baseline, found.baseline_value) == ("bert", one.value)
+        assert found.value == pytest.approx(two.value - one.value)
+        assert ratio_of(two) == (two.value / one.value if one.value > 0 else None)
+        assert found.interval.low <= found.value <= found.interval.high
+
+
+def test_a_model_does_not_differ_from_itself(place: Path) -> None:
+    shutil.copytree("bert", "copy", dirs_exist_ok=True)
+    for first, second in (("bert", "copy"), ("bert", "bert")):
+        _, again = sts(first, second)
+        for metric in again.metrics:
+            assert metric.difference is not None
+            assert metric.difference.interval is not None
+            interval = metric.difference.interval
+            assert (metric.difference.value, interval.low, interval.high) == (0.0, 0.0, 0.0)
+
+
+def test_the_baseline_may_stand_anywhere() -> None:
+    small, dense = sts("bert-small", "bert", baseline="bert")
+    assert (small.name, dense.name) == ("bert-small", "bert")
+    assert small.metrics[0].difference is not None
+    assert dense.metrics[0].difference is None
+    names = [item.name for item in sts("bert-small", baseline="bert")]
+    assert names == ["bert", "bert-small"]
+
+
+def test_the_protocol_tells_how_it_was_measured() -> None:
+    (found,) = sts("bert", limit=20, seed=3, batch_size=4)
+    protocol = dict(found.metrics[0].protocol)
+    assert len(protocol.pop("data_fingerprint")) == 64
+    assert set(protocol.pop("versions")) == {
+        "tcompress", "python", "torch", "transformers", "machine"
+    }  # fmt: skip
+    assert protocol == {
+        "task": "sts",
+        "data": "pairs.jsonl:sentence1,sentence2,score",
+        "split": None,
+        "examples": 20,
+        "max_length": 64,
+        "batch_size": 4,
+        "dtype": "float32",
+        "device": "cpu",
+        "seed": 3,
+        "bootstrap": 100,
+        "scoring": "cosine of embeddings",
+        "pooling": "mean (default)",
+        "truncated": 0,
+    }
+
+
+def test_numbers_are_kept_in_the_manifest_of_a_converted_model() -> None:
+    def kept() -> list[Metric]:
+        manifest = read_manifest(Path("bert-small"))
+        assert manifest is not None
+        return manifest.metrics
+
+    assert kept() == []
+    sts("bert-small")
+    assert kept() == []
+    dense, small = sts("bert", "bert-small", save=True)
+    assert (dense.stored, small.stored) == (False, True)
+    assert kept() == list(small.metrics)
+    # Newer numbers on the same data replace older ones; those on other data stay.
+    (again,) = sts("bert-small", save=True, batch_size=3)
+    assert kept() == list(again.metrics)
+    (other,) = sts("bert-small", save=True, limit=10)
+    assert kept() == [*again.metrics, *other.metrics]
+    assert not list(Path("bert-small").glob("*.tmp"))
+
+
+def test_the_shortest_model_decides_the_length(place: Path) -> None:
+    headed("bert", place / "short", "BertModel", max_position_embeddings=16)
+    scores = sts("bert", "short")
+    assert [item.metrics[0].protocol["max_length"] for item in scores] == [16, 16]
+
+
+def test_dtypes(place: Path) -> None:
+    (found,) = sts("bert", dtype="bfloat16")
+    (exact,) = sts("bert")
+    assert found.metrics[0].protocol["dtype"] == "bfloat16"
+    assert found.metrics[0].value == pytest.approx(exact.metrics[0].value, abs=0.1)
+    with pytest.raises(InputError, match="unknown dtype `int8`; known are `float32`"):
+        sts("bert", dtype="int8")
+    with pytest.raises(InputError, match="device `tpu9` cannot be used here"):
+        sts("bert", device="tpu9")
+
+
+def test_models_with_other_tokens(place: Path) -> None:
+    model_folder("llama", place / "one", processor=False)
+    model_folder("gpt2", place / "two", processor=False)
+    save_tokenizer(place / "two", start=False)
+    rows_file(place / "texts.jsonl", text=sentences(30))
+    given: dict[str, Any] = {"device": "cpu", "max_length": 12, "bootstrap": 50}
+    _, other = evaluate(["one", "two"], "perplexity", "texts.jsonl", save=False, **given)
+    assert other.notes[-1:] == ("its tokens are not those of `one`: each reads its own",)
+    perplexity, per_byte, nats = other.metrics
+    assert perplexity.difference is nats.difference is None
+    assert per_byte.difference is not None
+    assert Threshold.parse("9x").missed(perplexity)
+    assert not Threshold.parse("9x").missed(per_byte)
+
+
+def test_a_number_that_is_not_defined(place: Path) -> None:
+    rows_file(place / "same.jsonl", sentence1=["a", "fox"], sentence2=["b", "c"], score=[1.0, 1.0])
+    with pytest.raises(InputError, match="`spearman` of `bert` is not defined on this data"):
+        evaluate(["bert"], "sts", "same.jsonl", save=False)
+
+
+def test_a_single_example_has_no_interval() -> None:
+    (found,) = evaluate(["classifier"], "classification", "labelled.jsonl", limit=1, save=False)
+    assert found.metrics[0].interval is None
+
+
+def test_the_model_is_named_in_errors(place: Path) -> None:
+    labelled_file(place / "three.jsonl", classes=("a", "b", "c"))
+    with pytest.raises(DataError, match=r"^`classifier`: the model's head has 2 labels"):
+        evaluate(["classifier"], "classification", "three.jsonl")
+    shutil.copytree("classifier", "broken")
+    weights = load_file("broken/model.safetensors")
+    weights["classifier.bias"] += torch.nan
+    save_file(weights, "broken/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"^`broken`: the model gives values that are not finite"):
+        evaluate(["broken"], "classification", "labelled.jsonl")
+
+
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Prepared, "measure", measure)
+    with pytest.raises(InputError) as failure:
+        sts("bert", batch_size=8)
+    assert failure.value.message == "`bert`: memory of cpu is too small for batches of 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "higher", "missed"),
+    [("0.8", True, False), ("0.9", True, True), ("0.9x", True, False), ("1.1x", True, True),
+     ("0.8", False, True), ("0.9", False, False), ("1.1x", False, False), ("0.9x", False, True)],
+)  # fmt: skip
+def test_thresholds(text: str, higher: bool, missed: bool) -> None:
+    against = {"baseline": "b", "baseline_value": 0.85, "value": 0.0}
+    metric = Metric.model_validate(
+        {"name": "m", "value": 0.85, "higher_is_better": higher, "difference": against,
+         "protocol": {}}
+    )  # fmt: skip
+    assert Threshold.parse(text).missed(metric) is missed
+
+
+def test_the_document_says_once_what_all_share() -> None:
+    scores = sts("bert", "bert-small")
+    found = document(scores)
+    json.dumps(found, allow_nan=False)
+    assert list(found) == ["task", "data", "protocol", "models"]
+    assert found["protocol"]["examples"] == 30
+    assert [model["protocol"] for model in found["models"]] == [{}, {}]
+    assert np.isfinite(found["models"][0]["examples_per_second"])

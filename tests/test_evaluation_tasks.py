@@ -1,0 +1,406 @@
+"""Tasks on tiny models, against computations one example at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from tcompress.errors import DataError, InputError
+from tcompress.evaluation.run import prepare, score_model
+from tcompress.evaluation.tasks import Prepared, find_task
+from tcompress.integration.models import load_model
+from tcompress.reading.examples import Examples, load_examples
+from tcompress.source import SourceModel
+from tests.support.evaluation import (
+    classifier,
+    encoder,
+    headed,
+    labelled_file,
+    loaded,
+    one_thread,
+    pairs_file,
+    rows_file,
+)
+from tests.support.model_folders import model_folder, save_tokenizer, sentences
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def examples_of(task: str, data: Path, **columns: str) -> Examples:
+    return load_examples(str(data), "train", find_task(task).needs, columns=columns)
+
+
+def ready(task: str, folder: Path, data: Path, length: int | None = None, **options: Any) -> Any:
+    """Examples made ready for a model, and the model."""
+    source = SourceModel.open(str(folder), converted=True)
+    prepared = prepare(task, source, examples_of(task, data), length, **options)
+    return prepared, load_model(source)
+
+
+def same_at_all_batch_sizes(prepared: Prepared, model: Any) -> dict[str, float]:
+    """Numbers that batches of 1 and of 7 agree on."""
+    alone, together = (prepared.score(model, batch_size=size) for size in (1, 7))
+    assert together == pytest.approx(alone, abs=1e-5)
+    return together
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_classification(family: str, tmp_path: Path) -> None:
+    more = {"pad_token_id": None} if family == "gpt2" else {}
+    folder = classifier(tmp_path / "model", 3, family, **more)
+    data = labelled_file(tmp_path / "data.jsonl", classes=(0, 1, 2))
+    found = same_at_all_batch_sizes(*ready("classification", folder, data))
+    model, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    hits = 0
+    for row in rows:
+        with torch.no_grad():
+            logits = model(**tokenizer(row["text"], return_tensors="pt")).logits
+        hits += int(logits.argmax()) == row["label"]
+    assert list(found) == ["accuracy", "macro_f1"]
+    assert found["accuracy"] == pytest.approx(hits / len(rows))
+
+
+def test_classification_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "model", family="gpt2", pad_token_id=None)
+    data = labelled_file(tmp_path / "data.jsonl")
+    prepared, model = ready("classification", folder, data)
+    model.train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    prepared.score(model)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.pad_token_id is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_classes_are_matched_by_name(tmp_path: Path) -> None:
+    names = ["good", "bad"]
+    numbered = classifier(tmp_path / "numbered", 2)
+    named = classifier(tmp_path / "named", ["GOOD", "BAD"])
+    other = classifier(tmp_path / "other", ["yes", "no"])
+    data = labelled_file(tmp_path / "data.jsonl", classes=names)  # the data sorts: bad, good
+    scores, facts, notes = [], [], []
+    for folder in (numbered, named, other):
+        prepared, model = ready("classification", folder, data)
+        scores.append(prepared.score(model)["accuracy"])
+        facts.append(prepared.facts["labels_matched_by"])
+        notes.append(prepared.notes)
+    assert facts == ["index", "name", "index"]
+    assert scores[1] == pytest.approx(1 - scores[0])  # the same weights, labels swapped
+    assert scores[2] == scores[0]
+    assert notes == [
+        [],
+        [],
+        [
+            "the model calls its labels `yes`, `no`, the data `bad`, `good`; "
+            "they are matched by their order"
+        ],
+    ]
+
+
+def test_a_head_with_too_few_labels_is_refused(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "model", 2)
+    data = labelled_file(tmp_path / "data.jsonl", classes=("a", "b", "c"))
+    source = SourceModel.open(str(folder))
+    with pytest.raises(DataError) as failure:
+        find_task("classification").check(source, examples_of("classification", data))
+    assert failure.value.message == (
+        "the model's head has 2 labels, but `data.jsonl:text,label` has 3 classes (`a`, `b`, `c`)"
+    )
+
+
+def test_long_and_empty_texts(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "model")
+    texts = ["", "a red fox", "fox " * 100]
+    data = rows_file(tmp_path / "data.jsonl", text=texts, label=[0, 1, 0])
+    prepared, model = ready("classification", folder, data, 16)
+    assert prepared.facts["truncated"] == 1
+    assert len(same_at_all_batch_sizes(prepared, model)) == 3
+
+
+def embedding(folder: Path, text: str, how: str) -> np.ndarray:
+    model, tokenizer = loaded(folder, "AutoModel")
+    with torch.no_grad():
+        states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
+    vector = {
+        "mean": states.mean(0),
+        "cls": states[0],
+        "max": states.max(0),
+        "lasttoken": states[-1],
+    }
+    return vector[how] / np.linalg.norm(vector[how])
+
+
+POOLINGS: dict[str, dict[str, Any] | None] = {
+    "mean": None,
+    "cls": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+    "max": {"pooling_mode": "max"},
+    "lasttoken": {"pooling_mode": ["lasttoken"]},
+}
+
+
+@pytest.mark.parametrize("how", POOLINGS)
+def test_similarity(how: str, tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model", pooling=POOLINGS[how])
+    data = pairs_file(tmp_path / "pairs.jsonl", 12)
+    prepared, model = ready("sts", folder, data)
+    found = same_at_all_batch_sizes(prepared, model)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    cosines = [
+        embedding(folder, row["sentence1"], how) @ embedding(folder, row["sentence2"], how)
+        for row in rows
+    ]
+    scores = [row["score"] for row in rows]
+    assert prepared.facts["pooling"] == how + (" (default)" if how == "mean" else "")
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(cosines, scores).statistic)
+    assert found["pearson"] == pytest.approx(
+        scipy.stats.pearsonr(cosines, scores).statistic, abs=1e-4
+    )
+
+
+def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
+    data = pairs_file(tmp_path / "pairs.jsonl")
+    folder = encoder(tmp_path / "model", pooling={"pooling_mode": "weightedmean"})
+    prepared, model = ready("sts", folder, data)
+    with pytest.raises(DataError, match="is pooled by `weightedmean`; known are cls, max"):
+        prepared.score(model)
+    modules = (folder / "modules.json").read_text().replace("Normalize", "Dense")
+    (folder / "modules.json").write_text(modules)
+    with pytest.raises(DataError, match="modules Dense after its transformer"):
+        prepared.score(model)
+
+
+def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:
+    data = pairs_file(tmp_path / "pairs.jsonl", 12)
+    folder = classifier(tmp_path / "model", 1)
+    prepared, model = ready("sts", folder, data)
+    found = same_at_all_batch_sizes(prepared, model)
+    plain, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    with torch.no_grad():
+        logits = [
+            float(
+                plain(**tokenizer(row["sentence1"], row["sentence2"], return_tensors="pt")).logits
+            )
+            for row in rows
+        ]
+    scores = [row["score"] for row in rows]
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(logits, scores).statistic)
+    wide = classifier(tmp_path / "wide", 3)
+    with pytest.raises(DataError, match="head has 3 labels; a score for a pair"):
+        prepared.score(load_model(SourceModel.open(str(wide))))
+
+
+def nats(folder: Path, windows: list[list[int]], context: int) -> tuple[float, int]:
+    """Sum of the losses of all tokens but the first ones of each window, one at a time."""
+    model, _ = loaded(folder, "AutoModelForCausalLM")
+    total, count = 0.0, 0
+    for ids in windows:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        for position in range(context, len(ids)):
+            total -= float(logits[position - 1, ids[position]])
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("pack", ["eos", "newline", "none"])
+def test_perplexity(pack: str, start: bool, tmp_path: Path) -> None:
+    folder = model_folder("llama", tmp_path / "model", processor=False)
+    save_tokenizer(folder, start=start)
+    texts = sentences(9)
+    data = rows_file(tmp_path / "texts.jsonl", text=texts)
+    prepared, model = ready("perplexity", folder, data, 16, pack=pack)
+    found = same_at_all_batch_sizes(prepared, model)
+    _, tokenizer = loaded(folder, "AutoModelForCausalLM")
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    end = [2] if pack == "eos" else []
+    joined = [token for ids in plain for token in [*end, *ids]][len(end) :]
+    windows = []
+    for stream in plain if pack == "none" else [joined]:
+        if start:
+            windows += [[1, *stream[at : at + 15]] for at in range(0, len(stream), 15)]
+        else:
+            whole = [2, *stream]
+            windows += [whole[at : at + 16] for at in range(0, len(whole) - 1, 15)]
+    total, count = nats(folder, windows, context=1)
+    # Every token is predicted once, whatever the windows.
+    assert count == prepared.facts["tokens"] == sum(map(len, plain)) + len(end) * (len(texts) - 1)
+    assert found["nats_per_token"] == pytest.approx(total / count, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    size = sum(len(text.encode()) for text in texts)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> None:
+    folder = model_folder("gpt2", tmp_path / "model", processor=False)
+    data = rows_file(tmp_path / "texts.jsonl", text=["a fox", "xyzzy runs", ""])
+    prepared, _ = ready("perplexity", folder, data, 16)
+    assert prepared.notes == ["1 tokens stand for text that the tokenizer does not know"]
+    assert "windows of 16 tokens that begin with its own start token" in prepared.facts["packing"]
+    with pytest.raises(DataError, match="leave nothing to predict"):
+        ready("perplexity", folder, data, 1)
+    with pytest.raises(InputError, match="`--pack all` is not known; it can be `eos`, `newline`"):
+        find_task("perplexity", pack="all")
+
+
+def test_masked_words(tmp_path: Path) -> None:
+    folder = model_folder("bert", tmp_path / "model", processor=False)
+    data = rows_file(tmp_path / "texts.jsonl", text=["", *sentences(20)])
+    with pytest.raises(DataError, match="has no mask token"):
+        ready("masked-lm", folder, data)
+    save_tokenizer(folder, mask_token="w99", bos_token="<s>")
+    prepared, model = ready("masked-lm", folder, data)
+    found = same_at_all_batch_sizes(prepared, model)
+    again, _ = ready("masked-lm", folder, data)
+    assert again.score(model) == pytest.approx(found)
+    plain, _ = loaded(folder, "AutoModelForMaskedLM")
+    hits, loss, count = 0, 0.0, 0
+    for row, places, truth in zip(prepared._rows, prepared._hidden, prepared._truth, strict=True):
+        assert (row["input_ids"] == 99).nonzero().flatten().tolist() == places.tolist()
+        original = row["input_ids"].clone()
+        original[places] = truth
+        words = int((original > 3).sum())  # not the special tokens
+        assert len(places) == (max(round(0.15 * words), 1) if words else 0)
+        with torch.no_grad():
+            logits = plain(input_ids=row["input_ids"][None]).logits[0].double().log_softmax(-1)
+        for place, token in zip(places.tolist(), truth.tolist(), strict=True):
+            hits += int(logits[place].argmax()) == token
+            loss -= float(logits[place, token])
+            count += 1
+    assert found["accuracy"] == pytest.approx(hits / count)
+    assert found["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
+
+
+def pictures(folder: Path, count: int, classes: int) -> Path:
+    """Write a data set of pictures with labels."""
+    import datasets
+
+    generator = np.random.default_rng(0)
+    images = []
+    for _ in range(count):
+        file = io.BytesIO()
+        pixels = generator.integers(256, size=(16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file, "PNG")
+        images.append({"bytes": file.getvalue(), "path": None})
+    labels = [index * 5 % 7 % classes for index in range(count)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+    rows.to_parquet(folder / "pictures.parquet")
+    return folder / "pictures.parquet"
+
+
+def test_images(tmp_path: Path) -> None:
+    folder = headed("vit", tmp_path / "model", "ViTForImageClassification", num_labels=7)
+    model_folder("vit", tmp_path / "other")
+    data = pictures(tmp_path, 14, 7)
+    with pytest.raises(DataError, match="has no usable image processor"):
+        ready("image-classification", folder, data)
+    processor = (tmp_path / "other" / "preprocessor_config.json").read_text()
+    (folder / "preprocessor_config.json").write_text(processor)
+    prepared, model = ready("image-classification", folder, data)
+    found = same_at_all_batch_sizes(prepared, model)
+    reader = AutoImageProcessor.from_pretrained(folder)
+    examples = examples_of("image-classification", data)
+    plain, hits, top = model, 0, 0
+    for content, label in zip(examples.images, examples.targets or [], strict=True):
+        inputs = reader(images=[Image.open(io.BytesIO(content))], return_tensors="pt")
+        with torch.no_grad():
+            logits = plain(**inputs).logits[0]
+        hits += int(logits.argmax()) == label
+        top += label in logits.topk(5).indices.tolist()
+    assert found["accuracy"] == pytest.approx(hits / 14)
+    assert found["top5"] == pytest.approx(top / 14)
+
+
+def test_retrieval(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "model")
+    texts = sentences(30)
+    documents = [*texts[15:29], texts[15]]  # the last one is that of the first row
+    data = rows_file(tmp_path / "rows.jsonl", query=texts[:15], document=documents)
+    prepared, model = ready("retrieval", folder, data)
+    found = same_at_all_batch_sizes(prepared, model)
+    corpus = {text: embedding(folder, text, "mean") for text in documents}
+    places = []
+    for query, document in zip(texts[:15], documents, strict=True):
+        vector = embedding(folder, query, "mean")
+        cosines = {text: float(vector @ other) for text, other in corpus.items()}
+        places.append(sum(value >= cosines[document] for value in cosines.values()))
+    assert prepared.facts["documents"] == 14
+    assert found["recall@1"] == pytest.approx(np.mean([place == 1 for place in places]))
+    assert found["mrr@10"] == pytest.approx(np.mean([(p <= 10) / p for p in places]))
+
+
+@pytest.mark.parametrize("labels", [0, 1, 2])
+def test_response_selection(labels: int, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    folder = classifier(path, labels) if labels else encoder(path)
+    texts = sentences(24)
+    data = rows_file(tmp_path / "rows.jsonl", context=texts[:12], response=texts[12:])
+    prepared, model = ready("response-selection", folder, data, candidates=4)
+    found = same_at_all_batch_sizes(prepared, model)
+    plain, tokenizer = loaded(
+        folder, "AutoModelForSequenceClassification" if labels else "AutoModel"
+    )
+    places = []
+    for row, chosen in enumerate(prepared._chosen.tolist()):
+        assert chosen[0] == row
+        assert len({*chosen}) == 4
+        scores = []
+        for response in chosen:
+            one, two = texts[row], texts[12 + response]
+            if labels:
+                with torch.no_grad():
+                    logits = plain(**tokenizer(one, two, return_tensors="pt")).logits[0]
+                scores.append(float(logits[-1] - (logits[0] if labels == 2 else 0)))
+            else:
+                scores.append(
+                    float(embedding(folder, one, "mean") @ embedding(folder, two, "mean"))
+                )
+        places.append(sum(score >= scores[0] for score in scores))
+    assert found["recall@1"] == pytest.approx(np.mean([place == 1 for place in places]))
+    assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
+    with pytest.raises(DataError, match="has 12 distinct responses, too few to choose among 13"):
+        ready("response-selection", folder, data, candidates=13)
+
+
+def test_scores_of_a_model_in_memory(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "model")
+    source = SourceModel.open(str(folder))
+    examples = examples_of("classification", labelled_file(tmp_path / "data.jsonl"))
+    model = load_model(source)
+    found = score_model(model, source, "classification", examples, batch_size=4, max_length=16)
+    assert list(found) == ["accuracy", "macro_f1", "matthews"]
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "model")
+    prepared, model = ready("classification", folder, labelled_file(tmp_path / "data.jsonl"))
+    torch.nn.init.constant_(model.classifier.bias, torch.nan)
+    with pytest.raises(InputError, match="gives values that are not finite"):
+        prepared.score(model)
+
+
+def test_unknown_tasks_and_options() -> None:
+    with pytest.raises(InputError) as failure:
+        find_task("perplexty")
+    assert failure.value.hint == "did you mean `perplexity`?"
+    with pytest.raises(InputError, match="the task `sts` has no option `--pack`"):
+        find_task("sts", pack="eos", candidates=None)

@@ -1,0 +1,233 @@
+"""The page: complete, self-contained, and safe against what names may hold."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tcompress.errors import InputError
+from tcompress.reporting.html import render_html, write_html
+from tcompress.reporting.model import ModelReport, report_of
+from tests.support.cli import run
+from tests.support.converted import converted
+from tests.support.records import metric, record, record_dense, speed, training
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Elements of a page, which must be nested properly."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+    def charts(self) -> list[str]:
+        return [str(found["aria-label"]) for name, found in self.tags if name == "svg"]
+
+    def assert_alone(self) -> None:
+        """Nothing refers to anything outside the file, and nothing runs."""
+        assert not {"script", "link", "img", "iframe", "object", "use"} & {
+            name for name, _ in self.tags
+        }
+        ids = {found["id"] for _, found in self.tags if "id" in found}
+        for _, found in self.tags:
+            assert not {"src", "srcset", "data", "action", "xlink:href"} & set(found)
+            assert not [name for name in found if name.startswith("on")]
+            if "href" in found:
+                assert str(found["href"])[0] == "#"
+                assert str(found["href"])[1:] in ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    converted("gpt2", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(folder: Path) -> ModelReport:
+    return report_of(folder / "gpt2-small", 16)
+
+
+def full(bare: ModelReport) -> ModelReport:
+    records = {
+        "metrics": (metric(), metric(5.0, 4.0, name="perplexity", higher_is_better=False)),
+        "training": (training(), training(1)),
+        "speed": (speed(1), speed(8), speed(8, mode="compiled")),
+        "errors": {"held_out": 0.2},
+    }
+    return bare.model_copy(update=records)
+
+
+def test_a_model_without_records(bare: ModelReport) -> None:
+    page = Page(render_html([bare]))
+    page.assert_alone()
+    assert page.charts() == []
+    assert page.text.count("gpt2-small") >= 3
+    assert "Weight error by layer" in page.text
+    assert "lprod p=4 dct" in page.text
+    assert "name: lprod" in page.text
+    assert "not healed" in page.text
+    assert not {"Quality", "Speed", "Training"} & {word.strip() for word in page.words}
+
+
+def test_a_model_with_metrics_only(bare: ModelReport) -> None:
+    page = Page(render_html([bare.model_copy(update={"metrics": (metric(),)})]))
+    page.assert_alone()
+    assert page.charts() == [
+        "accuracy against parameters kept, whole model. gpt2-small: 45%, 0.8500; "
+        "dense (big): 100%, 0.9000"
+    ]
+    assert "0.8300 … 0.8700" in page.text
+    assert "−0.0600 … −0.0400" in page.text
+    assert "How accuracy was measured" in page.text
+
+
+def test_a_model_with_everything(bare: ModelReport) -> None:
+    text = render_html([full(bare)])
+    page = Page(text)
+    page.assert_alone()
+    assert [chart.partition(".")[0] for chart in page.charts()] == [
+        "accuracy against parameters kept, whole model",
+        "accuracy against time of a pass (batch 8, length 32, cpu, 2 threads, float32)",
+        "training loss",
+        "validation: accuracy",
+    ]
+    assert page.charts()[3].endswith("best 0.8000 at step 200")
+    assert "400 steps in 2 min · 3.2 k examples, 64 k tokens · sst2 · taught by big" in page.text
+    assert "perplexity (lower is better)" in page.text
+    assert "8 32 eager cpu, 2 threads, float32 5.00 ms 10.0 ms 2.00×" in page.text
+    assert len(text) < 1_000_000
+    assert text == render_html([full(bare)])
+
+
+def test_models_side_by_side(bare: ModelReport, folder: Path) -> None:
+    other = full(bare).model_copy(update={"name": "other", "metrics": (metric(0.7),)})
+    dense = report_of(folder / "gpt2", 16).model_copy(update={"metrics": (metric(0.9, None),)})
+    page = Page(render_html([full(bare), other, dense]))
+    page.assert_alone()
+    picture = page.charts()[0]
+    assert picture.endswith("gpt2-small: 45%, 0.8500; other: 45%, 0.7000; gpt2: 100%, 0.9000")
+    names = {str(found["href"]) for name, found in page.tags if name == "a"}
+    assert names == {"#model-a", "#model-b", "#model-c"}
+
+
+def test_models_of_several_sizes_are_compared_by_count(bare: ModelReport, tmp_path: Path) -> None:
+    bert = report_of(converted("bert", tmp_path).folder, 16)
+    both = [item.model_copy(update={"metrics": (metric(),)}) for item in (bare, bert)]
+    picture = Page(render_html(both)).charts()[0]
+    assert picture.startswith("accuracy against parameters.")
+    assert "dense (big): 22.4 k" in picture
+
+
+def test_names_are_escaped(bare: ModelReport) -> None:
+    hostile = '<script>alert("1")</script>'
+    found = metric(name=hostile, protocol={"data": hostile, hostile: [hostile]})
+    report = full(bare).model_copy(
+        update={
+            "name": hostile,
+            "source": hostile,
+            "metrics": (found,),
+            "training": (training(validation=hostile, data=hostile),),
+            "recipe": {hostile: hostile},
+            "environment": {hostile: hostile},
+        }
+    )
+    text = render_html([report, bare])
+    assert "<script" not in text
+    page = Page(text)
+    page.assert_alone()
+    assert page.text.count("alert(") > 10
+
+
+def test_long_curves_are_thinned(bare: ModelReport) -> None:
+    report = bare.model_copy(update={"training": (training(20_000),)})
+    assert len(render_html([report])) < 100_000
+
+
+def test_tables_have_headers_and_scroll_alone(bare: ModelReport) -> None:
+    page = Page(render_html([full(bare)]))
+    scopes = [found.get("scope") for name, found in page.tags if name == "th"]
+    assert set(scopes) <= {"col", "row", "colgroup"}
+    regions = [found for _, found in page.tags if found.get("class") == "scroll"]
+    assert len(regions) == page.count("table")
+    assert all(found["tabindex"] == "0" and found["aria-label"] for found in regions)
+
+
+def test_the_file_is_replaced(bare: ModelReport, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+    assert write_html([bare], target) == target
+    assert target.read_text(encoding="utf-8") == render_html([bare])
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_old_file_survives_a_failure(
+    bare: ModelReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+        write_html([bare], target)
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_bad_targets_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name, message in {
+        ".": "is a folder, expected the name of a file",
+        "missing/a.html": f"there is no folder `{tmp_path}/missing` to write `a.html` to",
+        "config.json": "exists and does not look like a page",
+    }.items():
+        with pytest.raises(InputError) as caught:
+            write_html([], tmp_path / name)
+        assert message in caught.value.message
+        assert caught.value.hint
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    record(folder / "gpt2-small", metrics=[metric()], speed=[speed()])
+    record_dense(folder / "gpt2", training=[training()])
+    models = (folder / "gpt2-small", folder / "gpt2")
+    done = run("report", *models, "--html", tmp_path / "a.html")
+    assert (done.code, done.err) == (0, "")
+    assert done.lines[-1] == f"Wrote `{tmp_path / 'a.html'}`."
+    assert "#model-b" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    done = run("report", *models, "--html", tmp_path / "b.html", "--json")
+    assert done.document["html"] == str(tmp_path / "b.html")
+    assert done.document["reports"][0]["speed"][0]["ratio"] == 2.0
+    done = run("report", *models, "--html", tmp_path)
+    assert done.code == 2
+    assert "is a folder" in done.err

@@ -11,11 +11,30 @@ from typing import TYPE_CHECKING, Any
 from tcompress.integration.autoload import register_when_ready
 
 if TYPE_CHECKING:
-    from tcompress.api import convert, export_dense, inspect, plan, report
+    from tcompress.api import (
+        bench,
+        convert,
+        evaluate,
+        export_dense,
+        finetune,
+        inspect,
+        plan,
+        report,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "convert", "export_dense", "inspect", "plan", "report"]
+__all__ = [
+    "__version__",
+    "bench",
+    "convert",
+    "evaluate",
+    "export_dense",
+    "finetune",
+    "inspect",
+    "plan",
+    "report",
+]
 
 register_when_ready()
 

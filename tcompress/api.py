@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tcompress.benching.run import bench
 from tcompress.conversion.run import Converted
 from tcompress.conversion.run import convert as run_conversion
 from tcompress.errors import RecipeError
+from tcompress.evaluation.run import evaluate
 from tcompress.exporting.dense import export_dense
 from tcompress.inspection import inspect_model as inspect
 from tcompress.planning.entries import Plan
@@ -16,11 +18,23 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
 from tcompress.recipe import Convert, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
+from tcompress.recipe.schema import Finetune
 from tcompress.reporting.model import report_of as report
 from tcompress.source import SourceModel, default_output_name
 from tcompress.structures import structures
+from tcompress.training.run import Finetuned
+from tcompress.training.run import finetune as run_training
 
-__all__ = ["convert", "export_dense", "inspect", "plan", "report"]
+__all__ = [
+    "bench",
+    "convert",
+    "evaluate",
+    "export_dense",
+    "finetune",
+    "inspect",
+    "plan",
+    "report",
+]
 
 
 def convert(
@@ -61,6 +75,44 @@ def convert(
     source = SourceModel.open(model, revision=revision, token=token)
     folder = Path(output or default_output_name(model, settled.method.name))
     return run_conversion(source, settled, folder, force=force, progress=progress)
+
+
+def finetune(
+    model: str,
+    *,
+    output: str | Path | None = None,
+    recipe: str | Finetune | None = None,
+    force: bool = False,
+    token: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Finetuned:
+    """Heals a converted model against its dense source, or teaches a model a task.
+
+    Args:
+        model: Folder that `convert` wrote, or any other model.
+        output: Folder to write; default the model's name and `-healed`, or the task.
+        recipe: A recipe instead of the options: name, file, or `Finetune`.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        **options: Fields of `Finetune`, such as `steps=500` or `data={"source": ["a.txt"]}`.
+
+    Returns:
+        The written folder and the record of the run.
+
+    Raises:
+        InputError: Something given cannot be used; the message says what to do.
+        TrainingError: Training diverged, or cannot go on.
+    """
+    if isinstance(recipe, str):
+        found = parse_recipe(*find_recipe(recipe)).finetune
+        if found is None:
+            raise RecipeError(f"recipe `{recipe}` has no `finetune`")
+        recipe = found
+    settled = recipe or Finetune.model_validate(options)
+    folder = Path(output or default_output_name(model, settled.task or "healed"))
+    return run_training(model, settled, folder, force=force, token=token, progress=progress)
 
 
 def plan(

@@ -73,7 +73,8 @@ def test_help_of_each_command_ends_with_examples(command: str) -> None:
     assert done.code == 0
     _, found, after = done.out.rpartition("Examples")
     assert found
-    assert all(line.startswith("tcompress ") for line in after.split("\n ") if line.strip())
+    lines = [line for line in after.split("\n ") if line.strip()]
+    assert all(line.startswith(("tcompress ", "torchrun ")) for line in lines)
 
 
 def test_help_documents_commands_and_exit_codes() -> None:

@@ -23,6 +23,7 @@ APPLICATION = FOUNDATION | {
     "integration",
     "conversion",
 }
+PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "benching"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "progress": set(),
@@ -53,10 +54,10 @@ ALLOWED: dict[str, set[str]] = {
     "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"reporting"},
-    "cli": APPLICATION
-    | {"reporting", "exporting", "inspection", "demo", "training", "benching", "evaluation"},
+    "pipeline": PRODUCT,
+    "cli": PRODUCT | {"exporting", "inspection", "demo", "pipeline"},
     "__main__": {"cli"},
-    "api": APPLICATION | {"reporting", "exporting", "inspection", "training"},
+    "api": PRODUCT | {"exporting", "inspection", "pipeline"},
     "__init__": {"api", "integration"},
 }
 

@@ -1,19 +1,48 @@
-"""The model card that a conversion writes."""
+"""The model card that a conversion or a training run writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tcompress.artifact.manifest import Manifest
+from tcompress.artifact.manifest import Manifest, TrainingFacts
 
 
 def model_card(manifest: Manifest) -> str:
     """Renders the card: what was done, what it costs, how to load it."""
     plan = manifest.plan
-    errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
-    mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
     name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
     base = "" if name else f"base_model: {manifest.source.id}\n"
+    shown, tags = name or manifest.source.id, "- tcompress\n"
+    if plan.layers:
+        title, tags = f"{shown}, compressed with `{plan.method}`", tags + "- compressed\n"
+        body = _conversion(manifest)
+        loading = "Without `import tcompress`, loading stops with an error. "
+    else:
+        title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
+    first = "import tcompress\n" if plan.layers else ""
+    return f"""---
+library_name: transformers
+{base}tags:
+{tags}---
+
+# {title}
+
+{body}
+
+```python
+{first}from transformers import AutoModel
+
+model = AutoModel.from_pretrained("PATH")
+```
+
+{loading}All numbers and the recipe are in `tcompress.json`.
+"""
+
+
+def _conversion(manifest: Manifest) -> str:
+    plan = manifest.plan
+    errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
+    mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
     kind = "held-out output error" if manifest.calibration.name != "none" else "weight error"
     saved = plan.dense_rewritten - plan.structured_rewritten
     rows = [
@@ -22,35 +51,38 @@ def model_card(manifest: Manifest) -> str:
         ("all parameters", f"{plan.parameters:,}", f"{plan.parameters - saved:,}"),
     ]
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
-    return f"""---
-library_name: transformers
-{base}tags:
-- tcompress
-- compressed
----
-
-# {name or manifest.source.id}, compressed with `{plan.method}`
-
-Converted by [tcompress](https://pypi.org/project/tcompress/) {manifest.tool_version}: \
-{plan.kept:.1%} of the rewritten layers' parameters are kept.
+    after = " before training" if manifest.training else ""
+    return f"""Converted by [tcompress](https://pypi.org/project/tcompress/) \
+{manifest.tool_version}: {plan.kept:.1%} of the rewritten layers' parameters are kept.
 
 | | dense | compressed |
 |---|---|---|
 {table}
 
 Calibration: {manifest.calibration.name} ({manifest.calibration.samples} samples). \
-Mean relative {kind} of the rewritten layers: {mean}. Not healed: fine-tune before use.
+Mean relative {kind} of the rewritten layers{after}: {mean}. {_trained(manifest)}"""
 
-```python
-import tcompress
-from transformers import AutoModel
 
-model = AutoModel.from_pretrained("PATH")
-```
+def _trained(manifest: Manifest) -> str:
+    """What training did, one sentence a run."""
+    if not manifest.training:
+        return "Not healed: fine-tune before use."
+    return "\n".join(map(_sentence, manifest.training))
 
-Without `import tcompress`, loading stops with an error. All numbers and the recipe are in \
-`tcompress.json`.
-"""
+
+def _sentence(facts: TrainingFacts) -> str:
+    what = "Healed" if facts.task is None else f"Fine-tuned for {facts.task}"
+    teacher = facts.teacher
+    if teacher is not None:
+        # Folders of one machine mean nothing to others.
+        teacher = Path(teacher).name if Path(teacher).exists() else teacher
+    by = f", taught by {teacher}" if teacher else ""
+    start = next((point.validation for point in facts.curve if point.validation is not None), None)
+    before = "" if start is None else f", {start:.4g} at the start"
+    return (
+        f"{what} for {facts.steps:,} steps on {facts.data} ({facts.samples:,} examples seen){by}; "
+        f"{facts.validation} on held-out data {facts.best:.4g}{before}."
+    )
 
 
 def _shown(fit: dict[str, float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -219,7 +220,12 @@ _DATA_FIELDS = {
     "max_length": "max_length",
     "validation": "validation",
 }
-_FLAGS = {"learning_rate": "--lr", "trackers": "--track", "source": "--data"}
+_FLAGS = {
+    "learning_rate": "--lr",
+    "objectives": "--objective",
+    "trackers": "--track",
+    "source": "--data",
+}
 
 
 def finetune(
@@ -267,17 +273,14 @@ def finetune(
     silence_libraries(verbose=verbose)
     settings = settings_of(context.params)
     folder = Path(output) if output else default_output(model, settings)
-    from tcompress.artifact.workplace import check_output
     from tcompress.source import SourceModel
     from tcompress.training.run import finetune as train_model
 
-    if is_main_process():
-        check_output(folder, force=force)
-    source = SourceModel.open(
-        model, token=token, trust_remote_code=allow_remote_code, converted=True
-    )
     quiet = quiet or not is_main_process()
-    with resumable(folder), shown_progress(quiet=quiet) as progress:
+    with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
+        source = SourceModel.open(
+            model, token=token, trust_remote_code=allow_remote_code, converted=True
+        )
         done = train_model(
             source, settings, folder, force=force, token=token, progress=progress, say=say
         )
@@ -351,6 +354,19 @@ def is_main_process() -> bool:
 
 
 @contextmanager
+def one_voice() -> Iterator[None]:
+    """Leaves it to the main process to report what all processes meet."""
+    from tcompress.errors import InputError
+
+    try:
+        yield
+    except (InputError, Interrupted) as error:
+        if is_main_process():
+            raise
+        sys.exit(error.exit_code)
+
+
+@contextmanager
 def resumable(output: Path) -> Iterator[None]:
     """Says after an interruption how to go on."""
     try:
@@ -404,7 +420,8 @@ def _in_words(error: Any) -> RecipeError:
     """Names options, where validation names fields."""
     lines = []
     for item in error.errors(include_url=False):
-        place = str(next(step for step in reversed(item["loc"]) if isinstance(step, str)))
+        # Keys and indices inside a field come after it.
+        place = str(item["loc"][item["loc"][0] == "data" and len(item["loc"]) > 1])
         option = _FLAGS.get(place, "--" + place.replace("_", "-"))
         lines.append(f"`{option}` is `{item['input']}`: {item['msg'][:1].lower()}{item['msg'][1:]}")
     return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tcompress.cli import complete
 from tcompress.cli import options as opt
-from tcompress.cli.job import Access, Job, Manner, perform, show_plan
+from tcompress.cli.errors import THRESHOLD
+from tcompress.cli.finetune import resumable
+from tcompress.cli.job import Access, Job, Manner, open_source, perform, relative, show_plan
 from tcompress.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tcompress.recipe import Recipe
 
 EPILOG = opt.examples(
     "tcompress run encoder/minilm-lprod",
     "tcompress run recipe.yaml --model ./my-model -o small --dry-run",
+    "tcompress run encoder/minilm-healed --set finetune.steps=200",
 )
 
 RecipeName = Annotated[
@@ -38,9 +44,21 @@ ModelOption = Annotated[
 ]
 
 
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value of the recipe, such as `finetune.steps=200`. Repeatable.",
+        rich_help_panel=opt.METHOD,
+    ),
+]
+
+
 def run(
     recipe: RecipeName,
     model: ModelOption = None,
+    changes: SetOption = None,
     output: opt.Output = None,
     force: opt.Force = False,
     revision: opt.Revision = None,
@@ -51,12 +69,12 @@ def run(
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Do what a recipe says."""
+    """Do what a recipe says: convert, fine-tune, evaluate, bench, report."""
     from tcompress.cli.settings import default_output
-    from tcompress.recipe import find_recipe, parse_recipe
+    from tcompress.recipe import change_recipe, find_recipe, parse_recipe
 
     text, origin = find_recipe(recipe)
-    said = parse_recipe(text, origin)
+    said = change_recipe(parse_recipe(text, origin), changes or [])
     name = model or said.model
     if name is None:
         raise RecipeError(f"recipe `{origin}` names no model", "add `--model MODEL`")
@@ -70,4 +88,47 @@ def run(
         access=Access(revision, token, allow_remote_code),
         manner=Manner(json, quiet, verbose),
     )
-    show_plan(job) if dry_run else perform(job)
+    if dry_run:
+        show_plan(job)
+    elif said.finetune or said.evaluate or said.bench or said.report:
+        _run_all(said, job)
+    else:
+        perform(job)
+
+
+def _run_all(said: Recipe, job: Job) -> None:
+    from tcompress.cli.output import print_json, results, say
+    from tcompress.cli.progress import shown_progress
+
+    source = open_source(job.model, job.access, job.manner)
+    from transformers.utils import logging
+
+    from tcompress.pipeline import run_recipe
+    from tcompress.reporting.console import render
+
+    if not job.manner.verbose:
+        logging.disable_progress_bar()
+    with resumable(job.output), shown_progress(quiet=job.manner.quiet) as progress:
+        done = run_recipe(
+            said,
+            source,
+            job.output,
+            force=job.force,
+            token=job.access.token,
+            progress=progress,
+            say=lambda text: say(text, quiet=job.manner.quiet),
+        )
+    if job.manner.as_json:
+        print_json(done.to_json())
+    else:
+        screen = results()
+        screen.print(
+            render([item.model_copy(update={"layers": (), "left": ()}) for item in done.reports])
+        )
+        screen.print(f"Wrote `{relative(done.folder)}`.", soft_wrap=True)
+        if done.page is not None:
+            screen.print(f"Report: `{relative(done.page.absolute())}`.", soft_wrap=True)
+        for text in done.missed:
+            screen.print(f"Missed: {text}.", soft_wrap=True)
+    if done.missed:
+        raise typer.Exit(THRESHOLD)

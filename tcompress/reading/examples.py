@@ -141,6 +141,11 @@ def _check_given(table: Table, kinds: Mapping[str, str], given: Mapping[str, str
                 f"`{table.label}` has no column `{column}`; it has {listed(kinds)}",
                 hint="check the names of the columns",
             )
+        if not _fits(role, kinds[column]):
+            raise DataError(
+                f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",
+                hint="name another column",
+            )
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -247,7 +252,7 @@ def _classes(table: Table, column: str) -> tuple[str, ...]:
             f"column `{column}` of `{table.label}` has rows without a label",
             hint="choose a labelled split, or name another column",
         )
-    if names:
+    if names and min(labels) >= 0:
         return tuple(names)
     if any(isinstance(label, str) for label in labels):
         return tuple(sorted(labels))

@@ -44,7 +44,8 @@ def pooled(states: Tensor, mask: Tensor, how: str) -> Tensor:
     if how == "cls":
         return states[:, 0]
     if how == "max":
-        return states.masked_fill(~inside, -torch.inf).amax(1)
+        highest = states.masked_fill(~inside, -torch.inf).amax(1)
+        return highest.masked_fill(~inside.any(1), 0.0)
     if how == "last":
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return states[torch.arange(len(states), device=states.device), last]

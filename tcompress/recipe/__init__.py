@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tcompress.recipe.docs import json_schema, reference_markdown
     from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
-    from tcompress.recipe.load import dump_recipe, load_recipe, parse_recipe
+    from tcompress.recipe.load import change_recipe, dump_recipe, load_recipe, parse_recipe
     from tcompress.recipe.schema import (
         RECIPE_VERSION,
         Calibration,
@@ -30,6 +30,7 @@ __all__ = [
     "LayerRule",
     "MethodSpec",
     "Recipe",
+    "change_recipe",
     "copy_recipe",
     "dump_recipe",
     "find_recipe",
@@ -50,6 +51,7 @@ _HOMES = {
     "LayerRule": "schema",
     "MethodSpec": "schema",
     "Recipe": "schema",
+    "change_recipe": "load",
     "copy_recipe": "library",
     "dump_recipe": "load",
     "find_recipe": "library",

@@ -158,7 +158,7 @@ class Finetune(_Model):
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="course of the learning rate after warming up"
     )
-    warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps to warm up")
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps to warm up")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's, for matrices only")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     dropout: bool | None = Field(
@@ -186,6 +186,41 @@ class Finetune(_Model):
     )
 
 
+EvaluationTask = Literal[
+    "classification",
+    "sts",
+    "perplexity",
+    "masked-lm",
+    "image-classification",
+    "retrieval",
+    "response-selection",
+]
+
+
+class Evaluate(_Model):
+    """One measurement of all models of a recipe: the dense one, as converted, as trained."""
+
+    task: EvaluationTask = Field(description="what is measured")
+    data: str = Field(description="file, folder or hub id")
+    split: str = Field("validation", description="split of a folder or hub dataset")
+    columns: dict[str, str] = Field({}, description="columns by role; guessed where not given")
+    limit: int | None = Field(None, gt=0, description="most examples, drawn by the seed")
+    max_length: int | None = Field(None, gt=1, description="longest text; default by task")
+    bootstrap: int = Field(1000, ge=0, description="resamples for intervals; 0 for none")
+    threshold: str | None = Field(
+        None, description="worst allowed number, or share of the dense model's such as `0.95x`"
+    )
+
+
+class Bench(_Model):
+    """Time of a forward pass beside the dense model's."""
+
+    batch: tuple[int, ...] = Field((1, 8, 32), description="sizes of batches")
+    length: tuple[int, ...] = Field((), description="tokens in a sequence; default 32 and 128")
+    mode: tuple[Literal["eager", "compiled"], ...] = Field(("eager",), description="how to run")
+    repeats: int = Field(7, gt=0, description="timed passes; medians count")
+
+
 class Recipe(_Model):
     """A whole recipe."""
 
@@ -197,6 +232,9 @@ class Recipe(_Model):
     output: str | None = Field(None, description="folder to write")
     convert: Convert = Field(description="how to convert")
     finetune: Finetune | None = Field(None, description="how to train what was converted")
+    evaluate: tuple[Evaluate, ...] = Field((), description="what to measure in the end")
+    bench: Bench | None = Field(None, description="how to time in the end")
+    report: str | None = Field(None, description="HTML file to write in the end")
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:

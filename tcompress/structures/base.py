@@ -180,6 +180,13 @@ class Structure(ABC, Generic[S, L]):
         """Returns the tensors of one side for training from scratch, float32."""
         return {name: torch.zeros(shape) for name, shape in self.side_tensors(layout, side).items()}
 
+    def constants(self, layout: L, side: Side) -> Tensors:
+        """Fixed tensors that an operator is built from: made once, neither stored nor trained.
+
+        They come back in the `tensors` of `operator`, beside what is stored.
+        """
+        return {}
+
     def operator(self, tensors: Tensors, layout: L, side: Side, like: Tensor) -> Any:
         """Builds what a side applies from what it stores, in the dtype and device of `like`."""
         return None

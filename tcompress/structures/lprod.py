@@ -189,6 +189,12 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
     def side_macs(self, layout: LprodLayout, side: Side) -> int:
         return transform_macs(layout.transform_of(side)) if self.has_side(layout, side) else 0
 
+    def constants(self, layout: LprodLayout, side: Side) -> Tensors:
+        """The fixed part of the side's transform."""
+        if not self.has_side(layout, side):
+            return {}
+        return {"tubes": layout.transform_of(side).tube_matrix()}
+
     def operator(self, tensors: Tensors, layout: LprodLayout, side: Side, like: Tensor) -> Any:
         if not self.has_side(layout, side):
             return None

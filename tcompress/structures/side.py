@@ -50,6 +50,9 @@ class SideModule(nn.Module):
         for name, shape in self._structure.side_tensors(layout, side).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
+        # Not a buffer: loading fills buffers that no file has with whatever memory holds.
+        with torch.device("cpu"):  # models are built on the meta device before they are loaded
+            self._constants = dict(self._structure.constants(layout, side))
         self._built: tuple[Any, dict[str, Tensor], Any] | None = None
         self._last: tuple[weakref.ref[Tensor], Any, Tensor, set[int]] | None = None
 
@@ -59,7 +62,7 @@ class SideModule(nn.Module):
         Numbers are compared, not versions or addresses: fused optimizers change tensors without
         counting versions, and addresses are used again.
         """
-        tensors = dict(self.named_parameters(recurse=False))
+        tensors = {**dict(self.named_parameters(recurse=False)), **self._constants}
         training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         if training or torch.compiler.is_compiling():
             return self._structure.operator(tensors, self.layout, self.side, like)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tcompress.linalg.rotation import (
@@ -57,13 +56,8 @@ class TransformLayout:
 
     def tube_matrix(self) -> Tensor:
         """Returns the fixed p x p part, float64."""
-        return _tubes(self.kind, self.p, self.seed)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tubes(kind: str, size: int, seed: int) -> Tensor:
-    """A constant for compilers, which cannot trace into scipy."""
-    return fixed_transform("dct" if kind in ("learned", "fitted") else kind, size, seed)
+        kind = "dct" if self.kind in ("learned", "fitted") else self.kind
+        return fixed_transform(kind, self.p, self.seed)
 
 
 def transform_tensors(layout: TransformLayout) -> Shapes:
@@ -87,11 +81,13 @@ def build_operator(tensors: Tensors, layout: TransformLayout, like: Tensor) -> O
     """Builds the operator; gradients flow to the generators.
 
     Args:
-        tensors: What is stored, empty for fixed kinds.
+        tensors: What is stored, and `tubes`, the fixed part, where it was made before.
         layout: Kind and sizes.
         like: Tensor whose dtype and device the operator takes.
     """
-    fixed = layout.tube_matrix().to(like.device)
+    # Compilers cannot trace into scipy, so a module makes the fixed part beforehand.
+    fixed = tensors["tubes"] if "tubes" in tensors else layout.tube_matrix()
+    fixed = fixed.to(like.device)
     if layout.kind == "learned":
         turn = build_blocks(tensors["generators"], layout.p)
         return Operator(None, (turn @ fixed.to(turn)).to(like.dtype))

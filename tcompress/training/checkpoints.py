@@ -55,20 +55,28 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._best = folder / "best.safetensors"
+        self._kept: int | None = None  # step of the best weights that the last checkpoint needs
 
     def last(self) -> Path | None:
         """The newest complete checkpoint."""
-        found = sorted(path for path in self.folder.glob("step-*") if (path / _STATE).is_file())
+        found = sorted(self.folder.glob("step-*[0-9]"))
         return found[-1] if found else None
 
-    def save(self, state: RunState, write: Callable[[Path], None], *, main: bool) -> None:
+    def save(
+        self,
+        state: RunState,
+        write: Callable[[Path], None],
+        *,
+        main: bool = True,
+        wait: Callable[[], object] = lambda: None,
+    ) -> None:
         """Writes a checkpoint; older ones are removed when it is complete.
 
         Args:
             state: How far the run is.
             write: Writes models, optimizer and generators into a folder; called in every process.
             main: Whether this process is the one that writes everything else.
+            wait: Waits for all processes.
 
         Raises:
             TrainingError: It cannot be written; the one before is still there.
@@ -79,42 +87,63 @@ class Checkpoints:
             if main:
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
+            wait()
             write(beside)
+            wait()
             if main:
                 (beside / _STATE).write_text(state.model_dump_json(), encoding="utf-8")
                 shutil.rmtree(target, ignore_errors=True)
                 beside.rename(target)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # safetensors and torch wrap errors of the disk in their own
             shutil.rmtree(beside, ignore_errors=True)
             raise _unwritten(f"the checkpoint of step {state.step:,}", error) from error
         if main:
+            self._kept = state.best_step
+            self._forget(state.best_step)
             for path in self.folder.glob("step-*"):
                 if path != target:
                     shutil.rmtree(path, ignore_errors=True)
 
-    @staticmethod
-    def read_state(folder: Path) -> RunState:
+    def read_state(self, folder: Path) -> RunState:
         """Reads how far a run was."""
-        return RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
+        state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
+        self._kept = state.best_step
+        return state
 
-    def keep_best(self, tensors: dict[str, Tensor]) -> None:
-        """Keeps the weights that are best so far.
+    def keep_best(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Keeps the weights that are best so far, beside those that the last checkpoint needs.
+
+        Args:
+            tensors: The weights.
+            step: Their step.
 
         Raises:
             TrainingError: They cannot be written; those before are still there.
         """
-        beside = self._best.with_suffix(".tmp")
+        target = self._best(step)
+        beside = target.with_suffix(".tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({name: value.contiguous() for name, value in tensors.items()}, beside)
-            beside.rename(self._best)
+            beside.rename(target)
         except Exception as error:
             beside.unlink(missing_ok=True)
             raise _unwritten("the best weights", error) from error
+        self._forget(step)
 
-    def best(self) -> dict[str, Tensor]:
-        """Reads the best weights."""
-        return load_file(self._best)
+    def best(self, step: int) -> dict[str, Tensor]:
+        """Reads the best weights, which are those of a step."""
+        return load_file(self._best(step))
+
+    def _best(self, step: int) -> Path:
+        return self.folder / f"best-{step:08d}.safetensors"
+
+    def _forget(self, step: int) -> None:
+        """Removes best weights of other steps that no checkpoint needs."""
+        needed = {self._best(one) for one in (step, self._kept) if one is not None}
+        for path in self.folder.glob("best-*"):
+            if path not in needed:
+                path.unlink()
 
 
 def _unwritten(what: str, error: Exception) -> TrainingError:

@@ -24,6 +24,7 @@ from tcompress.reading.tables import opened
 from tcompress.reading.tokens import TextEncoder
 from tcompress.recipe.schema import TrainingData
 from tcompress.source import SourceModel
+from tcompress.training.examples import joined, split_off, with_classes
 from tcompress.training.tasks import Task, masked
 
 Row = dict[str, Tensor]
@@ -78,7 +79,7 @@ class Encoded(Dataset[list[Row]]):
         return [max(sizes[first : first + step]) for first in range(0, len(sizes), step)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Data:
     """Data of a run.
 
@@ -151,7 +152,13 @@ class LengthBatches(Sampler[list[int]]):
 def loader(data: Encoded, pad: int, batches: Any, workers: int = 0) -> DataLoader[list[Row]]:
     """Reads batches of examples."""
     return DataLoader(
-        data, batch_sampler=batches, collate_fn=partial(_collate, pad=pad), num_workers=workers
+        data,
+        batch_sampler=batches,
+        collate_fn=partial(_collate, pad=pad),
+        num_workers=workers,
+        # Without one, opening a loader draws from torch's generator, which dropout draws from: a
+        # resumed run opens more of them.
+        generator=torch.Generator(),
     )
 
 
@@ -183,12 +190,13 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
     """
     reader = _Reader(source, options, task, seed)
     parts = [reader.read(name, options.split, options.samples) for name in options.source]
-    found = _joined(parts)
+    found = joined(parts)
     if options.validation is not None:
         held = reader.read(options.validation, options.validation_split, options.validation_samples)
+        held = with_classes(held, found)
         train = reader.encode(found)
     else:
-        found, held = _split(found, options, seed)
+        found, held = split_off(found, options, seed)
         train = reader.encode(found)
     validation = reader.encode(held)
     for part, what in ((train, "train on"), (validation, "validate on")):
@@ -211,6 +219,13 @@ class _Reader:
             raise DataError(
                 f"`{source.model_class.__name__}` takes sound, which cannot be trained on yet",
                 hint="train it with its own scripts: a converted model is an ordinary model",
+            )
+        if self.inputs.text and self.inputs.image:
+            raise DataError(
+                f"`{source.model_class.__name__}` takes texts and pictures together, which cannot "
+                "be trained on yet",
+                hint="train its towers alone, or with their own scripts: a converted model is an "
+                "ordinary model",
             )
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
@@ -360,54 +375,3 @@ def _unlabelled(label: str, split: str, drawn: Sequence[str | bytes], kind: Kind
         texts = [str(item) for item in drawn]
         return Examples(label, split, digest.hexdigest(), texts=(texts,))
     return Examples(label, split, digest.hexdigest(), images=tuple(cast(list[bytes], drawn)))
-
-
-def _joined(parts: Sequence[Examples]) -> Examples:
-    """Puts several data sets one after another."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    for part in parts[1:]:
-        if part.classes != first.classes or len(part.texts) != len(first.texts):
-            raise DataError(
-                f"`{first.name}` and `{part.name}` do not go together: they have "
-                f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
-                f"{len(part.texts)} texts in an example",
-                hint="give data sets with the same columns and classes",
-            )
-    targets: Any = None
-    if first.targets is not None:
-        targets = [target for part in parts for target in part.targets or ()]
-    return Examples(
-        name=" + ".join(part.name for part in parts),
-        split=first.split,
-        fingerprint=hashlib.sha256("".join(p.fingerprint for p in parts).encode()).hexdigest(),
-        texts=tuple(
-            [text for part in parts for text in part.texts[index]]
-            for index in range(len(first.texts))
-        ),
-        images=tuple(image for part in parts for image in part.images),
-        targets=targets,
-        classes=first.classes,
-    )
-
-
-def _split(examples: Examples, options: TrainingData, seed: int) -> tuple[Examples, Examples]:
-    """Holds examples out at random."""
-    order = np.random.default_rng([seed, 1]).permutation(len(examples))
-    count = min(max(round(options.holdout * len(order)), 1), options.validation_samples)
-    return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
-
-
-def _chosen(examples: Examples, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Examples:
-    places = indices.tolist()
-    targets: Any = examples.targets
-    return Examples(
-        name=examples.name,
-        split=examples.split,
-        fingerprint=examples.fingerprint,
-        texts=tuple([column[place] for place in places] for column in examples.texts),
-        images=tuple(examples.images[place] for place in places) if examples.images else (),
-        targets=None if targets is None else [targets[place] for place in places],
-        classes=examples.classes,
-    )

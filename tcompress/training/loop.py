@@ -62,6 +62,7 @@ class Loop:
         self.pace = Pace(options.max_minutes)
         self._since = time.perf_counter()
         self._before = 0.0
+        self._now = 0.0  # time after the last step, the same in all processes
 
     @property
     def validated(self) -> str:
@@ -100,28 +101,53 @@ class Loop:
 
     def _between_steps(self, stopping: Stopping) -> None:
         step, options = self.state.step, self.setup.options
+        asked = self._agree(stopping.asked)
+        self._keep_pace()
         if step % options.evaluate_every == 0 or step == self.state.total:
             self._validate()
-        if stopping.asked or (step % options.checkpoint_every == 0 and step < self.state.total):
+        if asked or (step % options.checkpoint_every == 0 and step < self.state.total):
             self._save()
-        if stopping.asked:
+        if asked:
             raise KeyboardInterrupt
+
+    def _agree(self, asked: bool) -> bool:
+        """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
+        self._now = self._seconds()
+        if self.accelerator.num_processes > 1:
+            told = torch.tensor([self._now, float(asked)], device=self.accelerator.device)
+            told = self.accelerator.reduce(told, "mean")  # type: ignore[assignment]
+            self._now, asked = float(told[0]), bool(told[1] > 0)
+        return asked
+
+    def _keep_pace(self) -> None:
+        state = self.state
+        possible = self.pace.possible(state.step, self._now)
+        if possible is not None and possible < state.total:
+            state.total = possible
+            self.say(f"{self.pace.minutes:g} minutes allow {possible:,} steps")
 
     def _step(self, batch: Batch) -> None:
         options, state = self.setup.options, self.state
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(options, state.step, state.total)
         loss = self._gradients(batch)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} at step {state.step + 1:,}",
-                f"lower the learning rate, such as `--lr {options.learning_rate / 4:g}`, or train "
-                "in float32: `--mixed-precision no`",
-            )
-        self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
+        self._check_finite("the loss", loss, state.step + 1)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
+        # A scaler of float16 meets infinite gradients at times, and leaves such steps out.
+        if norm is not None and self.accelerator.scaler is None:
+            self._check_finite("the gradient's norm", float(norm), state.step + 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._count(batch, loss)
+
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            lower = self.setup.options.learning_rate / 4
+            raise TrainingError(
+                f"{what} is {value} at step {step:,}",
+                f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "
+                "`--mixed-precision no`",
+            )
 
     def _gradients(self, batch: Batch) -> float:
         """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
@@ -159,10 +185,6 @@ class Loop:
         state.samples += examples_in(batch) * processes
         state.tokens += tokens_in(batch) * processes
         state.recent.append(loss)
-        possible = self.pace.possible(state.step, self._seconds())
-        if possible is not None and possible < state.total and processes == 1:
-            state.total = possible
-            self.say(f"{self.pace.minutes:g} minutes allow {possible:,} steps")
         self.progress.advance(1, self._note(loss))
 
     def _note(self, loss: float) -> str:
@@ -176,7 +198,7 @@ class Loop:
     def _finished(self) -> bool:
         patience = self.setup.options.patience
         tired = patience is not None and self.state.stale >= patience
-        return self.state.step >= self.state.total or tired or self.pace.over(self._seconds())
+        return self.state.step >= self.state.total or tired or self.pace.over(self._now)
 
     def _seconds(self) -> float:
         return self._before + time.perf_counter() - self._since
@@ -191,6 +213,7 @@ class Loop:
     def _validate(self) -> None:
         state, options = self.state, self.setup.options
         value = self.losses.validate(max(1, options.batch_size // state.parts))
+        self._check_finite(f"the {self.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,
             loss=sum(state.recent) / len(state.recent) if state.recent else None,
@@ -209,7 +232,7 @@ class Loop:
         state.best, state.best_step, state.stale = value, state.step, 0
         weights = self._weights()
         if self.accelerator.is_main_process:
-            self.checkpoints.keep_best(weights)
+            self.checkpoints.keep_best(weights, state.step)
 
     def _weights(self) -> dict[str, Tensor]:
         """The trained parameters, gathered from all processes."""
@@ -222,7 +245,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
         own = dict(self.accelerator.unwrap_model(self.model).named_parameters())
         with torch.no_grad():
-            for name, value in self.checkpoints.best().items():
+            for name, value in self.checkpoints.best(self.state.best_step).items():
                 own[name].copy_(value)
 
     def _save(self) -> None:
@@ -231,6 +254,7 @@ class Loop:
             self.state,
             lambda folder: self.accelerator.save_state(str(folder)),
             main=self.accelerator.is_main_process,
+            wait=self.accelerator.wait_for_everyone,
         )
 
     def _resume(self) -> None:
@@ -240,6 +264,7 @@ class Loop:
         self.accelerator.load_state(str(found))
         self.state = self.checkpoints.read_state(found)
         self._before, self._since = self.state.seconds, time.perf_counter()
+        self._now = self._before
 
 
 def _optimizer(setup: Setup) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.reading.collate import IGNORED
 from tcompress.training.data import in_order, loader
@@ -46,8 +47,11 @@ class Losses:
         total = torch.zeros((), device=self.accelerator.device)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self._loss(piece, counts, alone=alone)
+            teacher = self._taught(_inputs(piece))
+            # Blocks that are computed again in the backward pass must be fed again.
+            feed = fed_with(self.setup.observer.modules, teacher.states) if alone else nullcontext()
+            with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
+                loss = self._loss(piece, counts, teacher)
                 # Gradients are averaged over processes, but sums are already divided by all.
                 self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
@@ -75,22 +79,23 @@ class Losses:
             for objective, _ in self.setup.objectives:
                 objective.prepare(self._shown())
 
-    def _loss(self, batch: Batch, counts: Mapping[str, Tensor], *, alone: bool) -> Tensor:
-        student, teacher = self._observe(_inputs(batch), alone=alone)
+    def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
+        student = self.setup.observer.run(_inputs(batch), self.model)
         terms = [
             weight * objective.loss(batch, student, teacher) / counts[objective.unit]
             for objective, weight in self.setup.objectives
         ]
+        if isinstance(self.model, DistributedDataParallel):
+            # It waits for gradients of all parameters, also of those that no term depends on.
+            trained = [value for value in self.model.parameters() if value.requires_grad]
+            terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
 
-    def _observe(self, inputs: Batch, *, alone: bool) -> tuple[Observed, Observed]:
-        setup, teacher = self.setup, Observed()
-        if setup.teacher_observer is not None:
-            with torch.no_grad(), self.accelerator.autocast():
-                teacher = setup.teacher_observer.run(inputs)
-        feed = fed_with(setup.observer.modules, teacher.states) if alone else nullcontext()
-        with feed:
-            return setup.observer.run(inputs, self.model), teacher
+    def _taught(self, inputs: Batch) -> Observed:
+        if self.setup.teacher_observer is None:
+            return Observed()
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.setup.teacher_observer.run(inputs)
 
     def _units(self, batch: Batch) -> dict[str, Tensor]:
         """Numbers of units in a step, over all processes."""
@@ -111,12 +116,13 @@ class Losses:
             (objective, share)
             for objective, share in self.setup.objectives
             if self.setup.task is None or objective.name == "task"
-        ]
+        ] or self.setup.objectives
         sums = [0.0] * len(chosen)
         counts = dict.fromkeys(UNITS, 0.0)
         for batch in batches:
             with self.accelerator.autocast():
-                student, teacher = self._observe(_inputs(batch), alone=False)
+                teacher = self._taught(_inputs(batch))
+                student = self.setup.observer.run(_inputs(batch), self.model)
             for index, (objective, _) in enumerate(chosen):
                 sums[index] += float(objective.loss(batch, student, teacher))
             for unit, count in zip(UNITS, _counts(batch), strict=True):

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import ProjectConfiguration
+from torch import Tensor
 
 import tcompress
 from tcompress.artifact.card import model_card
@@ -32,6 +34,7 @@ from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
+from tcompress.source.text import first_line, listed
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.loop import Loop
 from tcompress.training.setup import Setup, set_up
@@ -87,16 +90,13 @@ def finetune(
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
         model = SourceModel.open(model, token=token, converted=True)
+    _check_apart(output, model, "model")
+    check_output(output, force=force)
     accelerator = _accelerator(options, output)
-    if accelerator.is_main_process:
-        check_output(output, force=force)
-    if output.resolve() == model.folder.resolve() or output.resolve() in model.folder.parents:
-        raise InputError(
-            f"output `{output}` is the model's own folder, or contains it",
-            "choose another folder with `-o`",
-        )
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
+    if teacher is not None:
+        _check_apart(output, teacher, "teacher")
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -145,7 +145,8 @@ class _Run:
             yield place
         except TCompressError as error:
             # What was trained so far is worth keeping, bad input is not.
-            place.discard() if isinstance(error, InputError) else place.close()
+            begun = Checkpoints(place.folder / "checkpoints").last() or any(place.model.iterdir())
+            place.discard() if isinstance(error, InputError) and not begun else place.close()
             raise
         except BaseException:
             place.close()
@@ -169,6 +170,7 @@ class _Run:
 
     def _facts(self, state: RunState, validated: str) -> TrainingFacts:
         setup, options = self.setup, self.setup.options
+        assert state.best is not None  # a run begins and ends with a validation
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return TrainingFacts(
@@ -185,7 +187,7 @@ class _Run:
             seconds=round(state.seconds, 2),
             validation=validated,
             best_step=state.best_step,
-            best=float(state.best if state.best is not None else float("nan")),
+            best=state.best,
             curve=state.curve,
             environment={
                 **environment(),
@@ -200,11 +202,8 @@ class _Run:
         """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
         model = self.setup.model
         dtype = self._dtype()
-        cast = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in weights.items()
-        }
         model.config.dtype = dtype
+        cast = _cast(weights, dtype)
         model.save_pretrained(folder, state_dict=cast, max_shard_size="2GB")
         for path in self.source.companion_files():
             target = folder / path
@@ -254,30 +253,68 @@ class _Run:
         )
 
 
+def _check_apart(output: Path, model: SourceModel, what: str) -> None:
+    place, folder = output.resolve(), model.folder.resolve()
+    if place == folder or place in folder.parents:
+        raise InputError(
+            f"output `{output}` is the {what}'s own folder, or contains it",
+            "choose another folder with `-o`",
+        )
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Changes the dtype; tensors that are one stay one, so that they are stored once."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    cast = {}
+    for name, value in weights.items():
+        if value.is_floating_point() and value.numel():
+            key = (value.data_ptr(), value.shape)
+            value = made.setdefault(key, value.to(dtype))
+        cast[name] = value
+    return cast
+
+
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     cpu = options.device == "cpu"
-    if options.device not in ("auto", "cpu") and not torch.cuda.is_available():
-        kind = options.device.partition(":")[0]
-        if not (kind == "mps" and torch.backends.mps.is_available()):
+    if options.device != "auto":
+        try:
+            torch.empty(0, device=options.device)
+        except (RuntimeError, AssertionError) as error:
             raise InputError(
                 f"device `{options.device}` cannot be used here", "use `--device cpu`, or `auto`"
-            )
+            ) from error
     precision = options.mixed_precision
     if precision == "auto":
         on_gpu = torch.cuda.is_available() and not cpu
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(options.device)
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision=precision,
-        log_with=list(options.trackers) or None,
-        project_config=ProjectConfiguration(
-            project_dir=str(output.parent / f".{output.name}.partial"),
-            logging_dir=str(output.parent / f"{output.name}-logs"),
-        ),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-    )
+    if not PartialState._shared_state or PartialState().num_processes == 1:
+        # Accelerate keeps the settings of the run before, and refuses others.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        made = Accelerator(
+            cpu=cpu,
+            mixed_precision=precision,
+            log_with=list(options.trackers) or None,
+            project_config=ProjectConfiguration(
+                project_dir=str(output.parent / f".{output.name}.partial"),
+                logging_dir=str(output.parent / f"{output.name}-logs"),
+            ),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+    except ValueError as error:
+        raise InputError(
+            f"accelerate cannot do this: {first_line(error)}",
+            "choose another `--mixed-precision`, `--track` or `--device`",
+        ) from error
+    absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
+    if absent:
+        raise InputError(
+            f"the loggers {listed(sorted(absent))} are not installed",
+            f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out",
+        )
+    return made
 
 
 def _mute(text: str) -> None:

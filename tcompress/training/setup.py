@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from tcompress.integration.models import has_head, load_model
 from tcompress.reading.pooling import pooling_of
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
+from tcompress.source.text import listed
 from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tcompress.structures.side import SideModule
@@ -26,11 +28,16 @@ from tcompress.training.data import Data, load_data
 from tcompress.training.objectives import OBJECTIVES, Objective, Setting
 from tcompress.training.observe import Observer, skeleton_anatomy
 from tcompress.training.tasks import TASKS, Task, check_labels
-from tcompress.training.teacher import blocks_to_imitate, check_teacher
+from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 
-# Parts of the names of model classes, by what their logits are about.
-_PER_TOKEN = ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration", "TokenClassification")
-_PER_EXAMPLE = ("SequenceClassification", "ImageClassification")
+# What logits are about, by parts of the names of model classes, and of the heads that are added.
+_PREDICTED = {
+    "tokens": ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration"),
+    "classes of tokens": ("TokenClassification",),
+    "classes": ("SequenceClassification", "ImageClassification"),
+}
+_HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
+_UNNAMED = re.compile(r"(label[_ ]?)?\d+", re.IGNORECASE)
 
 
 @dataclass
@@ -80,10 +87,20 @@ def set_up(
     names = objective_names(source, teacher, options)
     if teacher is not None:
         check_teacher(source, teacher)
+    elif options.block_steps:
+        raise InputError(
+            "`block_steps` needs a teacher, whose states blocks are trained on",
+            "add `--teacher MODEL`, or leave `block_steps` out",
+        )
     data = load_data(source, options.data, task, options.seed)
+    if teacher is not None:
+        check_length(teacher, max(data.train.lengths + data.validation.lengths))
     seed_everything(options.seed)
     model = load_model(
-        source, task.head if task else None, dtype=torch.float32, **_head(task, data, source)
+        source,
+        task.head if task else None,
+        dtype=torch.float32,
+        **_head(task, data, source, teacher if "logits" in names else None),
     )
     anatomy = skeleton_anatomy(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
@@ -92,16 +109,19 @@ def set_up(
     if teacher is not None:
         loaded = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
         theirs = skeleton_anatomy(teacher, loaded)
+        if options.block_steps:
+            _check_one_stack(anatomy)
         chosen = blocks_to_imitate(anatomy, theirs, options.teacher_blocks)
         teacher_observer = Observer(loaded, theirs, chosen, projections=projections)
         _check_logits(model, loaded, names)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
-    setting = _setting(source, model, options, task)
+    setting = _setting(source, observer, options, task)
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
     for objective, _ in objectives:
         if objective.name == "logits":
-            objective.per_token = _predicts_tokens(model)  # type: ignore[attr-defined]
+            per_token = _predicted(type(model)) != "classes"
+            objective.per_token = per_token  # type: ignore[attr-defined]
     trained = choose_trained(model, anatomy, options)
     return Setup(
         options, source, model, loaded, observer, teacher_observer, objectives, data, task, trained
@@ -122,8 +142,8 @@ def objective_names(
             names["task"] = 1.0
         if teacher is not None:
             names["hidden"] = 1.0
-            has_logits = _has_logits(source) and _has_logits(teacher)
-            if has_logits:
+            own, other = _will_predict(source, options), _predicted(teacher.model_class)
+            if own is not None and own == other:
                 names["logits"] = 1.0
             elif options.task is None and _is_text_encoder(source):
                 names["embedding"] = 1.0
@@ -186,17 +206,25 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _head(task: Task | None, data: Data, source: SourceModel) -> Mapping[str, Any]:
+def _head(
+    task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
+) -> Mapping[str, Any]:
     """Options of a head that is added, or a check of the one that is there."""
     if task is None or task.head is None:
         return {}
+    has = has_head(source, task.head)
     if task.head == "regression":
+        if has:
+            check_labels(data.name, 1, source.config.num_labels, "score")
         return {"num_labels": 1, "problem_type": "regression"}
     if not data.classes:
         return {}
-    if has_head(source, task.head):
+    if has:
         check_labels(data.name, len(data.classes), source.config.num_labels)
+        _number_like(data, source)
         return {}
+    if teacher is not None and has_head(teacher, task.head):
+        _number_like(data, teacher)
     names = dict(enumerate(data.classes))
     return {
         "num_labels": len(names),
@@ -205,25 +233,56 @@ def _head(task: Task | None, data: Data, source: SourceModel) -> Mapping[str, An
     }
 
 
+def _number_like(data: Data, model: SourceModel) -> None:
+    """Numbers the classes of the data as a model does, if it calls them by the same names."""
+    names = [str(model.config.id2label[index]) for index in sorted(model.config.id2label)]
+    place = {name.casefold(): index for index, name in enumerate(names)}
+    order = [place.get(name.casefold()) for name in data.classes]
+    known = sorted(index for index in order if index is not None)
+    if known != list(range(len(names))) or any(map(_UNNAMED.fullmatch, names)):
+        return
+    for part in (data.train, data.validation):
+        if part.labels is not None:
+            part.labels = torch.tensor(order)[part.labels]
+    data.classes = tuple(names)
+
+
 def _setting(
-    source: SourceModel, model: PreTrainedModel, options: Finetune, task: Task | None
+    source: SourceModel, observer: Observer, options: Finetune, task: Task | None
 ) -> Setting:
     config = source.config.get_text_config()
+    inside = observer.modules[-1].modules()
     return Setting(
         temperature=options.temperature,
         heads=getattr(config, "num_attention_heads", None) or 1,
-        causal="CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__,
+        causal=any(getattr(module, "is_causal", False) is True for module in inside),
         pooling=pooling_of(source),
         task=task.loss if task else None,
     )
 
 
-def _has_logits(source: SourceModel) -> bool:
-    return any(part in source.model_class.__name__ for part in (*_PER_TOKEN, *_PER_EXAMPLE))
+def _predicted(kind: type[PreTrainedModel]) -> str | None:
+    """What the logits of a class of models are about."""
+    for what, parts in _PREDICTED.items():
+        if any(part in kind.__name__ for part in parts):
+            return what
+    return None
 
 
-def _predicts_tokens(model: PreTrainedModel) -> bool:
-    return any(part in type(model).__name__ for part in _PER_TOKEN)
+def _will_predict(source: SourceModel, options: Finetune) -> str | None:
+    """What the student's logits are about once it has the head of its task."""
+    head = TASKS[options.task].head if options.task else None
+    return _predicted(source.model_class) if head is None else _HEADS.get(head, "classes")
+
+
+def _check_one_stack(anatomy: Anatomy) -> None:
+    stacks = sorted({block.name.rpartition(".")[0] for block in anatomy.blocks})
+    if len(stacks) > 1:
+        raise InputError(
+            f"`block_steps` needs one stack of blocks, but the model has {len(stacks)}: "
+            f"{listed(stacks)}",
+            "leave `block_steps` out",
+        )
 
 
 def _is_text_encoder(source: SourceModel) -> bool:
@@ -236,8 +295,16 @@ def _check_logits(
 ) -> None:
     if "logits" not in names:
         return
+    kind, other_kind = _predicted(type(model)), _predicted(type(teacher))
+    if kind != other_kind:
+        raise InputError(
+            f"the objective `logits` compares predictions, but `{type(model).__name__}` predicts "
+            f"{kind or 'nothing'}, its teacher `{type(teacher).__name__}` "
+            f"{other_kind or 'nothing'}",
+            "give a teacher of the same task, or leave `logits` out of `objectives`",
+        )
     own, other = getattr(model.config, "num_labels", 0), getattr(teacher.config, "num_labels", 0)
-    if not _predicts_tokens(model) and own != other:
+    if kind != "tokens" and own != other:
         raise InputError(
             f"the model predicts {own} classes, its teacher {other}",
             "give a teacher of the same task, or leave `logits` out of `objectives`",

@@ -99,9 +99,10 @@ class Regression(Task):
         return _logits(seen).float().squeeze(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
-        """Spearman's rank correlation."""
-        value = float(spearmanr(predictions.numpy(), labels.numpy()).statistic)
-        return value if np.isfinite(value) else 0.0
+        """Spearman's rank correlation; 0 where one side is constant."""
+        if min(float(side.max() - side.min()) for side in (predictions, labels)) == 0.0:
+            return 0.0
+        return float(spearmanr(predictions.numpy(), labels.numpy()).statistic)
 
 
 class Similarity(Regression):
@@ -159,7 +160,7 @@ def _logits(seen: Observed) -> Tensor:
     return seen.logits
 
 
-def check_labels(name: str, found: int, head: int) -> None:
+def check_labels(name: str, found: int, head: int, what: str = "classes") -> None:
     """Compares the classes of the data with the head.
 
     Raises:
@@ -167,8 +168,8 @@ def check_labels(name: str, found: int, head: int) -> None:
     """
     if found != head:
         raise DataError(
-            f"`{name}` has {found} classes, but the model's head has {head}",
-            hint="give data with the head's classes, or a model without head",
+            f"`{name}` has {found} {what}, but the model's head has {head} labels",
+            hint="give data that the head was made for, or a model without head",
         )
 
 

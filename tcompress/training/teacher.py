@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError, SourceError
+from tcompress.reading.inputs import inputs_of, longest_text
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
 
@@ -84,6 +85,9 @@ def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
         InputError: Widths or vocabularies differ; all differences are named.
     """
     problems = []
+    reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
+    if reads != other_reads:
+        problems.append(f"the model reads `{reads}`, its teacher `{teacher.id}` `{other_reads}`")
     for name, words in (("hidden_size", "width"), ("vocab_size", "vocabulary")):
         own, other = _number(student, name), _number(teacher, name)
         if own is not None and other is not None and own != other:
@@ -91,6 +95,24 @@ def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
     if problems:
         raise InputError(
             "; ".join(problems), "give the dense model that it was converted from, or its like"
+        )
+
+
+def check_length(teacher: SourceModel, longest: int) -> None:
+    """Compares the data with what the teacher can read.
+
+    Args:
+        teacher: The teacher.
+        longest: Tokens of the longest text.
+
+    Raises:
+        InputError: It has too few positions.
+    """
+    limit = longest_text(teacher, inputs_of(teacher))
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}",
+            f"shorten them: `--max-length {limit}`",
         )
 
 

@@ -1,0 +1,148 @@
+"""Sentence similarity after conversion and after healing, structures beside plain baselines.
+
+    python benchmarks/healing.py MODEL OUT --calibrate stsb/train.parquet \
+        --train stsb/train.parquet sick/train.parquet sst2_sentence/train.parquet \
+        --data stsb/validation.parquet --steps 600
+
+All models are healed for the same number of steps on the same unlabelled sentences, with the dense
+model as teacher. Baselines: the dense model with some of its layers kept, healed alike, and with
+int8 weights (dynamic quantisation), which is not trained. What is done is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+import tcompress  # noqa: F401 - makes converted models loadable
+from tcompress.conversion.run import convert
+from tcompress.evaluation.run import evaluate, score_model
+from tcompress.evaluation.tasks import find_task
+from tcompress.reading.examples import load_examples
+from tcompress.recipe.schema import Convert, Finetune
+from tcompress.source import SourceModel
+from tcompress.training.run import finetune
+
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "lprod p=4 dct": {"method": {"name": "lprod", "p": 4, "transform": "dct"}},
+    "lprod p=4 fitted": {"method": {"name": "lprod", "p": 4}},
+    "svd 25 %": {"method": {"name": "svd"}, "target": 0.25},
+    "lprod p=8 + low rank 25 %": {"method": {"name": "lprod", "p": 8}, "target": 0.25},
+    "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
+    "lprod p=8 + low rank 50 %": {"method": {"name": "lprod", "p": 8}, "target": 0.5},
+}
+DEPTHS: dict[str, tuple[int, ...]] = {"layers 1, 3, 5": (1, 3, 5), "layers 1, 5": (1, 5)}
+
+
+def keep_layers(model: str, layers: tuple[int, ...], folder: Path) -> None:
+    """Saves an encoder with some of its layers."""
+    dense: Any = AutoModel.from_pretrained(model, dtype=torch.float32)
+    stack = dense.encoder.layer
+    dense.encoder.layer = torch.nn.ModuleList([stack[index] for index in layers])
+    dense.config.num_hidden_layers = len(layers)
+    dense.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+
+
+def main() -> None:
+    """Converts, heals, measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="BERT-like sentence encoder")
+    parser.add_argument("out", type=Path, help="folder for the models and results.json")
+    parser.add_argument("--calibrate", required=True, help="parquet to calibrate with")
+    parser.add_argument("--train", nargs="+", required=True, help="data to heal with")
+    parser.add_argument("--data", required=True, help="pairs with scores to measure on")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = args.out / "results.json"
+    rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    for name in ("dense", "dense int8", *DEPTHS, *CONVERSIONS):
+        if name in rows or (args.only and name not in args.only):
+            continue
+        rows[name] = row(args, name)
+        record.write_text(json.dumps(rows, indent=1) + "\n")
+        print(json.dumps({name: {k: v for k, v in rows[name].items() if k != "curve"}}), flush=True)
+
+
+def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Measures one row."""
+    if name == "dense":
+        return {"healed": spearman(args, args.model)}
+    if name == "dense int8":
+        return int8(args)
+    with tempfile.TemporaryDirectory() as temporary:
+        raw = Path(temporary) / "raw"
+        settings: dict[str, Any] = {"teacher": args.model, **args.extra}
+        start = time.perf_counter()
+        kept = None
+        if name in DEPTHS:
+            keep_layers(args.model, DEPTHS[name], raw)
+            settings["teacher_blocks"] = DEPTHS[name]
+        else:
+            data = {
+                "source": args.calibrate,
+                "samples": 640,
+                "columns": ["sentence1", "sentence2"],
+            }
+            recipe = Convert.model_validate({**CONVERSIONS[name], "calibration": data})
+            kept = convert(args.model, recipe, raw).manifest.plan.kept
+        seconds = time.perf_counter() - start
+        before = spearman(args, str(raw))
+        data = {"source": args.train, "max_length": 64, "validation_samples": 300}
+        options = Finetune.model_validate({"data": data, "steps": args.steps, **settings})
+        facts = finetune(str(raw), options, args.out / name.replace(" ", "-"), force=True).facts
+    return {
+        "kept": kept,
+        "conversion_seconds": round(seconds, 1),
+        "converted": before,
+        "healed": spearman(args, str(args.out / name.replace(" ", "-"))),
+        "steps": facts.steps,
+        "sentences": facts.samples,
+        "minutes": round(facts.seconds / 60, 2),
+        "curve": [(point.step, point.validation) for point in facts.curve],
+    }
+
+
+def spearman(args: argparse.Namespace, model: str) -> float:
+    """Spearman correlation on the pairs, by `tcompress evaluate`."""
+    scores = evaluate([model], "sts", args.data, max_length=128, bootstrap=0, save=False)
+    return float(scores[0].metrics[0].value)
+
+
+def int8(args: argparse.Namespace) -> dict[str, Any]:
+    """Dynamic quantisation of all linear layers: int8 weights, activations as they come."""
+    source = SourceModel.open(args.model)
+    dense: Any = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
+    small = torch.ao.quantization.quantize_dynamic(dense, {torch.nn.Linear}, dtype=torch.qint8)
+    examples = load_examples(args.data, "validation", find_task("sts").needs)
+    value = score_model(small, source, "sts", examples, max_length=128)["spearman"]
+    ids = torch.randint(1000, 2000, (32, 32))
+    times: dict[str, list[float]] = {"dense": [], "int8": []}
+    with torch.inference_mode():
+        for _ in range(9):
+            for label, model in (("dense", dense), ("int8", small)):
+                start = time.perf_counter()
+                model(input_ids=ids)
+                times[label].append(time.perf_counter() - start)
+    ratio = sorted(times["dense"])[4] / sorted(times["int8"])[4]
+    linear = sum(m.weight.numel() for m in dense.modules() if isinstance(m, torch.nn.Linear))
+    return {"healed": value, "speed": ratio, "kept": 0.25, "linear_bytes": linear}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""A whole recipe: convert, train, measure, time, report. What is done is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tcompress.artifact.manifest import Manifest, read_manifest
+from tcompress.artifact.workplace import check_output
+from tcompress.benching.run import Bench, Settings, bench
+from tcompress.conversion.run import convert
+from tcompress.errors import InputError
+from tcompress.evaluation.run import evaluate
+from tcompress.evaluation.scores import ModelScores
+from tcompress.evaluation.threshold import Threshold
+from tcompress.progress import Progress, Silent
+from tcompress.recipe.schema import Evaluate, Recipe
+from tcompress.reporting.html import check_target, write_html
+from tcompress.reporting.model import ModelReport, report_of
+from tcompress.source import SourceModel
+from tcompress.training.run import finetune
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Outcome:
+    """What a recipe has produced.
+
+    Attributes:
+        folder: The finished model.
+        converted: The model before training; the same if nothing was trained.
+        reports: Reports on the dense model, the converted one, and the trained one.
+        scores: Numbers by measurement, in the order of the recipe.
+        benches: Times.
+        page: The HTML report, if one was asked for.
+        missed: Measurements whose threshold was missed, in words.
+        skipped: Stages that were already done.
+    """
+
+    folder: Path
+    converted: Path
+    reports: list[ModelReport] = field(default_factory=list)
+    scores: list[list[ModelScores]] = field(default_factory=list)
+    benches: tuple[Bench, ...] = ()
+    page: Path | None = None
+    missed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        from tcompress.evaluation.scores import document
+
+        return {
+            "output": str(self.folder),
+            "converted": str(self.converted),
+            "reports": [report.to_json() for report in self.reports],
+            "evaluations": [document(scores) for scores in self.scores],
+            "benches": [item.model_dump(mode="json") for item in self.benches],
+            "html": None if self.page is None else str(self.page),
+            "missed": self.missed,
+            "skipped": self.skipped,
+        }
+
+
+def run_recipe(
+    recipe: Recipe,
+    source: SourceModel,
+    output: Path,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    progress: Progress | None = None,
+    say: Say | None = None,
+) -> Outcome:
+    """Does everything that a recipe says.
+
+    Where something is trained, the converted model is kept beside the result, in a folder whose
+    name ends in `-converted`. Run again, finished stages are not repeated.
+
+    Args:
+        recipe: What to do.
+        source: The dense model.
+        output: Folder of the finished model.
+        force: Replace folders that hold something else.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        say: Hears of what the user should know.
+
+    Raises:
+        InputError: Something in the recipe cannot be used; the message says what to do.
+    """
+    output = Path(output).expanduser().absolute()
+    run = _Run(recipe, source, output, force, token, progress or Silent(), say or _mute)
+    run.check()
+    outcome = run.outcome
+    run.convert()
+    run.finetune()
+    run.measure()
+    trained = [] if outcome.converted == outcome.folder else [outcome.folder]
+    models = [str(source.folder), str(outcome.converted), *map(str, trained)]
+    outcome.reports = [report_of(name) for name in models]
+    if recipe.report is not None:
+        outcome.page = write_html(outcome.reports, Path(recipe.report))
+    return outcome
+
+
+@dataclass
+class _Run:
+    recipe: Recipe
+    source: SourceModel
+    output: Path
+    force: bool
+    token: str | None
+    progress: Progress
+    say: Say
+
+    def __post_init__(self) -> None:
+        converted = self.output
+        if self.recipe.finetune is not None:
+            converted = self.output.with_name(f"{self.output.name}-converted")
+        self.outcome = Outcome(self.output, converted)
+
+    def check(self) -> None:
+        """Refuses, before any work, what would fail in the end."""
+        if self.recipe.report is not None:
+            check_target(Path(self.recipe.report).expanduser())
+        for item in self.recipe.evaluate:
+            if item.threshold is not None:
+                Threshold.parse(item.threshold)
+        if not self._is_converted():
+            check_output(self.outcome.converted, force=self.force)
+        if self.recipe.finetune is not None and not self._is_trained():
+            check_output(self.output, force=self.force)
+
+    def convert(self) -> None:
+        """Converts, unless that is done."""
+        if self._is_converted():
+            self.outcome.skipped.append("convert")
+            self.say(f"`{self.outcome.converted.name}` is already converted")
+            return
+        convert(
+            self.source,
+            self.recipe.convert,
+            self.outcome.converted,
+            force=self.force,
+            progress=self.progress,
+        )
+
+    def finetune(self) -> None:
+        """Trains, unless that is done or not asked for."""
+        options = self.recipe.finetune
+        if options is None:
+            return
+        if self._is_trained():
+            self.outcome.skipped.append("finetune")
+            self.say(f"`{self.output.name}` is already trained")
+            return
+        finetune(
+            str(self.outcome.converted),
+            options,
+            self.output,
+            force=self.force,
+            token=self.token,
+            progress=self.progress,
+            say=self.say,
+        )
+
+    def measure(self) -> None:
+        """Measures all models on all tasks, then their speed."""
+        made = list(dict.fromkeys([self.outcome.converted, self.output]))
+        for item in self.recipe.evaluate:
+            scores = self._evaluate(item, [str(self.source.folder), *map(str, made)])
+            self.outcome.scores.append(scores)
+            self._check_threshold(item, scores[-1])
+        wanted = self.recipe.bench
+        if wanted is not None:
+            settings = Settings(
+                batches=wanted.batch,
+                lengths=wanted.length or None,
+                modes=wanted.mode,
+                repeats=wanted.repeats,
+            )
+            self.outcome.benches = bench(
+                [str(self.output)], str(self.source.folder), settings, progress=self.progress
+            )
+
+    def _evaluate(self, item: Evaluate, models: list[str]) -> list[ModelScores]:
+        return evaluate(
+            models,
+            item.task,
+            item.data,
+            split=item.split,
+            columns=item.columns,
+            limit=item.limit,
+            max_length=item.max_length,
+            bootstrap=item.bootstrap,
+            token=self.token,
+            progress=self.progress,
+        )
+
+    def _check_threshold(self, item: Evaluate, scores: ModelScores) -> None:
+        if item.threshold is None:
+            return
+        bound, main = Threshold.parse(item.threshold), scores.metrics[0]
+        if bound.missed(main):
+            self.outcome.missed.append(f"{item.task} {main.name} {main.value:.4f}, not {bound}")
+
+    def _is_converted(self) -> bool:
+        manifest = _manifest(self.outcome.converted)
+        return (
+            manifest is not None
+            and manifest.recipe == self.recipe.convert.model_dump(mode="json")
+            and manifest.source.fingerprint == self.source.store.fingerprint()
+        )
+
+    def _is_trained(self) -> bool:
+        options, manifest = self.recipe.finetune, _manifest(self.output)
+        if options is None or manifest is None or not manifest.training:
+            return False
+        wanted = options.model_dump(mode="json", exclude_defaults=True)
+        return (
+            manifest.training[-1].settings == wanted
+            and manifest.recipe == self.recipe.convert.model_dump(mode="json")
+            and manifest.source.fingerprint == self.source.store.fingerprint()
+        )
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except InputError:
+        return None
+
+
+def _mute(text: str) -> None:
+    pass

@@ -1,0 +1,81 @@
+"""Putting sets of examples together, and taking them apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tcompress.errors import DataError
+from tcompress.reading.examples import Examples
+from tcompress.recipe.schema import TrainingData
+from tcompress.source.text import listed
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Puts several data sets one after another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        if part.classes != first.classes or len(part.texts) != len(first.texts):
+            raise DataError(
+                f"`{first.name}` and `{part.name}` do not go together: they have "
+                f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
+                f"{len(part.texts)} texts in an example",
+                hint="give data sets with the same columns and classes",
+            )
+    targets: Any = None
+    if first.targets is not None:
+        targets = [target for part in parts for target in part.targets or ()]
+    return Examples(
+        name=" + ".join(part.name for part in parts),
+        split=first.split,
+        fingerprint=hashlib.sha256("".join(p.fingerprint for p in parts).encode()).hexdigest(),
+        texts=tuple(
+            [text for part in parts for text in part.texts[index]]
+            for index in range(len(first.texts))
+        ),
+        images=tuple(image for part in parts for image in part.images),
+        targets=targets,
+        classes=first.classes,
+    )
+
+
+def with_classes(held: Examples, train: Examples) -> Examples:
+    """Numbers the classes of held-out data as those of the training data."""
+    unknown = [name for name in held.classes if name not in train.classes]
+    if unknown:
+        raise DataError(
+            f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not",
+            hint="give data sets with the same classes",
+        )
+    if held.classes == train.classes or held.targets is None:
+        return held
+    places = [train.classes.index(name) for name in held.classes]
+    targets = [places[int(target)] for target in held.targets]
+    return replace(held, targets=targets, classes=train.classes)
+
+
+def split_off(examples: Examples, options: TrainingData, seed: int) -> tuple[Examples, Examples]:
+    """Holds examples out at random."""
+    order = np.random.default_rng([seed, 1]).permutation(len(examples))
+    count = min(max(round(options.holdout * len(order)), 1), options.validation_samples)
+    return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
+
+
+def _chosen(examples: Examples, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Examples:
+    places = indices.tolist()
+    targets: Any = examples.targets
+    return Examples(
+        name=examples.name,
+        split=examples.split,
+        fingerprint=examples.fingerprint,
+        texts=tuple([column[place] for place in places] for column in examples.texts),
+        images=tuple(examples.images[place] for place in places) if examples.images else (),
+        targets=None if targets is None else [targets[place] for place in places],
+        classes=examples.classes,
+    )

@@ -1,0 +1,185 @@
+"""Short training runs of tiny models, for tests of what comes out of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from tcompress.artifact.manifest import read_manifest
+from tcompress.progress import Silent
+from tcompress.recipe.schema import Finetune
+from tcompress.source import SourceModel
+from tcompress.training.data import loader
+from tcompress.training.losses import Losses
+from tcompress.training.run import Finetuned, finetune
+from tcompress.training.setup import set_up
+from tcompress.training.teacher import find_teacher
+from tests.support.converted import converted
+from tests.support.evaluation import classifier, encoder
+from tests.support.model_folders import (
+    model_folder,
+    save_processor,
+    save_tokenizer,
+    sentences,
+    text_file,
+)
+from tests.support.tiny import TINY
+
+
+def settings(**changes: Any) -> Finetune:
+    """Settings of a short run on sentences; `data` is merged with what is given of it."""
+    data = {"max_length": 16, "holdout": 0.2, **changes.pop("data", {})}
+    short = {"steps": 4, "batch_size": 8, "evaluate_every": 2, "device": "cpu", "data": data}
+    return Finetune.model_validate({**short, **changes})
+
+
+def train(model: Path, output: Path, *, force: bool = False, **changes: Any) -> Finetuned:
+    """Train a model; `progress`, `say` and settings as in `settings`."""
+    more = {name: changes.pop(name) for name in ("progress", "say") if name in changes}
+    return finetune(str(model), settings(**changes), output, force=force, **more)
+
+
+def small(family: str, folder: Path, **recipe: Any) -> Path:
+    """Write `<folder>/<family>` and its conversion `<folder>/<family>-small`."""
+    if not (folder / family).exists():
+        model_folder(family, folder / family, tokenizer=False)
+        save_tokenizer(folder / family, mask_token="w99")
+    made = converted(family, folder, **recipe).folder
+    save_tokenizer(made, mask_token="w99")
+    save_processor(made)
+    return made
+
+
+def small_encoder(folder: Path, **recipe: Any) -> Path:
+    """Write a sentence encoder `<folder>/bert` and its conversion `<folder>/bert-small`."""
+    return _converted(encoder(folder / "bert"))
+
+
+def small_classifier(folder: Path, labels: Sequence[str] | int = 2) -> Path:
+    """Write a classifier `<folder>/bert` and its conversion `<folder>/bert-small`."""
+    return _converted(classifier(folder / "bert", labels))
+
+
+def _converted(dense: Path) -> Path:
+    made = converted(dense.name, dense.parent).folder
+    save_tokenizer(made)
+    return made
+
+
+def texts(folder: Path, count: int = 40) -> dict[str, Any]:
+    """Write sentences; gives the settings that read them."""
+    return {"source": [text_file(folder / "texts.txt", sentences(count))]}
+
+
+def pictures(folder: Path, count: int = 10) -> Path:
+    """Write small pictures of noise into a new folder."""
+    from PIL import Image
+
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    return folder
+
+
+def picture_rows(path: Path, count: int = 12, classes: int = 2) -> Path:
+    """Write small pictures and labels as a table."""
+    import pandas as pd
+    from PIL import Image
+
+    rng, cells = np.random.default_rng(0), []
+    for _ in range(count):
+        content = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(content, "PNG")
+        cells.append({"bytes": content.getvalue(), "path": None})
+    frame = pd.DataFrame({"image": cells, "label": [index % classes for index in range(count)]})
+    frame.to_parquet(path)
+    return path
+
+
+def needs_pictures(family: str) -> bool:
+    return TINY[family].needs == ("image",)
+
+
+def weights(folder: Path) -> str:
+    """Checksum of the weight files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def curve(done: Finetuned) -> list[tuple[int, float | None, float | None]]:
+    """What does not depend on time."""
+    return [(point.step, point.loss, point.validation) for point in done.facts.curve]
+
+
+class AtStep(Silent):
+    """A progress that does something after a step of the training."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.left, self.action = step, action
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        before, self.left = self.left, self.left - amount
+        if before > 0 >= self.left:
+            self.action()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def memory_for(most: int, monkeypatch: Any) -> list[int]:
+    """Let memory run out for more examples at a time; gives the sizes that were tried."""
+    tried: list[int] = []
+    inner = Losses._loss
+
+    def loss(self: Losses, batch: dict[str, Tensor], *others: Any) -> Tensor:
+        tried.append(len(batch["input_ids"]))
+        if tried[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return inner(self, batch, *others)
+
+    monkeypatch.setattr(Losses, "_loss", loss)
+    return tried
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the parameters that have one."""
+    return {
+        name: value.grad.clone()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
+
+
+def losses_of(model: Path, **changes: Any) -> Losses:
+    """What computes losses and gradients of a run, before its first step."""
+    options = settings(**changes)
+    source = SourceModel.open(str(model), converted=True)
+    manifest = read_manifest(source.folder)
+    setup = set_up(source, find_teacher(options.teacher, manifest), options, manifest)
+    if options.gradient_checkpointing:
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    made = Losses(setup, Accelerator(cpu=True), setup.model)
+    made.prepare_objectives()
+    setup.model.train()
+    return made
+
+
+def batch_of(losses: Losses, size: int = 6) -> dict[str, Tensor]:
+    """The first training examples."""
+    data = losses.setup.data
+    return next(iter(loader(data.train, data.pad, [list(range(size))])))

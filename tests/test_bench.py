@@ -14,12 +14,13 @@ from tcompress.artifact.manifest import Speed, read_manifest
 from tcompress.benching import compiler, duel, run
 from tcompress.benching.feed import Feed
 from tcompress.benching.grid import Cell, cells, modes, numbers
-from tcompress.benching.machine import pick_device, pick_dtype, threads
+from tcompress.benching.machine import threads
 from tcompress.benching.memory import peak_bytes
 from tcompress.benching.record import save_speed
 from tcompress.benching.run import Settings, bench
 from tcompress.benching.timing import alternate
 from tcompress.errors import InputError
+from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.source import SourceModel
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed

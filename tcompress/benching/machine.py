@@ -9,40 +9,6 @@ from pathlib import Path
 
 import torch
 
-from tcompress.errors import InputError
-
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
-
-
-def pick_device(name: str) -> torch.device:
-    """Returns the device to run on.
-
-    Raises:
-        InputError: There is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
-        ) from error
-    return device
-
-
-def pick_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the dtype to compute in; None stands for that of the baseline.
-
-    Raises:
-        InputError: It is not one of `DTYPES`.
-    """
-    if name is not None and name not in DTYPES:
-        listed = ", ".join(f"`{known}`" for known in DTYPES)
-        raise InputError(f"unknown dtype `{name}`; known are {listed}", "leave `--dtype` out")
-    return None if name is None else DTYPES[name]
-
 
 def device_name(device: torch.device) -> str:
     """Names the processor."""

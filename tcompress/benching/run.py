@@ -15,10 +15,11 @@ from tcompress.benching.baseline import baseline_of
 from tcompress.benching.duel import Duel, Side
 from tcompress.benching.feed import Feed
 from tcompress.benching.grid import BATCHES, LENGTHS, Cell, Mode, cells
-from tcompress.benching.machine import pick_device, pick_dtype, threads
+from tcompress.benching.machine import threads
 from tcompress.benching.record import save_speed
 from tcompress.benching.timing import Clock
 from tcompress.errors import InputError
+from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.integration.models import load_model
 from tcompress.progress import Progress, Silent
 from tcompress.source import SourceModel

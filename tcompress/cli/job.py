@@ -138,8 +138,8 @@ def show_result(done: Converted, job: Job) -> None:
     screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
     resumed = ", continuing an interrupted run" if done.resumed else ""
     screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
-    screen.print("Not healed yet: quality returns with fine-tuning on your task.")
-    screen.print(f"Next: `tcompress report {name}` shows the layers.", soft_wrap=True)
+    screen.print("Not healed yet: imitating the dense model brings most of the quality back.")
+    screen.print(f"Next: `tcompress finetune {name} --data FILE`", soft_wrap=True)
 
 
 @contextmanager

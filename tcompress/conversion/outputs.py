@@ -15,8 +15,6 @@ from tcompress.integration.build import stored_name
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of input sides and those that share them."""
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import tcompress
@@ -31,8 +30,9 @@ from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
-from tcompress.conversion.outputs import DTYPES, Cluster, Outputs, copied_value, layer_values
+from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
 from tcompress.errors import InputError, TCompressError
+from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
@@ -117,7 +117,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
-        dtype = None if self.recipe.dtype is None else DTYPES[self.recipe.dtype]
+        dtype = pick_dtype(self.recipe.dtype)
         self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
         if self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration)
@@ -290,21 +290,3 @@ class _Job:
             raw["dtype"] = self.recipe.dtype
         raw["quantization_config"] = quantization_section(self.plan.layers)
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
-def pick_device(name: str) -> torch.device:
-    """Returns the device to compute on.
-
-    Raises:
-        InputError: There is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
-        ) from error
-    return device

@@ -18,13 +18,12 @@ from tcompress.errors import InputError
 from tcompress.evaluation.compare import Measured
 from tcompress.evaluation.scores import ModelScores, store
 from tcompress.evaluation.tasks import Prepared, Task, find_task
+from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.integration.models import load_model
 from tcompress.progress import Progress, Silent
 from tcompress.reading.examples import Examples, load_examples
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ def evaluate(
         examples=examples,
         max_length=_common_length(chosen, examples, sources.values(), max_length),
         batch_size=batch_size,
-        dtype=_dtype(dtype),
-        device=_device(device),
+        dtype=pick_dtype(dtype),
+        device=pick_device(device),
         seed=seed,
         bootstrap=bootstrap,
         split=None if Path(data).expanduser().is_file() else split,
@@ -254,25 +253,3 @@ def _about(source: SourceModel) -> Iterator[None]:
         if f"`{source.id}`" in error.message or str(source.folder) in error.message:
             raise
         raise type(error)(f"`{source.id}`: {error.message}", error.hint) from error
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    if name not in DTYPES:
-        known = ", ".join(f"`{known}`" for known in DTYPES)
-        raise InputError(f"unknown dtype `{name}`; known are {known}", "choose one of them")
-    return DTYPES[name]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
-        ) from error
-    return device

@@ -110,7 +110,7 @@ def _read_folder(path: Path, split: str, stack: ExitStack) -> Any:
     folder = str(path.absolute())
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
-        return _load(place, stack, "imagefolder", data_dir=folder, split=split, drop_labels=True)
+        return _load(place, stack, "imagefolder", data_dir=folder, split=split)
     return _load(place, stack, folder, split=split)
 
 

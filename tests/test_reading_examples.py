@@ -1,0 +1,205 @@
+"""Examples with texts, pictures, labels and scores out of data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from tcompress.errors import DataError
+from tcompress.reading.examples import Examples, Needs, load_examples
+from tcompress.reading.inputs import inputs_of
+from tcompress.reading.tokens import TextEncoder
+from tcompress.source import SourceModel
+from tests.support.evaluation import classifier, rows_file
+from tests.support.model_folders import sentences
+from tests.support.training import picture_rows
+
+CLASSES, SCORES = Needs((1, 2), target="class"), Needs((2, 2), target="score")
+A, B, C = sentences(3), sentences(6)[3:], sentences(9)[6:]
+
+
+def _read(
+    folder: Path, needs: Needs, columns: dict[str, str] | None = None, **more: Any
+) -> Examples:
+    """Read a file with the given columns."""
+    options = {name: more.pop(name) for name in ("limit", "seed") if name in more}
+    path = rows_file(folder / "rows.jsonl", **more)
+    return load_examples(str(path), "train", needs, columns=columns, **options)
+
+
+def _saved(folder: Path, features: dict[str, Any], **columns: Any) -> str:
+    """A data set as the library saves it, with types of its own."""
+    kinds = datasets.Features({**{name: datasets.Value("string") for name in columns}, **features})
+    datasets.Dataset.from_dict(columns, features=kinds).save_to_disk(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("sentence1", "sentence2", "label"), ("sentence1", "sentence2", "label")),
+        (("premise", "hypothesis", "label"), ("premise", "hypothesis", "label")),
+        (("idx_text", "Text", "Class"), ("Text", None, "Class")),
+        (("sentence2", "sentence1", "target"), ("sentence1", "sentence2", "target")),
+        (("headline", "body_", "label"), ("headline", None, "label")),  # by content
+    ],
+)
+def test_columns_are_guessed(
+    names: tuple[str, str, str], found: tuple[str, str | None, str], tmp_path: Path
+) -> None:
+    columns = dict(zip(names, (A, B, [0, 1, 1]), strict=True))
+    read = _read(tmp_path, CLASSES, **columns)
+    texts = [columns[name] for name in found[:2] if name]
+    assert read.name == f"rows.jsonl:{','.join(name for name in found if name)}"
+    assert list(read.texts) == texts
+    assert (read.targets, read.classes) == ([0, 1, 1], ("0", "1"))
+
+
+def test_roles_that_are_given_come_first(tmp_path: Path) -> None:
+    columns = {"text": A, "other": B, "third": C, "label": [0, 1, 0], "stars": [1, 1, 0]}
+    read = _read(tmp_path, CLASSES, {"text": "other", "label": "stars"}, **columns)
+    assert (list(read.texts), read.targets) == ([B], [1, 1, 0])
+    both = _read(tmp_path, CLASSES, {"text": "other", "pair": "third"}, **columns)
+    assert (list(both.texts), both.targets) == ([B, C], [0, 1, 0])
+    # A column that is given away is no longer guessed for another role.
+    rest = _read(tmp_path, SCORES, {"pair": "text", "score": "stars"}, **columns)
+    assert rest.texts[1] == A
+    assert rest.texts[0] != A
+
+
+@pytest.mark.parametrize(
+    ("needs", "given", "message"),
+    [
+        (CLASSES, {}, "the task needs a column for `label`, but `rows.jsonl` has `text` (text), "
+         "`amount` (float64)"),
+        (SCORES, {}, "the task needs a column for `pair`, `score`"),
+        (Needs(image=True, target="class"), {}, "the task needs a column for `image`, `label`"),
+        (CLASSES, {"label": "stars"}, "`rows.jsonl` has no column `stars`; it has `amount`"),
+        (CLASSES, {"labels": "text"}, "`labels=text` names no role of a column; roles are `image`"),
+        (SCORES, {"score": "text"}, "column `text` of `rows.jsonl` holds text, which is no score"),
+        (CLASSES, {"text": "amount"}, "column `amount` of `rows.jsonl` holds float64, which "),
+        (CLASSES, {"label": "amount"}, "column `amount` of `rows.jsonl` holds float64, which "),
+    ],
+)  # fmt: skip
+def test_columns_that_do_not_fit(
+    needs: Needs, given: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    columns: dict[str, Any] = {"text": A, "amount": [0.5, 1.5, 2.5]}
+    if needs is SCORES and not given:
+        columns = {"text": A}
+    with pytest.raises(DataError) as failed:
+        _read(tmp_path, needs, given, **columns)
+    assert failed.value.message.startswith(message)
+    assert failed.value.hint
+
+
+def test_labels_are_strings(tmp_path: Path) -> None:
+    read = _read(tmp_path, CLASSES, text=A, label=["no", "yes", "maybe"])
+    assert read.classes == ("maybe", "no", "yes")
+    assert read.targets == [1, 2, 0]
+
+
+def test_labels_are_numbers_with_a_gap(tmp_path: Path) -> None:
+    read = _read(tmp_path, CLASSES, text=A, label=[0, 2, 2])
+    assert (read.targets, read.classes) == ([0, 2, 2], ("0", "1", "2"))
+
+
+def test_labels_are_truth_values(tmp_path: Path) -> None:
+    read = _read(tmp_path, CLASSES, text=A, label=[True, False, True])
+    assert (read.targets, read.classes) == ([1, 0, 1], ("0", "1"))
+
+
+def test_labels_with_names(tmp_path: Path) -> None:
+    kind = datasets.ClassLabel(names=["world", "sport", "business"])
+    path = _saved(tmp_path, {"label": kind}, text=A, label=[2, 0, 2])
+    read = load_examples(path, "train", CLASSES)
+    assert (read.targets, read.classes) == ([2, 0, 2], ("world", "sport", "business"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [([-1, -1, -1], "rows without a label"), ([-1, 0, 1], "has the label -1; labels count from 0")],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_labels_that_were_withheld(
+    labels: list[int], message: str, named: bool, tmp_path: Path
+) -> None:
+    """Test splits of benchmarks have -1; some rows may be without a label only."""
+    kind = datasets.ClassLabel(names=["a", "b"]) if named else datasets.Value("int64")
+    with pytest.raises(DataError, match=message):
+        load_examples(_saved(tmp_path, {"label": kind}, text=A, label=labels), "train", CLASSES)
+
+
+def test_a_missing_label(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rows without a label"):
+        _read(tmp_path, CLASSES, text=A, label=["yes", None, "no"])
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_scores_are_finite(bad: float | None, tmp_path: Path) -> None:
+    kind = datasets.Value("float64")
+    path = _saved(tmp_path, {"score": kind}, sentence1=A, sentence2=B, score=[1.0, bad, 2.0])
+    with pytest.raises(DataError, match="column `score` of `saved` has rows without a finite"):
+        load_examples(path, "train", SCORES)
+
+
+def test_scores(tmp_path: Path) -> None:
+    read = _read(tmp_path, SCORES, sentence1=A, sentence2=B, similarity=[1, 0, 5])
+    assert (read.targets, read.classes, list(read.texts)) == ([1.0, 0.0, 5.0], (), [A, B])
+
+
+def test_unlabelled_texts(tmp_path: Path) -> None:
+    read = _read(tmp_path, Needs((1, 1)), text=A, label=[0, 1, 1])
+    assert (read.targets, list(read.texts)) == (None, [A])
+
+
+def test_pictures(tmp_path: Path) -> None:
+    path = picture_rows(tmp_path / "p.parquet", 4)
+    read = load_examples(str(path), "train", Needs(image=True, target="class"))
+    assert (len(read), read.texts, read.targets) == (4, (), [0, 1, 0, 1])
+    assert all(image.startswith(b"\x89PNG") for image in read.images)
+
+
+def test_limit_keeps_the_order_and_the_classes(tmp_path: Path) -> None:
+    texts = sentences(20)
+    labels = [f"c{index:02}" for index in range(20)]  # one row each
+    whole = _read(tmp_path, CLASSES, text=texts, label=labels)
+    parts = [_read(tmp_path, CLASSES, text=texts, label=labels, limit=5, seed=s) for s in range(3)]
+    for part in parts:
+        assert len(part) == 5
+        places = [texts.index(text) for text in part.texts[0]]
+        assert places == sorted(places) == part.targets
+        assert part.classes == whole.classes
+    assert len({part.fingerprint for part in parts}) == 3
+    assert _read(tmp_path, CLASSES, text=texts, label=labels, limit=20) == whole
+
+
+@pytest.mark.parametrize("change", ["text", "label", "order", "boundary"])
+def test_fingerprint_is_of_the_contents(change: str, tmp_path: Path) -> None:
+    texts, labels = ["ab c", "d e", "f g"], [0, 1, 1]
+    before = _read(tmp_path, CLASSES, text=texts, label=labels).fingerprint
+    (tmp_path / "copy").mkdir()
+    assert _read(tmp_path / "copy", CLASSES, text=texts, label=labels).fingerprint == before
+    if change == "text":
+        texts = ["ab C", *texts[1:]]
+    elif change == "label":
+        labels = [1, 1, 1]
+    elif change == "order":
+        texts = [texts[0], texts[2], texts[1]]
+    else:
+        texts = ["ab", "c d e", "f g"]
+    assert _read(tmp_path, CLASSES, text=texts, label=labels).fingerprint != before
+
+
+def test_pairs_are_encoded_together(tmp_path: Path) -> None:
+    source = SourceModel.open(str(classifier(tmp_path / "bert")))
+    encoder = TextEncoder.open(source, inputs_of(source), 12)
+    rows = encoder.encode(A, B)
+    wanted = encoder.tokenizer(A, B, truncation=True, max_length=12)
+    assert [row["input_ids"].tolist() for row in rows] == wanted["input_ids"]
+    assert all(len(row["input_ids"]) <= 12 for row in rows)
+    assert rows[0]["input_ids"].tolist() != encoder.encode(A)[0]["input_ids"].tolist()
+    assert all(row["attention_mask"].all() for row in rows)

@@ -1,0 +1,266 @@
+"""How long a run is, its learning rates, and batches that do not fit into memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tcompress.errors import TrainingError
+from tcompress.training import loop
+from tcompress.training.micro import is_out_of_memory, pieces
+from tcompress.training.schedule import HEALING_STEPS, Pace, learning_rate, total_steps
+from tcompress.training.setup import drop_nothing
+from tcompress.training.stopping import Stopping
+from tests.support.evaluation import one_thread, pairs_file
+from tests.support.training import (
+    batch_of,
+    curve,
+    gradients,
+    losses_of,
+    memory_for,
+    settings,
+    small,
+    small_encoder,
+    texts,
+    train,
+    weights,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def _rates(total: int = 100, **changes: Any) -> list[float]:
+    options = settings(learning_rate=0.5, **changes)
+    return [learning_rate(options, step, total) for step in range(total)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_rates_warm_up_and_fall(schedule: str) -> None:
+    rates = _rates(warmup=0.1, schedule=schedule)
+    assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
+    assert max(rates) == 0.5
+    falling = rates[10:]
+    assert falling == sorted(falling, reverse=True)
+    if schedule == "constant":
+        assert set(falling) == {0.5}
+    else:
+        assert falling[45] == pytest.approx(0.25)  # half the way
+        assert 0 < falling[-1] < 0.01
+
+
+def test_rates_without_warming_up() -> None:
+    assert _rates(warmup=0)[0] == 0.5
+    assert _rates(total=1, warmup=0.1) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "total"),
+    [
+        ({"steps": 7, "epochs": 3}, 7),
+        ({"steps": None}, HEALING_STEPS),
+        ({"steps": None, "epochs": 2}, 24),
+        ({"steps": None, "epochs": 0.01}, 1),
+        ({"steps": None, "task": "sts"}, 36),
+    ],
+)
+def test_number_of_steps(changes: dict[str, Any], total: int) -> None:
+    assert total_steps(settings(**changes), 12) == total
+
+
+def test_pace_finds_out_what_a_limit_allows() -> None:
+    """The first steps, which are slow, do not count."""
+    pace = Pace(2.0)
+    found = {}
+    for step in range(1, 40):
+        seconds = 50 + 0.5 * step
+        found[step] = pace.possible(step, seconds)
+    known = {step: value for step, value in found.items() if value is not None}
+    assert known == {26: 26 + (120 - 63) * 2}
+    assert not pace.over(119)
+    assert pace.over(121)
+
+
+def test_pace_without_a_limit() -> None:
+    assert [Pace(None).possible(step, 1e6) for step in range(40)] == [None] * 40
+    assert not Pace(None).over(1e9)
+
+
+class _Clock:
+    """Time that goes on by a second whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def test_a_limit_of_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "time", _Clock())
+    folder, said = small_encoder(tmp_path), []
+    options = {"steps": 10_000, "evaluate_every": 1000, "data": texts(tmp_path)}
+    done = train(folder, tmp_path / "out", max_minutes=2, say=said.append, **options)
+    (line,) = said
+    assert line == f"2 minutes allow {done.facts.steps} steps"
+    assert 27 <= done.facts.steps <= 60
+    rates = [point.learning_rate for point in done.facts.curve]
+    assert rates[-1] is not None
+    assert rates[-1] < 1e-4  # the schedule came to its end
+
+
+def test_a_limit_of_time_ends_slow_runs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "time", _Clock())
+    done = train(
+        small_encoder(tmp_path), tmp_path / "out", max_minutes=0.2, steps=99, data=texts(tmp_path)
+    )
+    assert 1 < done.facts.steps < 12
+    assert done.facts.curve[-1].step == done.facts.steps
+
+
+def test_pieces() -> None:
+    batch = {"input_ids": torch.arange(10)[:, None], "labels": torch.arange(5)}
+    found = [piece["labels"].tolist() for piece in pieces(batch, 2)]
+    assert found == [[0, 1, 2], [3, 4]]
+    assert [len(piece["input_ids"]) for piece in pieces(batch, 2)] == [6, 4]
+    assert len(list(pieces(batch, 99))) == 5
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral"])
+def test_gradients_do_not_depend_on_pieces(family: str, tmp_path: Path) -> None:
+    losses = losses_of(small(family, tmp_path), data=texts(tmp_path), objectives=_terms(family))
+    batch = batch_of(losses, 6)
+    value = losses.gradients(batch, 1, alone=False)
+    wanted = gradients(losses.setup.model)
+    for parts in (2, 4, 6):
+        losses.setup.model.zero_grad()
+        assert losses.gradients(batch, parts, alone=False) == pytest.approx(value, rel=1e-5)
+        assert_close(gradients(losses.setup.model), wanted, rtol=1e-3, atol=1e-6)
+
+
+def _terms(family: str) -> dict[str, float]:
+    terms = {"hidden": 1.0, "logits": 0.5, "attention": 2.0}
+    return terms if family != "bert" else {**terms, "embedding": 1.0}
+
+
+def test_gradients_of_pairs_do_not_depend_on_pieces(tmp_path: Path) -> None:
+    data = {"source": [str(pairs_file(tmp_path / "pairs.jsonl", 20))]}
+    losses = losses_of(small_encoder(tmp_path), data=data, task="sts")
+    batch = batch_of(losses, 6)
+    value = losses.gradients(batch, 1, alone=False)
+    wanted = gradients(losses.setup.model)
+    losses.setup.model.zero_grad()
+    assert losses.gradients(batch, 3, alone=False) == pytest.approx(value, rel=1e-5)
+    assert_close(gradients(losses.setup.model), wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
+    losses = losses_of(small("bert", tmp_path), data=texts(tmp_path))
+    assert losses.validate(1) == pytest.approx(losses.validate(8), rel=1e-5)
+
+
+def test_too_little_memory_halves_the_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, data = small_encoder(tmp_path), texts(tmp_path)
+    enough = train(folder, tmp_path / "enough", data=data)
+    tried, said = memory_for(3, monkeypatch), []
+    done = train(folder, tmp_path / "out", data=data, say=said.append)
+    assert said == [
+        "memory ran out; going on with 4 examples at a time, which changes nothing else",
+        "memory ran out; going on with 2 examples at a time, which changes nothing else",
+    ]
+    assert tried == [8, 4, *[2] * 16]
+    for one, two in zip(curve(done), curve(enough), strict=True):
+        assert one == pytest.approx(two, rel=1e-4, nan_ok=False) or one[1] is None is two[1]
+    assert weights(done.folder) != weights(folder)
+
+
+def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small_encoder(tmp_path)
+    memory_for(0, monkeypatch)
+    with pytest.raises(TrainingError) as failed:
+        train(folder, tmp_path / "out", data=texts(tmp_path))
+    assert failed.value.message == "memory ran out at step 1 with 1 examples at a time"
+    assert "--max-length" in (failed.value.hint or "")
+    assert "--gradient-checkpointing" in (failed.value.hint or "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_which_errors_are_lack_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("any"))
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+    )
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+
+
+def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    folder = small_encoder(tmp_path)
+    monkeypatch.setattr("tcompress.training.losses.Losses._loss", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(folder, tmp_path / "out", data=texts(tmp_path))
+
+
+def test_ctrl_c_is_heard_between_steps() -> None:
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with Stopping(said.append) as stopping:
+        assert not stopping.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.asked
+        assert said == ["stopping after this step"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_do_not_hear_signals() -> None:
+    heard: list[bool] = []
+
+    def work() -> None:
+        with Stopping(lambda text: None) as stopping:
+            heard.append(stopping.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert heard == [False]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart", "deberta-v2", "vit"])
+def test_dropout_off(family: str) -> None:
+    """A model in training computes what it computes in evaluation."""
+    from tests.support.tiny import TINY, build
+
+    model: nn.Module = build(family)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.5)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    inputs = TINY[family].inputs(2, 8, 0)
+    with torch.no_grad():
+        wanted = model.eval()(**inputs).logits
+        assert not torch.allclose(model.train()(**inputs).logits, wanted)
+        drop_nothing(model)
+        assert_close(model.train()(**inputs).logits, wanted)

@@ -55,7 +55,7 @@ class Calibration(_Model):
 
 
 class LayerRule(_Model):
-    """An exception for some layers; the last rule that matches a layer wins."""
+    """An exception for some layers; of what several rules say, the last word counts."""
 
     match: str = Field(description="layer name with `*` wildcards, or `re:` and an expression")
     keep: bool = Field(False, description="leave these layers dense")

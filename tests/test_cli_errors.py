@@ -31,8 +31,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (
             ["convet"],
-            "unknown command `convet`; commands are `convert`, `inspect`, `report`, `export`, "
-            "`run`, `methods`, `demo`, `recipes`",
+            "unknown command `convet`; commands are `convert`, `finetune`, `inspect`, `report`, "
+            "`evaluate`, `bench`, `export`, `run`, `methods`, `lm-eval`, `demo`, `recipes`",
             "did you mean `convert`?",
         ),
         (

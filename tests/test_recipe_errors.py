@@ -12,7 +12,10 @@ from tcompress.recipe.document import Document, Problem
 from tcompress.recipe.explain import explain
 
 METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))
-TOP = "`recipe_version`, `name`, `description`, `model`, `revision`, `output`, `convert`"
+TOP = (
+    "`recipe_version`, `name`, `description`, `model`, `revision`, `output`, `convert`, "
+    "`finetune`, `evaluate`, `bench`, `report`"
+)
 CONVERT = (
     "`method`, `target`, `residual_rank`, `keep`, `layers`, `calibration`, `dtype`, `device`, "
     "`max_shard_size`"

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tcompress.errors import TrainingError
 from tcompress.training import loop
 from tcompress.training.micro import is_out_of_memory, pieces
+from tcompress.training.observe import Observed, Observer
 from tcompress.training.schedule import HEALING_STEPS, Pace, learning_rate, total_steps
 from tcompress.training.setup import drop_nothing
 from tcompress.training.stopping import Stopping
 from tests.support.evaluation import one_thread, pairs_file
 from tests.support.training import (
+    assert_alike,
     batch_of,
-    curve,
     gradients,
     losses_of,
     memory_for,
@@ -32,7 +33,6 @@ from tests.support.training import (
     small_encoder,
     texts,
     train,
-    weights,
 )
 
 
@@ -186,9 +186,25 @@ def test_too_little_memory_halves_the_pieces(
         "memory ran out; going on with 2 examples at a time, which changes nothing else",
     ]
     assert tried == [8, 4, *[2] * 16]
-    for one, two in zip(curve(done), curve(enough), strict=True):
-        assert one == pytest.approx(two, rel=1e-4, nan_ok=False) or one[1] is None is two[1]
-    assert weights(done.folder) != weights(folder)
+    assert_alike(done, enough)
+
+
+def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, inner = small_encoder(tmp_path), Observer.run
+    enough = train(losses, tmp_path / "enough", data=texts(tmp_path, 80))
+    tried: list[int] = []
+
+    def run(self: Observer, batch: dict[str, Tensor], runner: nn.Module | None = None) -> Observed:
+        if runner is not None and not torch.is_grad_enabled():
+            tried.append(len(batch["input_ids"]))
+            if tried[-1] > 4:
+                raise torch.OutOfMemoryError("out of memory")
+        return inner(self, batch, runner)
+
+    monkeypatch.setattr(Observer, "run", run)
+    done = train(losses, tmp_path / "out", data=texts(tmp_path, 80))
+    assert tried == 3 * [8, 4, 4, 4, 4]
+    assert_alike(done, enough)
 
 
 def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

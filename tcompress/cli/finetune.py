@@ -308,8 +308,10 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
                 f"recipe `{origin}` has no `finetune`", "choose another recipe, or leave it out"
             )
         data = said.model_dump()
-    data |= {field: given[name] for name, field in _FIELDS.items() if given.get(name) is not None}
-    inner = {f: given[name] for name, f in _DATA_FIELDS.items() if given.get(name) is not None}
+    # A list that is not given is None or empty, by version of the parser.
+    said_now = {name: value for name, value in given.items() if value not in (None, [], ())}
+    data |= {field: said_now[name] for name, field in _FIELDS.items() if name in said_now}
+    inner = {field: said_now[name] for name, field in _DATA_FIELDS.items() if name in said_now}
     if given.get("columns"):
         inner["columns"] = pairs("--columns", given["columns"], "text=review")
     data["data"] = {**data.get("data", {}), **inner}

@@ -48,6 +48,7 @@ def list_recipes(json: opt.Json = False) -> None:
         print_json({"recipes": facts})
         return
     listed = table("recipe", "what it makes", "model")
+    listed.columns[0].no_wrap = True  # names are to be copied
     for name, data in rows:
         listed.add_row(name, *(str(data.get(key) or "") for key in fields))
     results().print(listed)

@@ -111,7 +111,7 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
     """Columns by role, in the order of `ROLES`."""
     kinds = kinds_of(table)
     wanted = _roles(needs)
-    _check_given(table, kinds, given)
+    check_columns(table, kinds, given)
     chosen = {role: column for role, column in given.items() if role in wanted}
     taken = set(given.values())
     for role in wanted:
@@ -129,7 +129,17 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
     return {role: chosen[role] for role in ROLES if role in chosen}
 
 
-def _check_given(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
+def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Checks columns that were named by role.
+
+    Args:
+        table: The data set.
+        kinds: What its columns hold, as `kinds_of` gives it.
+        given: Columns by role.
+
+    Raises:
+        DataError: There is no such role or column, or they do not fit.
+    """
     for role, column in given.items():
         if role not in ROLES:
             raise DataError(

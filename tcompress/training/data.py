@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tcompress.errors import DataError
 from tcompress.reading import builtin
 from tcompress.reading.collate import IGNORED, collate
-from tcompress.reading.columns import Kind, Pool, columns_of, undecoded
-from tcompress.reading.examples import Examples, load_examples
+from tcompress.reading.columns import Kind, Pool, columns_of, kinds_of, undecoded
+from tcompress.reading.examples import Examples, check_columns, load_examples
 from tcompress.reading.images import decode, image_reader
 from tcompress.reading.inputs import Inputs, image_shape, inputs_of
 from tcompress.reading.tables import opened
@@ -248,9 +248,11 @@ class _Reader:
         if name == "builtin":
             return self._builtin(samples)
         kind: Kind = "text" if self.encoder else "image"
-        columns_given = tuple(self.options.columns.values())
+        given = self.options.columns
+        columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with opened(name, split) as found:
             table = undecoded(found)
+            check_columns(table, kinds_of(table), given)
             model = self.source.model_class.__name__
             chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
             drawn = list(Pool(table, chosen).draw(samples, self.seed))

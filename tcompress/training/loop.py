@@ -164,12 +164,7 @@ class Loop:
         count, state = examples_in(batch), self.state
         # Another process would wait for ever for the gradients of this one.
         if state.parts >= count or self.accelerator.num_processes > 1:
-            raise TrainingError(
-                f"memory ran out at step {state.step + 1:,} with {-(-count // state.parts)} "
-                "examples at a time",
-                "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
-                "`--gradient-checkpointing`",
-            ) from error
+            raise self._no_memory(-(-count // state.parts)) from error
         self.optimizer.zero_grad(set_to_none=True)
         state.parts *= 2
         if torch.cuda.is_available():
@@ -177,6 +172,13 @@ class Loop:
         self.say(
             f"memory ran out; going on with {-(-count // state.parts)} examples at a time, which "
             "changes nothing else"
+        )
+
+    def _no_memory(self, count: int) -> TrainingError:
+        return TrainingError(
+            f"memory ran out at step {self.state.step + 1:,} with {count} examples at a time",
+            "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
+            "`--gradient-checkpointing`",
         )
 
     def _count(self, batch: Batch, loss: float) -> None:
@@ -212,7 +214,7 @@ class Loop:
 
     def _validate(self) -> None:
         state, options = self.state, self.setup.options
-        value = self.losses.validate(max(1, options.batch_size // state.parts))
+        value = self._measured()
         self._check_finite(f"the {self.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,
@@ -233,6 +235,19 @@ class Loop:
         weights = self._weights()
         if self.accelerator.is_main_process:
             self.checkpoints.keep_best(weights, state.step)
+
+    def _measured(self) -> float:
+        """The validated number, with smaller batches where memory runs out."""
+        size = max(1, self.setup.options.batch_size // self.state.parts)
+        while True:
+            try:
+                return self.losses.validate(size)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    raise self._no_memory(size) from error
+                size //= 2
 
     def _weights(self) -> dict[str, Tensor]:
         """The trained parameters, gathered from all processes."""

@@ -30,6 +30,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.shards import digest_of
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
+from tcompress.integration.devices import pick_device
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Finetune
@@ -202,9 +203,11 @@ class _Run:
         """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
         model = self.setup.model
         dtype = self._dtype()
-        model.config.dtype = dtype
         cast = _cast(weights, dtype)
         model.save_pretrained(folder, state_dict=cast, max_shard_size="2GB")
+        # Saving notes the dtype of the model, not of the weights that it was given.
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
         for path in self.source.companion_files():
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -267,22 +270,15 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     made: dict[tuple[int, torch.Size], Tensor] = {}
     cast = {}
     for name, value in weights.items():
-        if value.is_floating_point() and value.numel():
-            key = (value.data_ptr(), value.shape)
-            value = made.setdefault(key, value.to(dtype))
-        cast[name] = value
+        changed = value.to(dtype) if value.is_floating_point() else value
+        key = (value.data_ptr(), value.shape)
+        cast[name] = made.setdefault(key, changed) if value.numel() else changed
     return cast
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     cpu = options.device == "cpu"
-    if options.device != "auto":
-        try:
-            torch.empty(0, device=options.device)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(
-                f"device `{options.device}` cannot be used here", "use `--device cpu`, or `auto`"
-            ) from error
+    pick_device(options.device)
     precision = options.mixed_precision
     if precision == "auto":
         on_gpu = torch.cuda.is_available() and not cpu
@@ -308,6 +304,10 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             f"accelerate cannot do this: {first_line(error)}",
             "choose another `--mixed-precision`, `--track` or `--device`",
         ) from error
+    if precision == "fp16" and made.device.type == "cpu":
+        raise InputError(
+            "mixed precision in float16 needs a GPU", "choose `--mixed-precision bf16`, or `no`"
+        )
     absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
     if absent:
         raise InputError(

@@ -87,11 +87,6 @@ def set_up(
     names = objective_names(source, teacher, options)
     if teacher is not None:
         check_teacher(source, teacher)
-    elif options.block_steps:
-        raise InputError(
-            "`block_steps` needs a teacher, whose states blocks are trained on",
-            "add `--teacher MODEL`, or leave `block_steps` out",
-        )
     data = load_data(source, options.data, task, options.seed)
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
@@ -105,15 +100,12 @@ def set_up(
     anatomy = skeleton_anatomy(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, anatomy, projections=projections)
-    loaded, teacher_observer = None, None
+    if options.block_steps:
+        _check_one_stack(anatomy)
+    teacher_observer = None
     if teacher is not None:
-        loaded = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-        theirs = skeleton_anatomy(teacher, loaded)
-        if options.block_steps:
-            _check_one_stack(anatomy)
-        chosen = blocks_to_imitate(anatomy, theirs, options.teacher_blocks)
-        teacher_observer = Observer(loaded, theirs, chosen, projections=projections)
-        _check_logits(model, loaded, names)
+        teacher_observer = _observed(teacher, anatomy, options, projections=projections)
+        _check_logits(model, teacher_observer.model, names)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
     setting = _setting(source, observer, options, task)
@@ -124,8 +116,27 @@ def set_up(
             objective.per_token = per_token  # type: ignore[attr-defined]
     trained = choose_trained(model, anatomy, options)
     return Setup(
-        options, source, model, loaded, observer, teacher_observer, objectives, data, task, trained
+        options=options,
+        source=source,
+        model=model,
+        teacher=teacher_observer.model if teacher_observer else None,
+        observer=observer,
+        teacher_observer=teacher_observer,
+        objectives=objectives,
+        data=data,
+        task=task,
+        trained=trained,
     )
+
+
+def _observed(
+    teacher: SourceModel, student: Anatomy, options: Finetune, *, projections: bool
+) -> Observer:
+    """Loads the teacher."""
+    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+    anatomy = skeleton_anatomy(teacher, model)
+    chosen = blocks_to_imitate(student, anatomy, options.teacher_blocks)
+    return Observer(model, anatomy, chosen, projections=projections)
 
 
 def objective_names(
@@ -155,6 +166,11 @@ def objective_names(
         )
     if "task" in names and not options.task:
         raise InputError("the objective `task` needs a task", "add `--task`")
+    if options.block_steps and teacher is None:
+        raise InputError(
+            "`block_steps` needs a teacher, whose states blocks are trained on",
+            "add `--teacher MODEL`, or leave `block_steps` out",
+        )
     lonely = [name for name in names if OBJECTIVES[name].needs_teacher and teacher is None]
     if lonely:
         listed = ", ".join(f"`{name}`" for name in lonely)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+import multiprocessing
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -25,6 +29,7 @@ from tcompress.training.setup import set_up
 from tcompress.training.teacher import find_teacher
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
+from tests.support.interrupted import die
 from tests.support.model_folders import (
     model_folder,
     save_processor,
@@ -59,9 +64,9 @@ def small(family: str, folder: Path, **recipe: Any) -> Path:
     return made
 
 
-def small_encoder(folder: Path, **recipe: Any) -> Path:
+def small_encoder(folder: Path, pooling: Mapping[str, Any] | None = None) -> Path:
     """Write a sentence encoder `<folder>/bert` and its conversion `<folder>/bert-small`."""
-    return _converted(encoder(folder / "bert"))
+    return _converted(encoder(folder / "bert", pooling=pooling))
 
 
 def small_classifier(folder: Path, labels: Sequence[str] | int = 2) -> Path:
@@ -124,6 +129,15 @@ def curve(done: Finetuned) -> list[tuple[int, float | None, float | None]]:
     return [(point.step, point.loss, point.validation) for point in done.facts.curve]
 
 
+def assert_alike(one: Finetuned, two: Finetuned, tolerance: float = 1e-4) -> None:
+    """The courses of two runs are the same, up to rounding."""
+    assert len(one.facts.curve) == len(two.facts.curve)
+    for (step, *numbers), (other, *wanted) in zip(curve(one), curve(two), strict=True):
+        assert step == other
+        for number, want in zip(numbers, wanted, strict=True):
+            assert number == (want if want is None else pytest.approx(want, rel=tolerance))
+
+
 class AtStep(Silent):
     """A progress that does something after a step of the training."""
 
@@ -183,3 +197,30 @@ def batch_of(losses: Losses, size: int = 6) -> dict[str, Tensor]:
     """The first training examples."""
     data = losses.setup.data
     return next(iter(loader(data.train, data.pad, [list(range(size))])))
+
+
+def train_until_killed(model: Path, output: Path, moment: int | str, **changes: Any) -> None:
+    """Train in another process, which must die.
+
+    Args:
+        model: What to train.
+        output: Folder to write.
+        moment: The step to die after, or the function at whose call to die.
+        **changes: As for `train`.
+    """
+    # A process that forks from a fresh one inherits no threads, and imports only once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.training"])
+    process = context.Process(target=_train_and_die, args=(model, output, moment, changes))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _train_and_die(model: Path, output: Path, moment: int | str, changes: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    if isinstance(moment, str):
+        with patch(moment, die):
+            train(model, output, **changes)
+    else:
+        train(model, output, progress=AtStep(moment, die), **changes)

@@ -1,0 +1,377 @@
+"""`tcompress finetune`: what it prints, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.logging import disable_progress_bar
+
+from tcompress.cli.finetune import default_output, settings_of
+from tcompress.errors import RecipeError
+from tcompress.recipe.schema import Finetune
+from tests.support.cli import error, run
+from tests.support.evaluation import (
+    classifier,
+    encoder,
+    headed,
+    labelled_file,
+    one_thread,
+    pairs_file,
+    rows_file,
+)
+from tests.support.interrupted import contents
+from tests.support.model_folders import model_folder, sentences, text_file
+from tests.support.training import memory_for, small, small_encoder
+
+SHORT = ("--steps", "2", "--batch-size", "4", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data."""
+    folder = tmp_path_factory.mktemp("models")
+    small_encoder(folder)
+    classifier(folder / "three", 3)
+    headed("bert", folder / "wide", "BertModel", hidden_size=64)
+    headed("bert", folder / "words", "BertModel", vocab_size=120)
+    headed("bert", folder / "flat", "BertModel", num_hidden_layers=1)
+    headed("bert", folder / "brief", "BertModel", max_position_embeddings=8)
+    small("llama", folder)
+    small("t5", folder)
+    small("clip_text_model", folder)
+    model_folder("vit", folder / "vit")
+    model_folder("clip", folder / "clip")
+    model_folder("whisper", folder / "whisper")
+    text_file(folder / "texts.txt", sentences(40))
+    (folder / "nothing.txt").touch()
+    labelled_file(folder / "rows.jsonl")
+    labelled_file(folder / "rows3.jsonl", classes=(0, 1, 2))
+    labelled_file(folder / "stars.jsonl", classes=(0, 1, 2, 3))
+    pairs_file(folder / "pairs.jsonl")
+    rows_file(folder / "names.jsonl", text=sentences(4), label=["a", "b", None, "a"])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(place)
+    disable_progress_bar()  # the variable that does so comes too late in a process of tests
+    before = sorted(path.name for path in place.iterdir())
+    with one_thread():
+        yield
+    for path in place.iterdir():
+        if path.name not in before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_table() -> None:
+    done = run("finetune", "bert-small", "--data", "texts.txt", *SHORT)
+    assert done.code == 0
+    assert done.lines[0].split() == [
+        "step", "loss", "validation", "loss", "learning", "rate", "minutes"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in done.lines[2:4]] == ["0", "2"]
+    assert "8 examples of texts.txt:text in 0.0 minutes, taught by " in done.out
+    assert "Wrote `bert-small-healed`, with the weights of step 2." in done.out
+    assert done.lines[-1] == "Next: `tcompress evaluate bert-small-healed --task ... --data ...`"
+    assert "training: 2 of 2 steps" in done.err
+    assert Path("bert-small-healed/tcompress.json").is_file()
+    again = run("finetune", "bert-small", "--data", "texts.txt", *SHORT)
+    assert again.code == 2
+    assert again.err.startswith("error: output folder `")
+    assert "is not empty" in again.err
+    assert run("finetune", "bert-small", "--data", "texts.txt", "--force", *SHORT).code == 0
+
+
+def test_json() -> None:
+    done = run("finetune", "bert-small", "--json", "--quiet", "-o", "out",
+               "--data", "texts.txt", *SHORT)  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    document = done.document
+    assert list(document) == ["schema", "output", "resumed", "training"]
+    assert document["output"] == str(Path("out").absolute())
+    written = json.loads(Path("out/tcompress.json").read_text())
+    assert document["training"] == written["training"][0]
+
+
+def test_builtin_text_is_the_default() -> None:
+    done = run("finetune", "bert-small", "-o", "out", "--quiet", "--samples", "20", *SHORT)
+    assert done.code == 0
+    assert "8 examples of builtin text in " in done.out
+
+
+def test_a_task_names_the_output(place: Path) -> None:
+    done = run("finetune", "bert-small", "--task", "classification", "--data", "rows.jsonl", *SHORT)
+    assert done.code == 0
+    assert Path("bert-small-classification").is_dir()
+    assert default_output("bert-small", Finetune()) == Path("bert-small-healed")
+    assert default_output("bert-base", Finetune(task="sts")) == Path("bert-base-sts")
+
+
+def test_options_change_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n"
+        "finetune: {steps: 5, seed: 3, data: {source: [a.txt], max_length: 64}}\n"
+    )
+    found = settings_of(
+        {"recipe": str(path), "steps": 7, "data": ["b.txt", "c.txt"], "columns": ["text=a,pair=b"],
+         "objective": ["hidden=1, logits=0.5"], "teacher_blocks": "0, 2", "track": ["wandb"],
+         "gradient_checkpointing": True}
+    )  # fmt: skip
+    assert found == Finetune.model_validate(
+        {
+            "steps": 7, "seed": 3, "objectives": {"hidden": 1, "logits": 0.5},
+            "teacher_blocks": [0, 2], "trackers": ["wandb"], "gradient_checkpointing": True,
+            "data": {"source": ["b.txt", "c.txt"], "max_length": 64,
+                     "columns": {"text": "a", "pair": "b"}},
+        }
+    )  # fmt: skip
+    kept = settings_of({"recipe": str(path), "gradient_checkpointing": False})
+    assert kept.steps == 5
+    assert kept.data.source == ("a.txt",)
+
+
+def test_a_recipe_without_training(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n")
+    with pytest.raises(RecipeError, match=r"has no `finetune`"):
+        settings_of({"recipe": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--objective", "foo=1"], "`--objective` is `foo`: input should be 'task', 'logits', "),
+        (["--objective", "hidden=x"], "`--objective` is `x`: input should be a valid number"),
+        (["--objective", "hidden"], "`--objective` is `hidden`, expected a pair such as `"),
+        (["--columns", "text"], "`--columns` is `text`, expected a pair such as `text=review`"),
+        (["--teacher-blocks", "0,x"], "`--teacher-blocks` is `x`: input should be a valid integer"),
+        (["--task", "naming"], "`--task` is `naming`: input should be 'classification', "),
+        (["--lr", "0", "--max-length", "1"], "`--max-length` is `1`: input should be greater than "
+         "1; `--lr` is `0.0`: input should be greater than 0"),
+        (["--steps", "0"], "`--steps` is `0`: input should be greater than 0"),
+        (["--train", "none"], "`--train` is `none`: input should be 'auto', "),
+        (["--device", "gpu"], "`--device` is `gpu`: string should match pattern"),
+    ],
+)  # fmt: skip
+def test_values_of_options(arguments: list[str], message: str) -> None:
+    done = run("finetune", "bert-small", *arguments)
+    assert done.code == 2
+    assert message in done.err.splitlines()[0]
+
+
+SIMILAR = "give the dense model that it was converted from, or its like"
+BAD: list[tuple[str, list[str], str, str]] = [
+    ("bert-small", ["--task", "sts", "--data", "texts.txt"],
+     "the task needs a column for `pair`, `score`, but `texts.txt` has `text` (text)",
+     "name it: `--columns score=COLUMN`, or give other data"),
+    ("bert-small", ["--task", "classification", "--data", "names.jsonl"],
+     "column `label` of `names.jsonl` has rows without a label",
+     "choose a labelled split, or name another column"),
+    ("three", ["--task", "classification", "--data", "rows.jsonl"],
+     "`rows.jsonl:text,label` has 2 classes, but the model's head has 3 labels",
+     "give data that the head was made for, or a model without head"),
+    ("three", ["--task", "classification", "--data", "stars.jsonl"],
+     "`stars.jsonl:text,label` has 4 classes, but the model's head has 3 labels",
+     "give data that the head was made for, or a model without head"),
+    ("three", ["--task", "regression", "--data", "pairs.jsonl"],
+     "`pairs.jsonl:sentence1,sentence2,score` has 1 score, but the model's head has 3 labels",
+     "give data that the head was made for, or a model without head"),
+    ("bert-small", ["--data", "nothing.txt"], "`nothing.txt` holds no rows",
+     "give other data, or `builtin`"),
+    ("bert-small", ["--data", "missing.txt"], "there is no file or folder `missing.txt`; ", ""),
+    ("bert-small", ["--data", "texts.txt", "--validation", "nothing.txt"],
+     "`nothing.txt` holds no rows", "give other data, or `builtin`"),
+    ("bert-small", ["--data", "texts.txt", "--columns", "txt=text"],
+     "`txt=text` names no role of a column; roles are `image`, `label`, `pair`, `score`, `text`",
+     "write, for example, `text=review,label=stars`"),
+    ("bert-small", ["--data", "rows.jsonl", "--columns", "text=label"],
+     "column `label` of `rows.jsonl` holds int64, which is no text", "name another column"),
+    ("bert-small", ["--teacher", "wide"], "the model has width 32, its teacher `wide` 64", SIMILAR),
+    ("bert-small", ["--teacher", "words"],
+     "the model has vocabulary 100, its teacher `words` 120", SIMILAR),
+    ("bert-small", ["--teacher", "vit"],
+     "the model reads `input_ids`, its teacher `vit` `pixel_values`", SIMILAR),
+    ("bert-small", ["--teacher", "flat"], "the model has 2 blocks, but its teacher only 1",
+     "give a teacher with at least as many blocks"),
+    ("bert-small", ["--teacher", "brief"],
+     "texts have up to 19 tokens, but the teacher `brief` takes 8",
+     "shorten them: `--max-length 8`"),
+    ("bert-small", ["--teacher", "./nowhere"], "there is no folder `./nowhere`; ", ""),
+    ("bert-small", ["--teacher-blocks", "1,0"],
+     "`teacher_blocks` are [1, 0], expected 2 blocks from 0 to 1 in ascending order",
+     "one for each block of the model"),
+    ("bert-small", ["--task", "classification", "--data", "rows.jsonl", "--teacher", "three",
+                    "--objective", "logits=1"],
+     "the model predicts 2 classes, its teacher 3",
+     "give a teacher of the same task, or leave `logits` out of `objectives`"),
+    ("three", ["--task", "classification", "--data", "rows3.jsonl", "--teacher", "llama-small",
+               "--objective", "logits=1"],
+     "the objective `logits` compares predictions, but `BertForSequenceClassification` predicts "
+     "classes, its teacher `LlamaForCausalLM` tokens",
+     "give a teacher of the same task, or leave `logits` out of `objectives`"),
+    ("bert-small", ["--device", "cuda:77"], "device `cuda:77` cannot be used here",
+     "use `--device cpu`, or `auto`"),
+    ("bert-small", ["--mixed-precision", "fp16"], "mixed precision in float16 needs a GPU",
+     "choose `--mixed-precision bf16`, or `no`"),
+    ("bert-small", ["--track", "pencil"], "accelerate cannot do this: Unsupported logging ",
+     "choose another `--mixed-precision`, `--track` or `--device`"),
+    ("bert-small", ["--track", "comet_ml"], "the loggers `comet_ml` are not installed",
+     "`pip install comet_ml`, or leave `--track` out"),
+    ("bert-small", ["-o", "bert-small", "--force"],
+     "output `{place}/bert-small` is the model's own folder, or contains it",
+     "choose another folder with `-o`"),
+    ("bert-small", ["-o", "bert-small"],
+     "output `{place}/bert-small` is the model's own folder, or contains it",
+     "choose another folder with `-o`"),
+    ("bert-small", ["-o", ".", "--force"],
+     "output `{place}` is the model's own folder, or contains it",
+     "choose another folder with `-o`"),
+    ("bert-small", ["-o", "bert", "--force"],
+     "output `{place}/bert` is the teacher's own folder, or contains it",
+     "choose another folder with `-o`"),
+    ("bert-small", ["--teacher", "none"],
+     "there is nothing to learn from: `bert-small` has no known teacher, and no task is given",
+     "give `--teacher MODEL` to imitate, or `--task` and `--data` with labels"),
+    ("bert", [],
+     "there is nothing to learn from: `bert` has no known teacher, and no task is given",
+     "give `--teacher MODEL` to imitate, or `--task` and `--data` with labels"),
+    ("bert-small", ["--teacher", "none", "--objective", "hidden=1,logits=1"],
+     "`hidden`, `logits` need a teacher, but there is none", "add `--teacher MODEL`"),
+    ("bert-small", ["--objective", "task=1"], "the objective `task` needs a task", "add `--task`"),
+    ("bert-small", ["--objective", "logits=1"],
+     "the objective `logits` needs a model with a head", "leave it out of `objectives`"),
+    ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--block-steps", "2"],
+     "`block_steps` needs a teacher, whose states blocks are trained on",
+     "add `--teacher MODEL`, or leave `block_steps` out"),
+    ("t5-small", ["--block-steps", "2"],
+     "`block_steps` needs one stack of blocks, but the model has 2: `decoder.block`, "
+     "`encoder.block`", "leave `block_steps` out"),
+    ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--train", "rewritten"],
+     "no layer of the model is rewritten", "train `blocks` or `all` of it instead"),
+    ("clip_text_model", ["--task", "masked-lm", "--data", "texts.txt"],
+     "there is no `masked-lm` head for the model type `clip_text_model`",
+     "choose another task, or a model of another family"),
+    ("vit", ["--teacher", "vit"], "there are no built-in pictures to train on",
+     "give pictures with `--data`: a folder, a file or a hub id"),
+    ("clip", ["--teacher", "clip"], "`CLIPModel` takes texts and pictures together, which cannot "
+     "be trained on yet", ""),
+    ("whisper", ["--teacher", "whisper"],
+     "`WhisperForConditionalGeneration` takes sound, which cannot be trained on yet", ""),
+    ("./nowhere", [], "there is no folder `./nowhere`; ", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "arguments", "message", "hint"), BAD)
+def test_bad_input(model: str, arguments: list[str], message: str, hint: str, place: Path) -> None:
+    before = contents(place)
+    out = [] if "-o" in arguments else ["-o", "out"]
+    text = [] if "--data" in arguments or model in ("vit",) else ["--data", "texts.txt"]
+    done = run("finetune", model, "--quiet", *text, *out, *SHORT, *arguments)
+    assert (done.code, done.out) == (2, "")
+    first, *rest = done.err.splitlines()
+    message = message.format(place=place)
+    assert first.startswith(f"error: {message}")
+    assert [line for line in rest if line and not line.startswith("hint: ")] == []
+    assert f"hint: {hint}" in done.err
+    assert contents(place) == before
+
+
+def test_a_moved_teacher(tmp_path: Path) -> None:
+    folder = small_encoder(tmp_path)
+    (tmp_path / "bert").rename(tmp_path / "elsewhere")
+    done = run("finetune", folder, "--quiet", "-o", tmp_path / "out", *SHORT)
+    assert done.code == 2
+    assert done.err.startswith(
+        f"error: the dense model `{tmp_path}/bert`, which is the teacher, cannot be opened: "
+    )
+    assert "hint: name it with `--teacher FOLDER`, or do without: `--teacher none`" in done.err
+    named = ("--teacher", tmp_path / "elsewhere", "-o", tmp_path / "out", *SHORT)
+    assert run("finetune", folder, "--quiet", *named).code == 0
+
+
+def test_a_changed_teacher(tmp_path: Path) -> None:
+    folder = small_encoder(tmp_path)
+    encoder(tmp_path / "bert", seed=1)
+    done = run("finetune", folder, "--quiet", "-o", tmp_path / "out", *SHORT)
+    name = tmp_path / "bert"
+    assert (done.code, done.err) == (2, error(
+        f"`{name}` is not the model that was converted: its weights have changed",
+        f"convert it again, or insist on it: `--teacher {name}`",
+    ))  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    insisted = ("--teacher", name, "-o", tmp_path / "out", *SHORT)
+    assert run("finetune", folder, "--quiet", *insisted).code == 0
+
+
+def test_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ("-o", tmp_path / "out", "--data", "texts.txt", "--quiet", *SHORT)
+    memory_for(0, monkeypatch)
+    done = run("finetune", "bert-small", *out)
+    assert done.code == 2
+    assert "error: memory ran out at step 1 with 1 examples at a time\n\nhint: shorten texts" in (
+        done.err
+    )
+
+
+def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    done = run("finetune", "bert-small", "--data", "missing.txt", "-o", "out", *SHORT)
+    assert (done.code, done.out, done.err) == (2, "", "")
+    finished = run("finetune", "bert-small", "--data", "texts.txt", "-o", "out", *SHORT)
+    assert (finished.code, finished.out, finished.err) == (0, "", "")
+
+
+def _started(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments], env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+def test_ctrl_c_keeps_the_training(tmp_path: Path) -> None:
+    """In a process of its own, as users run it."""
+    output = tmp_path / "out"
+    command = (
+        "finetune",
+        "bert-small",
+        "--data",
+        "texts.txt",
+        "--device",
+        "cpu",
+        "-o",
+        str(output),
+    )
+    options = ("--steps", "5000", "--checkpoint-every", "3", "--evaluate-every", "5000")
+    process = _started("tcompress", *command, *options)
+    kept = tmp_path / ".out.partial" / "checkpoints"
+    end = time.monotonic() + 100
+    while not list(kept.glob("step-*[0-9]")) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "stopping after this step" in err
+    assert err.endswith(
+        f"error: interrupted; `{output}` was not written, but the training so far is kept\n\n"
+        "hint: run the same command again: it goes on where it stopped\n"
+    )
+    assert not output.exists()
+    (checkpoint,) = kept.glob("step-*")
+    assert json.loads((checkpoint / "run.json").read_text())["step"] == int(checkpoint.name[5:])

@@ -1,0 +1,300 @@
+"""Runs of training that were cut short go on where they stopped, with the same result."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from tcompress.artifact.reader import Artifact
+from tcompress.errors import InputError, TrainingError
+from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.run import Finetuned
+from tests.support.evaluation import encoder, labelled_file, one_thread
+from tests.support.interrupted import assert_nothing_loads, partial_folder
+from tests.support.training import (
+    AtStep,
+    curve,
+    interrupt,
+    small,
+    small_encoder,
+    texts,
+    train,
+    train_until_killed,
+    weights,
+)
+
+# Epochs of 4 steps; a validation and a checkpoint at different steps.
+OPTIONS: dict[str, Any] = {
+    "steps": 11, "evaluate_every": 3, "checkpoint_every": 2, "learning_rate": 3e-3
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums of floats depend on how many threads share them."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    small_encoder(folder)
+    texts(folder)
+    labelled_file(folder / "rows.jsonl", 40)
+    encoder(folder / "dense")
+    (folder / "tied").mkdir()
+    small("gpt2", folder / "tied")
+    return folder
+
+
+def _run(kind: str, place: Path) -> tuple[Path, dict[str, Any]]:
+    """A model and how to train it."""
+    data = {"source": [str(place / "texts.txt")]}
+    if kind == "dropout":  # draws from torch's generator in every step
+        rows = {"source": [str(place / "rows.jsonl")]}
+        return place / "dense", {**OPTIONS, "task": "classification", "data": rows}
+    if kind == "tied":
+        return place / "tied" / "gpt2-small", {**OPTIONS, "data": data, "train": "all"}
+    if kind == "blocks":
+        return place / "bert-small", {**OPTIONS, "data": data, "block_steps": 5}
+    return place / "bert-small", {**OPTIONS, "data": data}
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finetuned]:
+    """Uninterrupted runs to compare with."""
+    made: dict[str, Finetuned] = {}
+
+    def of(kind: str) -> Finetuned:
+        if kind not in made:
+            model, options = _run(kind, place)
+            made[kind] = train(model, tmp_path_factory.mktemp("whole") / "out", **options)
+        return made[kind]
+
+    return of
+
+
+def _assert_same(done: Finetuned, wanted: Finetuned) -> None:
+    """To the last bit."""
+    assert curve(done) == curve(wanted)
+    assert weights(done.folder) == weights(wanted.folder)
+    for name in ("steps", "samples", "tokens", "best", "best_step"):
+        assert getattr(done.facts, name) == getattr(wanted.facts, name)
+
+
+MOMENTS: list[tuple[str, int | str, bool]] = [
+    ("heal", 1, False),  # before the first checkpoint
+    ("heal", 10, True),  # in a later epoch
+    ("dropout", 7, True),
+    ("tied", 5, True),
+    ("blocks", 9, True),
+    ("heal", "tcompress.artifact.workplace.Workplace.publish", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "moment", "begun"), MOMENTS)
+def test_killed_and_run_again(
+    kind: str,
+    moment: int | str,
+    begun: bool,
+    place: Path,
+    whole: Callable[[str], Finetuned],
+    tmp_path: Path,
+) -> None:
+    model, options = _run(kind, place)
+    output = tmp_path / "out"
+    train_until_killed(model, output, moment, **options)
+    assert not output.exists()
+    if isinstance(moment, int):
+        assert_nothing_loads(output)
+    again = train(model, output, **options)
+    assert again.resumed is begun
+    _assert_same(again, whole(kind))
+    assert not partial_folder(output).exists()
+
+
+def test_killed_while_a_checkpoint_is_written(
+    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path
+) -> None:
+    """The one before counts."""
+    model, options = _run("heal", place)
+    output = tmp_path / "out"
+    train_until_killed(model, output, 5, **options)
+    last = partial_folder(output) / "checkpoints" / "step-00000004"
+    half = last.with_name("step-00000006.tmp")
+    half.mkdir()
+    (half / "run.json").write_text('{"step": 6, "cur')
+    _assert_same(train(model, output, **options), whole("heal"))
+
+
+def test_interrupted_twice(place: Path, whole: Callable[[str], Finetuned], tmp_path: Path) -> None:
+    model, options = _run("dropout", place)
+    for step in (3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            train(model, tmp_path / "out", progress=AtStep(step, interrupt), **options)
+        assert_nothing_loads(tmp_path / "out")
+    _assert_same(train(model, tmp_path / "out", **options), whole("dropout"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": 1e-3}, {"seed": 1}, {"objectives": {"hidden": 1}}, {"data": None}]
+)
+def test_changed_options_start_afresh(change: dict[str, Any], place: Path, tmp_path: Path) -> None:
+    model, options = _run("heal", place)
+    if change == {"data": None}:  # the same file with another content
+        change = {"data": texts(tmp_path, 41)}
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path / "out", progress=AtStep(5, interrupt), **options)
+    again = train(model, tmp_path / "out", **{**options, **change})
+    assert not again.resumed
+    _assert_same(again, train(model, tmp_path / "other", **{**options, **change}))
+
+
+def test_a_changed_model_starts_afresh(tmp_path: Path) -> None:
+    model, data = small_encoder(tmp_path), texts(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path / "out", progress=AtStep(5, interrupt), data=data, **OPTIONS)
+    other = train(model, tmp_path / "other", data=data, steps=2)
+    for path in other.folder.glob("*.safetensors"):
+        (model / path.name).write_bytes(path.read_bytes())
+    assert not train(model, tmp_path / "out", data=data, **OPTIONS).resumed
+
+
+def test_a_finished_output_is_not_replaced(place: Path, tmp_path: Path) -> None:
+    model, options = _run("heal", place)
+    options["steps"] = 2
+    done = train(model, tmp_path / "out", **options)
+    before = weights(done.folder)
+    with pytest.raises(InputError, match="is not empty"):
+        train(model, tmp_path / "out", **options)
+    assert weights(done.folder) == before
+    other = train(model, tmp_path / "out", force=True, seed=1, **options)
+    assert weights(other.folder) != before
+    Artifact.open(other.folder).verify_checksums()
+
+
+def test_an_output_that_appears_meanwhile(place: Path, tmp_path: Path) -> None:
+    """It is not replaced, and the training is not lost."""
+    model, options = _run("heal", place)
+    output = tmp_path / "out"
+
+    def appear() -> None:
+        output.mkdir()
+        (output / "mine.txt").touch()
+
+    with pytest.raises(InputError, match="is not empty"):
+        train(model, output, progress=AtStep(5, appear), **options)
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
+    assert train(model, output, force=True, **options).resumed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed writing"),
+        SafetensorError("Error while serializing: I/O error: No space left on device"),
+    ],
+)
+def test_full_disk_at_a_checkpoint(
+    error: Exception,
+    place: Path,
+    whole: Callable[[str], Finetuned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint before is still there, and the run goes on from it."""
+    from accelerate import Accelerator
+
+    model, options = _run("heal", place)
+    inner, calls = Accelerator.save_state, iter(range(99))
+
+    def full(self: Accelerator, folder: str) -> None:
+        inner(self, folder)
+        if next(calls) == 1:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "save_state", full)
+        with pytest.raises(TrainingError) as failed:
+            train(model, tmp_path / "out", **options)
+    assert failed.value.message.startswith("the checkpoint of step 4 cannot be written (")
+    assert "free some disk space and run the same command again" in (failed.value.hint or "")
+    kept = partial_folder(tmp_path / "out") / "checkpoints"
+    assert [path.name for path in kept.glob("step-*")] == ["step-00000002"]
+    again = train(model, tmp_path / "out", **options)
+    assert again.resumed
+    _assert_same(again, whole("heal"))
+
+
+def test_full_disk_at_the_best_weights(
+    place: Path,
+    whole: Callable[[str], Finetuned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tcompress.training import checkpoints
+
+    model, options = _run("heal", place)
+    inner, calls = checkpoints.save_file, iter(range(99))
+
+    def full(tensors: Any, path: Path) -> None:
+        if next(calls) == 2:
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device")
+        inner(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", full)
+        with pytest.raises(TrainingError, match="the best weights cannot be written"):
+            train(model, tmp_path / "out", **options)
+    assert not list(partial_folder(tmp_path / "out").rglob("*.tmp"))
+    _assert_same(train(model, tmp_path / "out", **options), whole("heal"))
+
+
+def test_full_disk_at_the_end(
+    place: Path,
+    whole: Callable[[str], Finetuned],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, options = _run("heal", place)
+    with monkeypatch.context() as patch:
+        patch.setattr("tcompress.training.run.write_manifest", full)
+        with pytest.raises(OSError, match="No space left"):
+            train(model, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    again = train(model, tmp_path / "out", **options)
+    assert again.resumed
+    _assert_same(again, whole("heal"))
+
+
+def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
+    """A resumed run may find other ones, as on devices that round differently each time."""
+    import torch
+
+    kept = Checkpoints(tmp_path)
+    kept.keep_best({"a": torch.zeros(1)}, 0)
+    kept.keep_best({"a": torch.ones(1)}, 3)
+    assert [path.name for path in tmp_path.glob("best-*")] == ["best-00000003.safetensors"]
+    kept.save(RunState(step=4, best_step=3), lambda folder: None)
+    kept.keep_best({"a": torch.full((1,), 6.0)}, 6)
+    kept.keep_best({"a": torch.full((1,), 9.0)}, 9)
+    again = Checkpoints(tmp_path)
+    last = again.last()
+    assert last is not None
+    state = again.read_state(last)
+    assert float(again.best(state.best_step)["a"]) == 1.0
+    assert len(list(tmp_path.glob("best-*"))) == 2
+    kept.save(RunState(step=10, best_step=9), lambda folder: None)
+    assert [path.name for path in tmp_path.glob("best-*")] == ["best-00000009.safetensors"]
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000010"]

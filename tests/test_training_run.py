@@ -1,0 +1,343 @@
+"""What a run of training writes: healed, complete, and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.testing import assert_close
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+import tcompress  # noqa: F401 - makes converted models loadable
+from tcompress.artifact.manifest import read_manifest, write_manifest
+from tcompress.artifact.reader import Artifact
+from tcompress.reporting.model import report_of
+from tests.support.evaluation import (
+    classifier,
+    encoder,
+    headed,
+    labelled_file,
+    one_thread,
+    pairs_file,
+    rows_file,
+)
+from tests.support.model_folders import save_tokenizer, sentences
+from tests.support.records import metric, speed
+from tests.support.tiny import TINY
+from tests.support.training import (
+    curve,
+    small,
+    small_classifier,
+    small_encoder,
+    texts,
+    train,
+    weights,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def _validations(done: Any) -> list[float]:
+    return [point.validation for point in done.facts.curve]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_healing_lowers_the_loss(family: str, tmp_path: Path) -> None:
+    folder = small(family, tmp_path)
+    done = train(
+        folder, tmp_path / "out", data=texts(tmp_path), steps=30, learning_rate=3e-3,
+        evaluate_every=10,
+    )  # fmt: skip
+    found = _validations(done)
+    assert found[-1] < 0.8 * found[0]
+    assert found[-1] == min(found) == done.facts.best
+    # What is written is what was trained: its outputs are nearer to the dense model's.
+    tokens = AutoTokenizer.from_pretrained(folder)
+    read = tokens(sentences(20), padding=True, return_tensors="pt")
+    inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
+    wanted, before, after = (
+        _states(path, inputs) for path in (tmp_path / family, folder, done.folder)
+    )
+    assert (after - wanted).norm() < 0.9 * (before - wanted).norm()
+
+
+def _states(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = AutoModel.from_pretrained(folder)
+    with torch.no_grad():
+        states: torch.Tensor = model(**inputs).last_hidden_state
+    return states * inputs["attention_mask"][..., None]
+
+
+def test_everything_that_is_written(tmp_path: Path) -> None:
+    folder = small_encoder(tmp_path)
+    (folder / "notes.json").write_text("{}")
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
+    write_manifest(folder, measured)
+    done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3)
+    Artifact.open(done.folder).verify_checksums()
+    assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
+    written = read_manifest(done.folder)
+    assert written is not None
+    assert written.training == [done.facts]
+    # Numbers of other weights are gone; times do not depend on weights.
+    assert (written.metrics, written.speed) == ([], measured.speed)
+    for name in ("source", "plan", "recipe", "fit", "calibration"):
+        assert getattr(written, name) == getattr(manifest, name)
+    facts = done.facts
+    assert (facts.task, facts.steps, facts.samples) == (None, 4, 32)
+    assert facts.teacher == str(tmp_path / "bert")
+    assert facts.objectives == {"hidden": 1.0, "embedding": 1.0}
+    assert facts.settings["steps"] == 4
+    assert facts.settings["seed"] == 3
+    assert 32 * 3 <= facts.tokens <= 32 * 16
+    assert [point.step for point in facts.curve] == [0, 2, 4]
+    assert [point.loss is None for point in facts.curve] == [True, False, False]
+    assert facts.environment["device"] == "cpu"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert "Not healed: fine-tune before use." in (folder / "README.md").read_text()
+    card = (done.folder / "README.md").read_text()
+    assert "Not healed" not in card
+    assert "Healed for 4 steps on texts.txt:text (32 examples seen), taught by bert; " in card
+    assert f"validation loss on held-out data {facts.best:.4g}, " in card
+    assert str(tmp_path) not in card
+
+
+def test_companions_are_carried(tmp_path: Path) -> None:
+    folder = small_encoder(tmp_path, pooling={"pooling_mode": "cls"})
+    done = train(folder, tmp_path / "out", data=texts(tmp_path))
+    for path in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+    ):
+        assert (done.folder / path).read_bytes() == (folder / path).read_bytes()
+
+
+def _stored(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = file.keys()
+        return {name: (file.get_tensor(name).dtype, file.get_tensor(name).shape) for name in names}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_what_is_stored_stays_as_it_was(family: str, dtype: str, tmp_path: Path) -> None:
+    """Names, shapes and dtypes; ties are stored once."""
+    options = {**TINY[family].options, "tie_word_embeddings": True}
+    dense = dataclasses.replace(TINY[family], options=options).build()
+    dense.save_pretrained(tmp_path / family)
+    folder = small(family, tmp_path, dtype=dtype)
+    done = train(folder, tmp_path / "out", data=texts(tmp_path), steps=2)
+    assert _stored(done.folder) == _stored(folder)
+    before, after = (json.loads((p / "config.json").read_text()) for p in (folder, done.folder))
+    assert {name: after.get(name) for name in before} == before
+    assert weights(done.folder) != weights(folder)
+
+
+def test_only_what_should_be_is_trained(tmp_path: Path) -> None:
+    folder, data = small("bert", tmp_path), texts(tmp_path)
+    changed = {}
+    for how in ("rewritten", "blocks", "all"):
+        done = train(folder, tmp_path / how, data=data, train=how, steps=2, learning_rate=0.01)
+        before, after = (_tensors(path) for path in (folder, done.folder))
+        changed[how] = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed["rewritten"] < changed["blocks"] < changed["all"]
+    rewritten = read_manifest(folder).plan.layers  # type: ignore[union-attr]
+    assert all(any(name.startswith(entry.name.rpartition(".")[0]) for entry in rewritten)
+               for name in changed["rewritten"])  # fmt: skip
+    assert all(".layer." in name for name in changed["blocks"])
+    assert any("embeddings" in name for name in changed["all"])
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = file.keys()
+        return {name: file.get_tensor(name) for name in names}
+
+
+@pytest.mark.parametrize("task", ["sts", "classification", "regression"])
+def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
+    path = pairs_file(tmp_path / "rows.jsonl")
+    if task == "classification":
+        path = labelled_file(path, classes=("no", "yes"))
+    done = train(folder, tmp_path / "out", task=task, data={"source": [str(path)]})
+    manifest = read_manifest(done.folder)
+    assert manifest is not None
+    assert (manifest.plan.method, manifest.plan.layers) == ("dense", ())
+    assert manifest.training == [done.facts]
+    assert done.facts.objectives == {"task": 1.0}
+    assert done.facts.validation == ("accuracy" if task == "classification" else "spearman")
+    report = report_of(done.folder)
+    assert (report.method, report.source) == ("dense", str(folder))
+    card = (done.folder / "README.md").read_text()
+    assert "# bert, trained with tcompress" in card
+    assert f"Fine-tuned for {task} for 4 steps on rows.jsonl" in card
+    assert "import tcompress" not in card
+    if task == "classification":
+        model = AutoModelForSequenceClassification.from_pretrained(done.folder)
+        assert model.config.id2label == {0: "no", 1: "yes"}
+    # It can be trained again, and the record goes on.
+    again = train(done.folder, tmp_path / "again", task=task, data={"source": [str(path)]})
+    facts = read_manifest(again.folder)
+    assert facts is not None
+    assert facts.training == [done.facts, again.facts]
+    assert facts.source == manifest.source
+
+
+def test_a_task_is_learnt(tmp_path: Path) -> None:
+    """Sentences whose label is said by a word."""
+    words = ["fox", "tree"] * 30
+    lines = [f"w{20 + index} {word} w{30 + index // 2}" for index, word in enumerate(words)]
+    path = rows_file(tmp_path / "rows.jsonl", text=lines, label=words)
+    done = train(
+        encoder(tmp_path / "bert"), tmp_path / "out", task="classification", steps=40,
+        learning_rate=5e-3, evaluate_every=10, dropout=False, data={"source": [str(path)]},
+    )  # fmt: skip
+    assert done.facts.best == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(done.folder)
+    tokens = AutoTokenizer.from_pretrained(done.folder)("w50 tree w35", return_tensors="pt")
+    tokens = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    assert model.config.id2label[int(model(**tokens).logits.argmax())] == "tree"
+
+
+def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
+    """The names of its layers get a prefix."""
+    folder = small_encoder(tmp_path)
+    path = labelled_file(tmp_path / "rows.jsonl", classes=("a", "b", "c"))
+    done = train(folder, tmp_path / "out", task="classification", data={"source": [str(path)]})
+    assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
+    Artifact.open(done.folder).verify_checksums()
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        done.folder, output_loading_info=True
+    )
+    assert {name: found for name, found in info.items() if found} == {}
+    assert model.config.num_labels == 3
+    report, before = report_of(done.folder), report_of(folder)
+    assert len(report.layers) == len(before.layers) == 12
+    # The result heals further, against the same teacher.
+    again = train(done.folder, tmp_path / "again", data=texts(tmp_path))
+    Artifact.open(again.folder).verify_checksums()
+    assert again.facts.teacher == str(tmp_path / "bert")
+
+
+def test_a_classifier_is_healed_with_its_logits(tmp_path: Path) -> None:
+    folder = small_classifier(tmp_path, ("a", "b", "c"))
+    path = labelled_file(tmp_path / "rows.jsonl", classes=("c", "b", "a"))
+    options = {"steps": 12, "learning_rate": 3e-3, "evaluate_every": 6}
+    healed = train(folder, tmp_path / "out", data=texts(tmp_path), **options)
+    assert healed.facts.objectives == {"hidden": 1.0, "logits": 1.0}
+    assert _validations(healed)[-1] < _validations(healed)[0]
+    taught = train(
+        folder, tmp_path / "taught", task="classification", data={"source": [str(path)]}, **options
+    )
+    assert taught.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
+    assert AutoModel.from_pretrained(taught.folder)
+
+
+def test_a_model_without_head_learns_from_a_classifier(tmp_path: Path) -> None:
+    """Its new head gets the teacher's order of the classes."""
+    folder = small_encoder(tmp_path)
+    teacher = classifier(tmp_path / "teacher", ("b", "a"))
+    path = labelled_file(tmp_path / "rows.jsonl", classes=("a", "b"))
+    done = train(
+        folder, tmp_path / "out", task="classification", teacher=str(teacher),
+        data={"source": [str(path)]},
+    )  # fmt: skip
+    assert done.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
+    model = AutoModelForSequenceClassification.from_pretrained(done.folder)
+    assert model.config.id2label == {0: "b", 1: "a"}
+
+
+def test_a_task_of_another_kind_than_the_teacher(tmp_path: Path) -> None:
+    """A masked language model gives a classifier no logits to imitate."""
+    folder = small("bert", tmp_path)
+    path = labelled_file(tmp_path / "rows.jsonl")
+    done = train(folder, tmp_path / "out", task="classification", data={"source": [str(path)]})
+    assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
+
+
+def test_fewer_blocks_than_the_teacher(tmp_path: Path) -> None:
+    dense = headed("bert", tmp_path / "deep", "BertModel", num_hidden_layers=4)
+    student = encoder(tmp_path / "bert")
+    options = {"teacher": str(dense), "objectives": {"hidden": 1}, "data": texts(tmp_path)}
+    by_default, same, other = (
+        curve(train(student, tmp_path / f"out{index}", teacher_blocks=blocks, **options))
+        for index, blocks in enumerate(((), (1, 3), (0, 3)))
+    )
+    assert by_default == same
+    assert by_default != other
+
+
+def test_blocks_first_then_all_together(tmp_path: Path) -> None:
+    folder, data = small_encoder(tmp_path), texts(tmp_path)
+    options = {"data": data, "steps": 20, "learning_rate": 3e-3, "evaluate_every": 20}
+    done = train(folder, tmp_path / "out", block_steps=10, **options)
+    assert done.facts.stage == "blocks, then end-to-end"
+    assert done.facts.best < _validations(done)[0]
+    assert curve(done) != curve(train(folder, tmp_path / "plain", **options))
+
+
+def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
+    folder, data = small_encoder(tmp_path), texts(tmp_path)
+    found = [
+        train(folder, tmp_path / precision, data=data, mixed_precision=precision)
+        for precision in ("no", "bf16")
+    ]
+    assert [done.facts.environment["precision"] for done in found] == ["no", "bf16"]
+    assert_close(_validations(found[0]), _validations(found[1]), rtol=0.05, atol=0.01)
+    assert {kind for kind, _ in _stored(found[1].folder).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("objectives", [{"logits": 1.0}, {"hidden": 1.0}])
+def test_a_task_without_its_own_loss_is_validated_by_the_others(
+    objectives: dict[str, float], tmp_path: Path
+) -> None:
+    """Else every step would be as good as the first."""
+    done = train(
+        small("llama", tmp_path), tmp_path / "out", task="causal-lm", objectives=objectives,
+        data=texts(tmp_path), steps=8, learning_rate=3e-3,
+    )  # fmt: skip
+    assert done.facts.best_step > 0
+    assert 0 < done.facts.best < _validations(done)[0]
+
+
+def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate's loggers are told."""
+    from accelerate import Accelerator
+
+    told: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: told.append((step, values)))
+    train(small_encoder(tmp_path), tmp_path / "out", data=texts(tmp_path))
+    assert [step for step, _ in told] == [0, 2, 4]
+    assert set(told[1][1]) == {"step", "loss", "validation", "learning_rate", "seconds"}
+
+
+def test_a_folder_that_was_moved_trains_without_its_teacher(tmp_path: Path) -> None:
+    folder = small_classifier(tmp_path)
+    shutil.rmtree(tmp_path / "bert")
+    path = labelled_file(tmp_path / "rows.jsonl")
+    save_tokenizer(folder)
+    done = train(
+        folder,
+        tmp_path / "out",
+        teacher="none",
+        task="classification",
+        data={"source": [str(path)]},
+    )
+    assert done.facts.teacher is None
+    assert done.facts.objectives == {"task": 1.0}

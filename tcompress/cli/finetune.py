@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tcompress.cli import complete
 from tcompress.cli import options as opt
+from tcompress.cli import training as given_as
 from tcompress.cli.errors import Interrupted
 from tcompress.errors import RecipeError
 
@@ -26,172 +26,6 @@ EPILOG = opt.examples(
     "tcompress finetune minilm --task sts --data pairs.csv --teacher none",
     "torchrun --nproc_per_node 2 -m tcompress finetune small --data a.txt",
 )
-
-LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        help="Folder that `tcompress convert` wrote, or any other model.",
-        autocompletion=complete.models,
-    ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm` or "
-        "`image-classification`. Without it the model is healed, and labels are not read.",
-        rich_help_panel=LEARNING,
-        autocompletion=complete.training_tasks,
-    ),
-]
-Teacher = Annotated[
-    str | None,
-    typer.Option(
-        metavar="source|none|MODEL",
-        help="Model to imitate. Default: the dense model of the conversion.",
-        rich_help_panel=LEARNING,
-    ),
-]
-TeacherBlocks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="0,2,5",
-        help="Teacher's block, from 0, that each block imitates, where there are fewer.",
-        rich_help_panel=LEARNING,
-    ),
-]
-Objective = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=WEIGHT",
-        help="Terms of the loss: `task`, `logits`, `hidden`, `embedding`, `attention`. Repeatable, "
-        "or with commas between.",
-        rich_help_panel=LEARNING,
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Softening of the teacher's logits.", rich_help_panel=LEARNING),
-]
-BlockSteps = Annotated[
-    int | None,
-    typer.Option(
-        help="First steps in which each block is trained alone, on the teacher's states.",
-        rich_help_panel=LEARNING,
-    ),
-]
-Train = Annotated[
-    str | None,
-    typer.Option(
-        metavar="rewritten|blocks|all",
-        help="Parameters to train. Default: blocks to heal, all for a task.",
-        rich_help_panel=LEARNING,
-    ),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE|FOLDER|DATASET",
-        help="txt, csv, jsonl or parquet files, image folders or hub ids; repeatable. Default: "
-        "text that ships.",
-        rich_help_panel=DATA,
-    ),
-]
-Split = Annotated[
-    str | None, typer.Option(help="Split of folders and hub datasets.", rich_help_panel=DATA)
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ROLE=NAME",
-        help="Columns by role: `text`, `pair`, `image`, `label`, `score`. Guessed where not given.",
-        rich_help_panel=DATA,
-    ),
-]
-Samples = Annotated[int | None, typer.Option(help="Most examples.", rich_help_panel=DATA)]
-MaxLength = Annotated[
-    int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=DATA)
-]
-Validation = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|FOLDER|DATASET",
-        help="Data to validate on. Default: a share of the training data.",
-        rich_help_panel=DATA,
-    ),
-]
-Steps = Annotated[
-    int | None, typer.Option(help="Optimizer steps.", show_default=False, rich_help_panel=RUNNING)
-]
-Epochs = Annotated[
-    float | None, typer.Option(help="Passes over the data.", rich_help_panel=RUNNING)
-]
-MaxMinutes = Annotated[
-    float | None, typer.Option(help="Longest duration.", rich_help_panel=RUNNING)
-]
-BatchSize = Annotated[
-    int | None, typer.Option(help="Examples in a step, in each process.", rich_help_panel=RUNNING)
-]
-LearningRate = Annotated[
-    float | None, typer.Option("--lr", help="Highest learning rate.", rich_help_panel=RUNNING)
-]
-EvaluateEvery = Annotated[
-    int | None, typer.Option(help="Steps between validations.", rich_help_panel=RUNNING)
-]
-CheckpointEvery = Annotated[
-    int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUNNING)
-]
-Patience = Annotated[
-    int | None,
-    typer.Option(
-        help="Stop after so many validations without a better one.", rich_help_panel=RUNNING
-    ),
-]
-MixedPrecision = Annotated[
-    str | None,
-    typer.Option(metavar="auto|no|fp16|bf16", help="Mixed precision.", rich_help_panel=RUNNING),
-]
-GradientCheckpointing = Annotated[
-    bool,
-    typer.Option(
-        "--gradient-checkpointing",
-        help="Less memory, more time: compute blocks twice.",
-        rich_help_panel=RUNNING,
-    ),
-]
-Track = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Loggers of accelerate, such as `tensorboard`; repeatable.",
-        rich_help_panel=RUNNING,
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed.", rich_help_panel=RUNNING)]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.",
-        rich_help_panel=RUNNING,
-        autocompletion=complete.devices,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FOLDER",
-        help="Folder to write. Default: the model's name and `-healed`, or the task.",
-        rich_help_panel=opt.OUTPUT,
-        autocompletion=complete.folders,
-    ),
-]
 
 # Options that only change a value of the recipe, and the field they change.
 _FIELDS = {
@@ -230,35 +64,35 @@ _FLAGS = {
 
 def finetune(
     context: typer.Context,
-    model: ModelArgument,
+    model: given_as.ModelArgument,
     recipe: opt.RecipeOption = None,
-    task: Task = None,
-    teacher: Teacher = None,
-    teacher_blocks: TeacherBlocks = None,
-    objective: Objective = None,
-    temperature: Temperature = None,
-    block_steps: BlockSteps = None,
-    train: Train = None,
-    data: Data = None,
-    split: Split = None,
-    columns: Columns = None,
-    samples: Samples = None,
-    max_length: MaxLength = None,
-    validation: Validation = None,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    max_minutes: MaxMinutes = None,
-    batch_size: BatchSize = None,
-    learning_rate: LearningRate = None,
-    evaluate_every: EvaluateEvery = None,
-    checkpoint_every: CheckpointEvery = None,
-    patience: Patience = None,
-    mixed_precision: MixedPrecision = None,
-    gradient_checkpointing: GradientCheckpointing = False,
-    track: Track = None,
-    seed: Seed = None,
-    device: Device = None,
-    output: Output = None,
+    task: given_as.Task = None,
+    teacher: given_as.Teacher = None,
+    teacher_blocks: given_as.TeacherBlocks = None,
+    objective: given_as.Objective = None,
+    temperature: given_as.Temperature = None,
+    block_steps: given_as.BlockSteps = None,
+    train: given_as.Train = None,
+    data: given_as.Data = None,
+    split: given_as.Split = None,
+    columns: given_as.Columns = None,
+    samples: given_as.Samples = None,
+    max_length: given_as.MaxLength = None,
+    validation: given_as.Validation = None,
+    steps: given_as.Steps = None,
+    epochs: given_as.Epochs = None,
+    max_minutes: given_as.MaxMinutes = None,
+    batch_size: given_as.BatchSize = None,
+    learning_rate: given_as.LearningRate = None,
+    evaluate_every: given_as.EvaluateEvery = None,
+    checkpoint_every: given_as.CheckpointEvery = None,
+    patience: given_as.Patience = None,
+    mixed_precision: given_as.MixedPrecision = None,
+    gradient_checkpointing: given_as.GradientCheckpointing = False,
+    track: given_as.Track = None,
+    seed: given_as.Seed = None,
+    device: given_as.Device = None,
+    output: given_as.Output = None,
     force: opt.Force = False,
     token: opt.Token = None,
     allow_remote_code: opt.AllowRemoteCode = False,

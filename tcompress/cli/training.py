@@ -1,0 +1,177 @@
+"""Options of `tcompress finetune`: names, help, panels, completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tcompress.cli import complete
+from tcompress.cli import options as opt
+
+LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="Folder that `tcompress convert` wrote, or any other model.",
+        autocompletion=complete.models,
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm` or "
+        "`image-classification`. Without it the model is healed, and labels are not read.",
+        rich_help_panel=LEARNING,
+        autocompletion=complete.training_tasks,
+    ),
+]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        metavar="source|none|MODEL",
+        help="Model to imitate. Default: the dense model of the conversion.",
+        rich_help_panel=LEARNING,
+    ),
+]
+TeacherBlocks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="0,2,5",
+        help="Teacher's block, from 0, that each block imitates, where there are fewer.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Objective = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=WEIGHT",
+        help="Terms of the loss: `task`, `logits`, `hidden`, `embedding`, `attention`. Repeatable, "
+        "or with commas between.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Softening of the teacher's logits.", rich_help_panel=LEARNING),
+]
+BlockSteps = Annotated[
+    int | None,
+    typer.Option(
+        help="First steps in which each block is trained alone, on the teacher's states.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Train = Annotated[
+    str | None,
+    typer.Option(
+        metavar="rewritten|blocks|all",
+        help="Parameters to train. Default: blocks to heal, all for a task.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE|FOLDER|DATASET",
+        help="txt, csv, jsonl or parquet files, image folders or hub ids; repeatable. Default: "
+        "text that ships.",
+        rich_help_panel=DATA,
+    ),
+]
+Split = Annotated[
+    str | None, typer.Option(help="Split of folders and hub datasets.", rich_help_panel=DATA)
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=NAME",
+        help="Columns by role: `text`, `pair`, `image`, `label`, `score`. Guessed where not given.",
+        rich_help_panel=DATA,
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Most examples.", rich_help_panel=DATA)]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=DATA)
+]
+Validation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|FOLDER|DATASET",
+        help="Data to validate on. Default: a share of the training data.",
+        rich_help_panel=DATA,
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Optimizer steps.", show_default=False, rich_help_panel=RUNNING)
+]
+Epochs = Annotated[
+    float | None, typer.Option(help="Passes over the data.", rich_help_panel=RUNNING)
+]
+MaxMinutes = Annotated[
+    float | None, typer.Option(help="Longest duration.", rich_help_panel=RUNNING)
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Examples in a step, in each process.", rich_help_panel=RUNNING)
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="Highest learning rate.", rich_help_panel=RUNNING)
+]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(help="Steps between validations.", rich_help_panel=RUNNING)
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUNNING)
+]
+Patience = Annotated[
+    int | None,
+    typer.Option(
+        help="Stop after so many validations without a better one.", rich_help_panel=RUNNING
+    ),
+]
+MixedPrecision = Annotated[
+    str | None,
+    typer.Option(metavar="auto|no|fp16|bf16", help="Mixed precision.", rich_help_panel=RUNNING),
+]
+GradientCheckpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Less memory, more time: compute blocks twice.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Loggers of accelerate, such as `tensorboard`; repeatable.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed.", rich_help_panel=RUNNING)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`.",
+        rich_help_panel=RUNNING,
+        autocompletion=complete.devices,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FOLDER",
+        help="Folder to write. Default: the model's name and `-healed`, or the task.",
+        rich_help_panel=opt.OUTPUT,
+        autocompletion=complete.folders,
+    ),
+]

@@ -4,9 +4,10 @@
         --train stsb/train.parquet sick/train.parquet sst2_sentence/train.parquet \
         --data stsb/validation.parquet --steps 600
 
-All models are healed for the same number of steps on the same unlabelled sentences, with the dense
-model as teacher. Baselines: the dense model with some of its layers kept, healed alike, and with
-int8 weights (dynamic quantisation), which is not trained. What is done is not done again.
+All models are healed for the same number of steps on the same unlabelled sentences, none of which
+occurs in the measured pairs, with the dense model as teacher. Baselines: the dense model with some
+of its layers kept, healed alike, and with int8 weights (dynamic quantisation), which is not
+trained. What is done is not done again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
@@ -68,6 +70,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
+    args.train = write_sentences(args.train, args.data, args.out / "train.txt")
     record = args.out / "results.json"
     rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
@@ -77,6 +80,24 @@ def main() -> None:
         rows[name] = row(args, name)
         record.write_text(json.dumps(rows, indent=1) + "\n")
         print(json.dumps({name: {k: v for k, v in rows[name].items() if k != "curve"}}), flush=True)
+
+
+def write_sentences(files: list[str], measured: str, path: Path) -> list[str]:
+    """Writes the different sentences of all files, without those to be measured on."""
+    held_out = set(sentences(measured))
+    kept = [line for name in files for line in sentences(name) if line not in held_out]
+    kept = list(dict.fromkeys(kept))
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    print(f"{len(kept)} different sentences, none of the {len(held_out)} measured ones")
+    return [str(path)]
+
+
+def sentences(file: str) -> list[str]:
+    """All texts of a table, from columns such as `sentence1` and `text`."""
+    table = pd.read_parquet(file)
+    columns = [name for name in table if name.startswith(("sentence", "text"))]
+    texts = [" ".join(text.split()) for name in columns for text in table[name]]
+    return [text for text in texts if text]
 
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from tcompress.evaluation.threshold import Threshold
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target, write_html
-from tcompress.reporting.model import ModelReport, report_of
+from tcompress.reporting.together import reports_of
+from tcompress.reporting.tree import ModelReport
 from tcompress.source import SourceModel
 from tcompress.training.run import finetune
 
@@ -101,7 +102,7 @@ def run_recipe(
     run.measure()
     trained = [] if outcome.converted == outcome.folder else [outcome.folder]
     models = [str(source.folder), str(outcome.converted), *map(str, trained)]
-    outcome.reports = [report_of(name) for name in models]
+    outcome.reports = reports_of(models)
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
     return outcome

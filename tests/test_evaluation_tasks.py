@@ -143,6 +143,7 @@ def embedding(folder: Path, text: str, how: str) -> np.ndarray:
         "cls": states[0],
         "max": states.max(0),
         "lasttoken": states[-1],
+        "weightedmean": np.average(states, axis=0, weights=np.arange(1, len(states) + 1)),
     }
     return vector[how] / np.linalg.norm(vector[how])
 
@@ -152,6 +153,7 @@ POOLINGS: dict[str, dict[str, Any] | None] = {
     "cls": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
     "max": {"pooling_mode": "max"},
     "lasttoken": {"pooling_mode": ["lasttoken"]},
+    "weightedmean": {"pooling_mode_weightedmean_tokens": True, "pooling_mode_mean_tokens": False},
 }
 
 
@@ -176,9 +178,9 @@ def test_similarity(how: str, tmp_path: Path) -> None:
 
 def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl")
-    folder = encoder(tmp_path / "model", pooling={"pooling_mode": "weightedmean"})
+    folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
     prepared, model = ready("sts", folder, data)
-    with pytest.raises(DataError, match="is pooled by `weightedmean`; known are cls, max"):
+    with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
         prepared.score(model)
     modules = (folder / "modules.json").read_text().replace("Normalize", "Dense")
     (folder / "modules.json").write_text(modules)

@@ -9,58 +9,82 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from tcompress.reading.pooling import pooled, pooling_of
+from tcompress.errors import DataError
+from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 from tests.support.evaluation import encoder
 
-MODES = ("mean", "cls", "max", "last")
+MODES = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
 
 
 @pytest.mark.parametrize(
-    ("config", "mode"),
+    ("config", "modes"),
     [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls"),
-        ({"pooling_mode_max_tokens": True}, "max"),
-        ({"pooling_mode_lasttoken": True}, "last"),
-        ({"pooling_mode": "cls"}, "cls"),
-        ({"pooling_mode": "weighted"}, "mean"),
-        ({}, "mean"),
-        (None, "mean"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ("mean",)),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, ("cls",)),
+        ({"pooling_mode_max_tokens": True}, ("max",)),
+        ({"pooling_mode_lasttoken": True}, ("lasttoken",)),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ("cls", "mean")),
+        ({"pooling_mode": "lasttoken"}, ("lasttoken",)),
+        ({}, ("mean",)),
+        (None, ("mean",)),
     ],
 )
-def test_mode_of_a_model(config: dict[str, Any] | None, mode: str, tmp_path: Path) -> None:
+def test_modes_of_a_model(
+    config: dict[str, Any] | None, modes: tuple[str, ...], tmp_path: Path
+) -> None:
     folder = encoder(tmp_path / "bert", pooling=config)
-    assert (folder / "1_Pooling").exists() == (config is not None)
-    assert pooling_of(SourceModel.open(str(folder))) == mode
+    found = Pooling.of(SourceModel.open(str(folder)))
+    assert found == Pooling(modes, stated=config is not None)
 
 
-def test_mode_of_a_module_with_another_number(tmp_path: Path) -> None:
-    folder = encoder(tmp_path / "bert")
-    (folder / "2_Pooling").mkdir()
-    (folder / "2_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
-    assert pooling_of(SourceModel.open(str(folder))) == "last"
+def test_what_follows_the_pooling_matters_only_where_it_is_asked(tmp_path: Path) -> None:
+    folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
+    path = folder / "modules.json"
+    modules = json.loads(path.read_text())
+    modules[-1]["type"] = "sentence_transformers.models.Dense"
+    path.write_text(json.dumps(modules))
+    source = SourceModel.open(str(folder))
+    with pytest.raises(DataError, match="modules Dense after its transformer"):
+        Pooling.of(source)
+    assert Pooling.of(source, last=False).modes == ("cls",)
 
 
 def _expected(rows: Tensor, how: str) -> Tensor:
-    return {"mean": rows.mean(0), "cls": rows[0], "max": rows.amax(0), "last": rows[-1]}[how]
+    steps = torch.arange(1.0, len(rows) + 1)[:, None]
+    return {
+        "mean": rows.mean(0),
+        "cls": rows[0],
+        "max": rows.amax(0),
+        "lasttoken": rows[-1],
+        "weightedmean": (rows * steps).sum(0) / steps.sum(),
+        "mean_sqrt_len_tokens": rows.sum(0),
+    }[how]
 
 
 @pytest.mark.parametrize("how", MODES)
-def test_padding_does_not_count(how: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_padding_does_not_count(how: str, dtype: torch.dtype) -> None:
     states, lengths = torch.randn(3, 6, 4), (6, 2, 1)
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     wanted = [_expected(row[:length], how) for row, length in zip(states, lengths, strict=True)]
-    assert_close(pooled(states, mask, how), torch.stack(wanted))
+    assert_close(Pooling((how,))(states, mask.to(dtype)), normalize(torch.stack(wanted), dim=-1))
+
+
+def test_several_modes_are_joined() -> None:
+    states, mask = torch.randn(3, 6, 4), torch.ones(3, 6)
+    joined = torch.cat([states.amax(1), states.mean(1)], -1)
+    assert_close(Pooling(("max", "mean"))(states, mask), normalize(joined, dim=-1))
 
 
 @pytest.mark.parametrize("how", MODES)
 def test_a_row_of_padding_is_finite(how: str) -> None:
     states = torch.randn(2, 3, 4, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    rows = pooled(states, mask, how)
+    rows = Pooling((how,))(states, mask)
     rows.sum().backward()
     assert rows.isfinite().all()
     assert states.grad is not None

@@ -10,6 +10,7 @@ import pytest
 from tcompress.errors import InputError
 from tcompress.reporting.html import render_html, write_html
 from tcompress.reporting.model import ModelReport, report_of
+from tcompress.reporting.together import with_baselines
 from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training
@@ -136,6 +137,31 @@ def test_models_side_by_side(bare: ModelReport, folder: Path) -> None:
     assert picture.endswith("gpt2-small: 45%, 0.8500; other: 45%, 0.7000; gpt2: 100%, 0.9000")
     names = {str(found["href"]) for name, found in page.tags if name == "a"}
     assert names == {"#model-a", "#model-b", "#model-c"}
+
+
+def test_a_dense_model_shows_what_others_were_compared_with(
+    bare: ModelReport, folder: Path
+) -> None:
+    dense = report_of(folder / "gpt2", 16)
+    own = metric(0.4, None, name="pearson")
+    compared = metric(0.85, 0.9)
+    assert compared.difference is not None
+    renamed = compared.difference.model_copy(update={"baseline": str(folder / "gpt2")})
+    converted = bare.model_copy(
+        update={"metrics": (compared.model_copy(update={"difference": renamed}), metric(0.1, 0.2))}
+    )
+    lent = with_baselines([dense.model_copy(update={"metrics": (own,)}), converted])
+    assert lent[1] == converted
+    assert [(item.name, item.value) for item in lent[0].metrics] == [
+        ("pearson", 0.4),
+        ("accuracy", 0.9),
+    ]
+    assert lent[0].metrics[1].interval is None
+    assert lent[0].metrics[1].difference is None
+    assert lent[0].metrics[1].protocol == compared.protocol
+    assert "gpt2: 100%, 0.9000" in Page(render_html(lent)).charts()[0]
+    elsewhere = with_baselines([dense, bare.model_copy(update={"metrics": (metric(0.1, 0.2),)})])
+    assert elsewhere[0].metrics == ()
 
 
 def test_models_of_several_sizes_are_compared_by_count(bare: ModelReport, tmp_path: Path) -> None:

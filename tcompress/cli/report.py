@@ -52,11 +52,11 @@ def report(
     silence_libraries(verbose=verbose)
     from tcompress.reporting.console import render
     from tcompress.reporting.html import check_target, write_html
-    from tcompress.reporting.model import report_of
+    from tcompress.reporting.together import reports_of
 
     if html is not None:
         check_target(html)  # before the models are read
-    reports = [report_of(name, length=length) for name in models]
+    reports = reports_of(models, length)
     written = {} if html is None else {"html": str(write_html(reports, html))}
     if json:
         print_json({"reports": [item.to_json() for item in reports], **written})

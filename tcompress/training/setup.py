@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError
 from tcompress.integration.models import has_head, load_model
-from tcompress.reading.pooling import pooling_of
+from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
 from tcompress.source.text import listed
@@ -83,8 +83,9 @@ def set_up(
     Raises:
         InputError: Model, teacher, data and task do not fit one another.
     """
-    task = TASKS[options.task](pooling_of(source)) if options.task else None
     names = objective_names(source, teacher, options)
+    pooling = _pooling(source, options, names)
+    task = TASKS[options.task](pooling) if options.task else None
     if teacher is not None:
         check_teacher(source, teacher)
     data = load_data(source, options.data, task, options.seed)
@@ -108,7 +109,7 @@ def set_up(
         _check_logits(model, teacher_observer.model, names)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
-    setting = _setting(source, observer, options, task)
+    setting = _setting(source, observer, options, pooling, task)
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
     for objective, _ in objectives:
         if objective.name == "logits":
@@ -263,8 +264,20 @@ def _number_like(data: Data, model: SourceModel) -> None:
     data.classes = tuple(names)
 
 
+def _pooling(source: SourceModel, options: Finetune, names: Iterable[str]) -> Pooling:
+    """How sentences are pooled, where that matters."""
+    if options.task == "sts":
+        return Pooling.of(source)
+    # What follows the pooling is not rewritten: imitating what it reads is enough.
+    return Pooling.of(source, last=False) if "embedding" in names else MEAN
+
+
 def _setting(
-    source: SourceModel, observer: Observer, options: Finetune, task: Task | None
+    source: SourceModel,
+    observer: Observer,
+    options: Finetune,
+    pooling: Pooling,
+    task: Task | None,
 ) -> Setting:
     config = source.config.get_text_config()
     inside = observer.modules[-1].modules()
@@ -272,7 +285,7 @@ def _setting(
         temperature=options.temperature,
         heads=getattr(config, "num_attention_heads", None) or 1,
         causal=any(getattr(module, "is_causal", False) is True for module in inside),
-        pooling=pooling_of(source),
+        pooling=pooling,
         task=task.loss if task else None,
     )
 

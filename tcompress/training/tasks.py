@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
 from tcompress.errors import DataError
 from tcompress.integration.models import Head
 from tcompress.reading.collate import IGNORED
 from tcompress.reading.examples import Needs
-from tcompress.reading.pooling import pooled
+from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.training.observe import Batch, Observed, token_mask
 
 
@@ -35,7 +35,7 @@ class Task(ABC):
     validated: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
 
-    def __init__(self, pooling: str = "mean") -> None:
+    def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
 
     @abstractmethod
@@ -115,8 +115,8 @@ class Similarity(Regression):
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
         """Cosines of the rows 2 i and 2 i + 1."""
         states = seen.final if seen.final is not None else seen.states[-1]
-        rows = pooled(states.float(), token_mask(batch, states), self.pooling)
-        first, second = normalize(rows).unflatten(0, (-1, 2)).unbind(1)
+        rows = self.pooling(states.float(), token_mask(batch, states))
+        first, second = rows.unflatten(0, (-1, 2)).unbind(1)
         return (first * second).sum(-1)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcompress.errors import DataError
-from tcompress.evaluation.embed import Pooling, classifies, embed
+from tcompress.evaluation.embed import classifies, embed
 from tcompress.evaluation.runner import Row, Runner
 from tcompress.evaluation.tasks.base import Prepared
 from tcompress.evaluation.texts import TextReader, signature
+from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 
 

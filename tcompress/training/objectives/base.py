@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.training.observe import Batch, Observed
 
 Unit = Literal["examples", "tokens", "targets"]
@@ -22,14 +23,14 @@ class Setting:
         temperature: Softening of the teacher's logits.
         heads: Relation heads of attention.
         causal: Whether tokens see only those before them.
-        pooling: How a sentence is made of its tokens: `mean`, `cls`, `max` or `last`.
+        pooling: How one embedding is made of the tokens of a sentence.
         task: Loss and predictions of the task, if there is one.
     """
 
     temperature: float = 2.0
     heads: int = 1
     causal: bool = False
-    pooling: str = "mean"
+    pooling: Pooling = MEAN
     task: Callable[[Observed, Batch], Tensor] | None = None
 
 

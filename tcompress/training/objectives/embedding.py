@@ -7,9 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from tcompress.reading.pooling import pooled
 from tcompress.training.objectives.base import Objective, Unit
 from tcompress.training.observe import Batch, Observed, token_mask
 
@@ -55,4 +53,4 @@ class Embedding(Objective):
 
     def _embed(self, batch: Batch, seen: Observed) -> Tensor:
         states = seen.final if seen.final is not None else seen.states[-1]
-        return normalize(pooled(states.float(), token_mask(batch, states), self.setting.pooling))
+        return self.setting.pooling(states.float(), token_mask(batch, states))

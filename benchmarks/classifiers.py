@@ -4,8 +4,9 @@
         --validation sst2/validation.parquet --dense-epochs 2 --epochs 1
 
 A dense classifier is trained first. Then every conversion is trained twice for the same number of
-steps: with the dense classifier as teacher, and on labels alone. Accuracy has bootstrap intervals
-and paired differences to the dense classifier. What is done is not done again.
+steps: with the dense classifier as teacher, and on labels alone (or only those of `--alone`).
+Accuracy has bootstrap intervals and paired differences to the dense classifier. What is done is
+not done again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--only", nargs="*", default=list(CONVERSIONS))
+    parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
+    parser.add_argument("--alone", nargs="*", help="those to train on labels alone; default all")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -72,7 +74,10 @@ def stages(args: argparse.Namespace, dense: Path) -> Any:
     for name in args.only:
         folder = args.out / name.replace(" ", "-").replace("%", "pc")
         yield name, lambda name=name, folder=folder: convert_one(args, dense, name, folder)
-        for label, teacher in (("taught", str(dense)), ("labels alone", "none")):
+        teachers = {"taught": str(dense)}
+        if args.alone is None or name in args.alone:
+            teachers["labels alone"] = "none"
+        for label, teacher in teachers.items():
             goal = folder.with_name(f"{folder.name}-{label.replace(' ', '-')}")
             yield (
                 f"{name}, {label}",

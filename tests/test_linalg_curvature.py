@@ -258,3 +258,21 @@ def test_gradients_stop_at_the_solution() -> None:
 def test_an_indefinite_operator_leaves_the_start() -> None:
     start, wanted = randn(5), randn(5, seed=1)
     assert conjugate_gradients(lambda x: -x, wanted, start) is start
+
+
+def test_coarse_arithmetic_never_leads_uphill() -> None:
+    left = 0
+    for seed in range(20):
+        matrix, solution = _moment(WIDTH, WIDTH, seed), randn(WIDTH, seed=seed)
+        wanted = matrix @ solution
+
+        def apply(x: Tensor, matrix: Tensor = matrix) -> Tensor:
+            return (matrix.bfloat16() @ x.bfloat16()).double()
+
+        def loss(x: Tensor, wanted: Tensor = wanted) -> float:
+            return float(x @ (apply(x) - 2 * wanted))
+
+        found = conjugate_gradients(apply, wanted, solution, iterations=40, tolerance=0.0)
+        assert loss(found) <= loss(solution)
+        left += found is solution
+    assert 0 < left < 20  # both ends were seen

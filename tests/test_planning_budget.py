@@ -168,10 +168,22 @@ def test_options_off_the_hull_take_what_is_left() -> None:
     assert [c.label for c in allocate_for_loss([a, b], 9.5).choices] == [1, 1]
 
 
-def test_a_later_step_that_fits_is_taken_after_one_that_does_not() -> None:
-    a = _site("a", (10, 100.0), (90, 0.0), stay=False)
-    b = _site("b", (10, 5.0), (20, 4.0), stay=False)
-    assert [c.cost for c in allocate([a, b], 40).choices] == [10, 20]
+def test_steps_go_on_past_one_that_does_not_fit() -> None:
+    big = _site("big", (10, 100.0), (90, 20.0), (95, 19.0), stay=False)
+    coarse = _site("coarse", (10, 9.0), (30, 4.0), stay=False)
+    fine = [_site(name, (10, 9.0), (20, 5.0), stay=False) for name in "ab"]
+    # The step of `coarse` saves more than one of the fine ones, but less than both.
+    assert [c.cost for c in allocate([big, coarse, *fine], 60).choices] == [10, 10, 20, 20]
+    assert [c.cost for c in allocate([big, coarse, *fine], 65).choices] == [10, 10, 20, 20]
+    assert [c.cost for c in allocate([big, coarse, *fine], 80).choices] == [10, 30, 20, 20]
+
+
+def test_the_remainder_is_weighed_anew_after_every_move() -> None:
+    a = _site("a", (0, 1000.0), (20, 990.0), (100, 0.0), stay=False)
+    b = _site("b", (0, 1000.0), (10, 999.0), (30, 991.0), (100, 0.0), stay=False)
+    c = _site("c", (0, 1000.0), (10, 995.0), (100, 0.0), stay=False)
+    # After `a`, the remaining 10 buy 1 for `b`, whose 9 would have cost 30, but 5 for `c`.
+    assert [choice.cost for choice in allocate([a, b, c], 30).choices] == [20, 0, 10]
 
 
 def test_useless_options_are_never_chosen() -> None:

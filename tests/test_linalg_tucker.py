@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
-import tensorly
+import tensorly.decomposition
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,9 +207,7 @@ def test_updates_are_least_squares() -> None:
 def test_no_worse_than_orthogonal_iteration(ranks: Ranks) -> None:
     weights = randn(COUNT, ROWS, COLS)
     with tensorly.backend_context("pytorch", local_threadsafe=True):
-        from tensorly.decomposition import tucker
-
-        wanted = tucker(weights, list(ranks), n_iter_max=5).to_tensor()
+        wanted = tensorly.decomposition.tucker(weights, list(ranks), n_iter_max=5).to_tensor()
     found = fit_tucker(weights, None, ranks, start=5)
     reference = float((weights - wanted).square().sum())
     assert float((weights - found.matrices()).square().sum()) <= reference * (1 + 1e-9)
@@ -224,19 +223,60 @@ def test_moments_matter() -> None:
     assert 0 < aware < 0.7 * blind
 
 
+@pytest.mark.parametrize("moments", ["none", "shared", "own"])
+def test_a_converged_fit_is_stationary(moments: str) -> None:
+    weights, products, grams = _problem()
+    given_grams = {"none": None, "shared": grams[0], "own": grams}[moments]
+    products = weights if given_grams is None else products
+    found = fit_tucker(products, given_grams, (2, 3, 4), sweeps=2000, tolerance=0.0)
+    factors = [found.left, found.cores, found.right, found.mixing]
+    for factor in factors:
+        factor.requires_grad_()
+    dense = found.matrices()
+    seen = dense if given_grams is None else dense @ given_grams
+    grads = torch.autograd.grad((seen - 2 * products).mul(dense).sum(), factors)
+    for factor, grad in zip(factors, grads, strict=True):
+        relative = grad.norm() * factor.detach().norm() / products.mul(weights).sum()
+        assert float(relative) < 1e-4
+
+
+def test_a_single_matrix_has_no_mixing_weight() -> None:
+    for seed in range(8):
+        weight = randn(1, ROWS, COLS, seed=seed)
+        found = fit_tucker(weight, None, (1, 5, 5), sweeps=0)
+        assert_close(found.mixing, torch.ones(1, 1).double(), rtol=0, atol=0)
+        assert_close(found.matrices(), weight)
+
+
 def test_zero_matrices_are_fitted_by_zero() -> None:
     found = fit_tucker(torch.zeros(COUNT, ROWS, COLS).double(), None, (2, 3, 4))
     assert_close(found.matrices(), torch.zeros(COUNT, ROWS, COLS).double())
 
 
-def test_the_backend_of_tensorly_stays_as_it_was() -> None:
-    backends = [tensorly.get_backend()]
+def test_the_backend_of_tensorly_is_changed_for_one_call_and_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def look() -> None:
+        seen.append(tensorly.get_backend())
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    def tucker(*args: Any, **options: Any) -> Any:
+        look()
+        elsewhere()
+        return original(*args, **options)
+
+    original = tensorly.decomposition.tucker
+    monkeypatch.setattr("tensorly.decomposition.tucker", tucker)
     fit_tucker(randn(COUNT, ROWS, COLS), None, (2, 3, 4))
-    backends.append(tensorly.get_backend())
-    other = threading.Thread(target=lambda: backends.append(tensorly.get_backend()))
-    other.start()
-    other.join()
-    assert backends == ["numpy"] * 3
+    look()
+    elsewhere()
+    assert seen == ["pytorch", "numpy", "numpy", "numpy"]
 
 
 # ---------------------------------------------------------------- mixing weights of one layer

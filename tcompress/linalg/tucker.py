@@ -227,7 +227,7 @@ def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
         unfolded = tensor.movedim(mode, 0).flatten(1)
         _, vectors = torch.linalg.eigh(unfolded @ unfolded.mT)
         factors.append(vectors[:, -rank:].flip(1))
-    if rounds > 0 and bool(tensor.any()):  # it divides by the norm
+    if rounds > 0:
         # The core of the start is never read: every round makes it anew.
         begin = (tensor, factors)
         with tensorly.backend_context("pytorch", local_threadsafe=True):

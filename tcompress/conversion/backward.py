@@ -39,25 +39,34 @@ class Worth:
     Attributes:
         gram: G, summed over rows.  # (in, in)
         curvature: S, summed over rows.  # (out, out)
+        total: Sum of the inputs.  # (in,)
         rows: Tokens that were summed over; padding is left out.
     """
 
     gram: Tensor
     curvature: Tensor
+    total: Tensor
     rows: int = 0
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Worth:
         """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
-        return cls(gram, torch.zeros(outputs, outputs, dtype=torch.float64, device=device))
+        curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
+        return cls(gram, curvature, torch.zeros(inputs, dtype=torch.float64, device=device))
 
     def add(self, x: Tensor, gradient: Tensor) -> None:
         """Adds rows.  # (rows, in), (rows, out)."""
         x, gradient = x.float(), gradient.float()
         self.gram += x.T @ x
         self.curvature += gradient.T @ gradient
+        self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
+
+    def moment(self, *, centred: bool) -> Tensor:
+        """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
+        gram, mean = self.gram / self.rows, self.total / self.rows
+        return gram - torch.outer(mean, mean) if centred else gram
 
 
 @dataclass

@@ -89,11 +89,13 @@ class Target:
         product: W C, less what other terms of the sum contribute.  # (out, in)
         gram: G, damped; None stands for the identity (data-free).  # (in, in)
         scale: E||W x||^2, which makes layers comparable where several share a side.
+        curvature: S, damped; None stands for the identity.  # (out, out)
     """
 
     product: Tensor
     gram: Tensor | None
     scale: float = 1.0
+    curvature: Tensor | None = None
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

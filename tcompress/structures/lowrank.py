@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from tcompress.linalg.curvature import fit_lowrank_curved
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.structures.base import (
     Layout,
@@ -76,7 +77,11 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     def fit(
         self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
-        if target.gram is None:
+        if target.curvature is not None:
+            a, b = fit_lowrank_curved(
+                target.product, target.full_gram(), target.curvature, layout.rank
+            )
+        elif target.gram is None:
             a, b = balanced(*best_factors(target.product, layout.rank))
         else:
             a, b = fit_lowrank(target.product, target.gram, layout.rank)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tcompress.linalg.tensortrain import (
     contract_macs,
@@ -117,9 +116,7 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
             return tt_apply(z, cores)[..., : layout.out_features]
         return z @ _matrix(cores, layout).mT
 
-    def dense(
-        self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]
-    ) -> Tensor:
+    def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
 
     def fit(
@@ -130,9 +127,10 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
             start = torch.linalg.solve(target.gram, start.mT).mT
         cores = tt_svd(start, *layout.shape)
         # Two cores are one SVD, which is the optimum where nothing is weighed or padded.
-        settled = len(cores) == 2 and target.gram is None and not _is_padded(layout)
+        plain = target.gram is None and target.curvature is None
+        settled = len(cores) == 2 and plain and not _is_padded(layout)
         if not settled:
-            cores = fit_tt(target.product, target.gram, cores)
+            cores = fit_tt(target.product, target.gram, cores, curvature=target.curvature)
         return {f"core{n}": core for n, core in enumerate(cores)}
 
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
@@ -140,8 +138,7 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         paths = prod(layout.ranks)  # products that a weight is the sum of
         spread = (layout.in_features * paths) ** (-0.5 / len(shapes))
         return {
-            name: torch.randn(shape, generator=generator) * spread
-            for name, shape in shapes.items()
+            name: torch.randn(shape, generator=generator) * spread for name, shape in shapes.items()
         }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 
 from torch import nn
 
@@ -22,12 +23,22 @@ KEPT = "kept dense by the recipe"
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What the recipe asks for one layer."""
+class Choice:
+    """What one layer becomes.
+
+    Attributes:
+        method: Options of the method.
+        residual_rank: Rank of the low-rank term beside it.
+        target: Kept fraction that the residual, or the method itself, fills up to.
+    """
 
     method: Spec
-    residual_rank: int
-    target: float | None
+    residual_rank: int = 0
+    target: float | None = None
+
+
+Choices = Mapping[str, Choice | None]
+"""By weight name in the checkpoint; None leaves a layer dense."""
 
 
 @dataclass
@@ -35,6 +46,7 @@ class _Planner:
     recipe: Convert
     source: SourceModel
     anatomy: Anatomy
+    choices: Choices
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
@@ -101,18 +113,20 @@ class _Planner:
             raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
         return entry
 
-    def _choice(self, names: Sequence[str]) -> _Choice | None:
+    def _choice(self, names: Sequence[str]) -> Choice | None:
         recipe = self.recipe
+        if names[1] in self.choices:
+            return self.choices[names[1]]
         if any(matches(pattern, names) for pattern in recipe.keep):
             return None
-        choice: _Choice | None = _Choice(recipe.method, recipe.residual_rank, recipe.target)
+        choice: Choice | None = Choice(recipe.method, recipe.residual_rank, recipe.target)
         for rule in recipe.layers:
             if matches(rule.match, names):
                 choice = None if rule.keep else _overridden(choice, recipe, rule)
         return choice
 
     def _terms(
-        self, choice: _Choice, layer: Layer, out_features: int, sharing: int
+        self, choice: Choice, layer: Layer, out_features: int, sharing: int
     ) -> tuple[Layout, ...]:
         site = Site(layer.in_features, out_features, layer.side)
         dense = layer.in_features * out_features
@@ -146,10 +160,10 @@ def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
     )
 
 
-def _overridden(choice: _Choice | None, recipe: Convert, rule: LayerRule) -> _Choice:
-    base = choice or _Choice(recipe.method, recipe.residual_rank, recipe.target)
+def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
+    base = choice or Choice(recipe.method, recipe.residual_rank, recipe.target)
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
-    return _Choice(rule.method or base.method, rank, rule.target or base.target)
+    return Choice(rule.method or base.method, rank, rule.target or base.target)
 
 
 def _kept(entry: LayerPlan, sharing: int) -> float:
@@ -188,13 +202,19 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
             yield planned[index].model_copy(update={"input_of": first.name})
 
 
-def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
+def make_plan(
+    recipe: Convert,
+    source: SourceModel,
+    method_label: str | None = None,
+    choices: Choices = MappingProxyType({}),
+) -> Plan:
     """Plans a conversion.
 
     Args:
         recipe: What to do.
         source: The model; its weights are not read.
         method_label: Name of the method for people; default its own name.
+        choices: What a budget chose for some layers, in place of what the recipe says.
 
     Raises:
         PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
@@ -203,7 +223,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
     model = source.meta_model()
     anatomy = anatomy_of(model)
     _check_patterns(recipe, model, source)
-    planner = _Planner(recipe, source, anatomy)
+    planner = _Planner(recipe, source, anatomy, choices)
     planner.run()
     if not planner.layers:
         raise _nothing_to_do(planner)

@@ -129,25 +129,44 @@ class _Planner:
         self, choice: Choice, layer: Layer, out_features: int, sharing: int
     ) -> tuple[Layout, ...]:
         site = Site(layer.in_features, out_features, layer.side)
-        dense = layer.in_features * out_features
-        budget = None if choice.target is None else int(choice.target * dense)
-        kind = structure_of(choice.method)
         calibrated = self.recipe.calibration.source != "none"
-        main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
         copies = layer.experts or 1
-        cost = _cost(main, sharing * len(layer.parts) * copies, copies)
-        rank = choice.residual_rank
-        if not rank and budget is not None and kind.name != "lowrank":
-            rank = int(budget - cost) // (layer.in_features + out_features)
-            if rank < 0:
-                raise Refusal(
-                    f"{kind.name} alone keeps {cost / dense:.1%}, "
-                    f"more than the target of {choice.target:.1%}"
-                )
-        if not rank:
-            return (main,)
-        residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
-        return (main, residual)
+        readers = sharing * len(layer.parts) * copies
+        return plan_terms(choice, site, readers, copies, calibrated=calibrated)
+
+
+def plan_terms(
+    choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
+) -> tuple[Layout, ...]:
+    """Decides the terms of one weight.
+
+    Args:
+        choice: What it becomes.
+        site: Where it sits.
+        readers: How many weights share its input side.
+        copies: How many share its output side: the experts of a layer.
+        calibrated: Whether the fit will have data.
+
+    Raises:
+        Refusal: A structure cannot take these dimensions, or is larger than the target.
+    """
+    dense = site.in_features * site.out_features
+    budget = None if choice.target is None else int(choice.target * dense)
+    kind = structure_of(choice.method)
+    main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
+    cost = term_cost(main, readers, copies)
+    rank = choice.residual_rank
+    if not rank and budget is not None and not kind.fills_budget:
+        rank = int(budget - cost) // (site.in_features + site.out_features)
+        if rank < 0:
+            raise Refusal(
+                f"{kind.name} alone keeps {cost / dense:.1%}, "
+                f"more than the target of {choice.target:.1%}"
+            )
+    if not rank:
+        return (main,)
+    residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
+    return (main, residual)
 
 
 def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
@@ -176,7 +195,7 @@ def _kept(entry: LayerPlan, sharing: int) -> float:
     return (entry.parameters - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
-def _cost(layout: Layout, readers: int, writers: int) -> float:
+def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one weight, with its share of sides that others use too."""
     kind = structure(layout.structure)
     own = sum(prod(shape) for shape in kind.tensors(layout).values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from pydantic import (
 from torch import Tensor
 
 from tcompress.errors import RecipeError
+from tcompress.linalg.curvature import curved_loss
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
@@ -104,6 +105,19 @@ class Target:
         return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
 
 
+def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
+    """Returns what a weight costs the model, to second order.
+
+    Args:
+        fitted: The weight.  # (out, in)
+        target: What it approximates, with curvature.
+        constant: Predicted loss of a weight of zeros.
+    """
+    assert target.curvature is not None
+    gram = target.full_gram()
+    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
+
+
 S = TypeVar("S", bound=Spec)
 L = TypeVar("L", bound=Layout)
 
@@ -117,6 +131,8 @@ class Structure(ABC, Generic[S, L]):
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
+    fills_budget: ClassVar[bool] = False
+    """Whether `layout` chooses sizes by a budget; what others leave of it goes to a residual."""
     spec: type[S]
     layout_type: type[L]
 
@@ -149,6 +165,43 @@ class Structure(ABC, Generic[S, L]):
     @abstractmethod
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
         """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+
+    def quick_fit(self, target: Target, layout: L) -> Tensor:
+        """Returns a dense weight that the layout can hold, cheaply: the fit is at least as good.
+
+        This is what a budget judges a structure by.  # (out, in)
+        """
+        sides: tuple[Side, Side] = ("in", "out")
+        operators = {
+            side: self.operator(
+                {
+                    **{k: t.double() for k, t in self.start_side(layout, side).items()},
+                    **self.constants(layout, side),
+                },
+                layout,
+                side,
+                target.product,
+            )
+            for side in sides
+            if self.has_side(layout, side)
+        }
+        fitted = self.fit(replace(target, curvature=None), layout, operators)
+        return self.dense(fitted, layout, operators)
+
+    def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
+        """Predicts the loss of layouts that differ in size.
+
+        Args:
+            target: What a fit aims at, with curvature.
+            constant: Predicted loss of a weight of zeros.
+            layouts: Layouts of one site, by growing size.
+        """
+        seen: dict[L, float] = {}
+        for layout in layouts:
+            if layout not in seen:
+                dense = self.quick_fit(target, layout)
+                seen[layout] = predicted_loss(dense, target, constant)
+        return [seen[layout] for layout in layouts]
 
     def regressors(self, layout: L) -> int:
         """How many inputs every output sees: what calibration rows must suffice for."""

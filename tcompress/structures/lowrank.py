@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from tcompress.linalg.curvature import fit_lowrank_curved
+from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.structures.base import (
     Layout,
@@ -45,6 +45,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     name = "lowrank"
     summary = "two thin factors from a truncated SVD, whitened by the data"
     reference = "Eckart & Young 1936; whitening as in SVD-LLM (arXiv:2403.07378)"
+    fills_budget = True
     spec = LowRankSpec
     layout_type = LowRankLayout
 
@@ -86,6 +87,14 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
         else:
             a, b = fit_lowrank(target.product, target.gram, layout.rank)
         return {"a": a, "b": b}
+
+    def losses(
+        self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
+    ) -> list[float]:
+        assert target.curvature is not None
+        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+        losses = lowrank_losses(spectrum, constant)
+        return [float(losses[layout.rank]) for layout in layouts]
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)

@@ -178,6 +178,13 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
             return spec
         return spec.model_copy(update={"transform": "fitted" if calibrated else "dct"})
 
+    def quick_fit(self, target: Target, layout: LprodLayout) -> Tensor:
+        """Fits slices behind a DCT in place of a transform that would take long to fit."""
+        if layout.transform == "fitted":
+            fixed = {"transform": "dct", "block_in": 0, "block_out": 0, "stages": 0}
+            layout = layout.model_copy(update=fixed)
+        return super().quick_fit(target, layout)
+
     def side_key(self, layout: LprodLayout, side: Side) -> Hashable:
         return layout.transform_of(side) if self.has_side(layout, side) else None
 

@@ -84,6 +84,7 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
     name = "tt"
     summary = "tensor-train cores; `qtt` has modes of 2"
     reference = "Oseledets 2011; Novikov et al. 2015, arXiv:1509.06569; TGA, TSA papers"
+    fills_budget = True
     spec = TTSpec
     layout_type = TTLayout
 

@@ -10,9 +10,21 @@ from torch import Tensor
 
 from tcompress.errors import DataError
 from tcompress.reading.pooling import Pooling
+from tcompress.source import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds")
+
+
+def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
+    """Chooses what to draw by what a model is for.
+
+    Raises:
+        DataError: The model is a sentence encoder that is pooled in an unknown way.
+    """
+    reads_text = source.model_class.main_input_name == "input_ids"
+    encodes = reads_text and not source.config.is_encoder_decoder
+    return OutputProbe(Pooling.of(source, last=False) if encodes else None, seed)
 
 
 class OutputProbe:

@@ -20,6 +20,7 @@ from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankSpec
 
 KEPT = "kept dense by the recipe"
+WORTH = "left dense by the budget: elsewhere fewer parameters cost less"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class _Planner:
         stored = f"{name}.{layer.parameter}"
         choice = self._choice((name, stored, layer.name, layer.weight_name, layer.role))
         if choice is None:
-            raise Refusal(KEPT)
+            raise Refusal(WORTH if stored in self.choices else KEPT)
         parts = tuple(
             PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
             for part in layer.parts
@@ -167,6 +168,13 @@ def plan_terms(
         return (main,)
     residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
     return (main, residual)
+
+
+def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
+    """Tells whether the recipe has words of its own for a layer, so that no budget sizes it."""
+    name = source.keymap.checkpoint_prefix(layer.name)
+    names = (name, f"{name}.{layer.parameter}", layer.name, layer.weight_name, layer.role)
+    return any(matches(rule.match, names) for rule in recipe.layers)
 
 
 def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:

@@ -51,7 +51,12 @@ class Calibration(_Model):
         description="ridge added to the moments where there is one row per regressor, in units of "
         "their mean diagonal; shrinks with more rows",
     )
-    seed: int = Field(0, ge=0, description="seed of the choice of samples")
+    output_moments: bool = Field(
+        False,
+        description="weigh errors by what they cost the model, known from one backward pass "
+        "without labels; always done where `allocation` is by loss",
+    )
+    seed: int = Field(0, ge=0, description="seed of the choice of samples and of directions")
 
 
 class LayerRule(_Model):
@@ -70,6 +75,11 @@ class Convert(_Model):
     method: MethodSpec = Field(description="structure of the rewritten layers")
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
+    )
+    allocation: Literal["loss", "uniform"] = Field(
+        "loss",
+        description="how `target` is shared out: by the predicted loss that parameters save, or "
+        "the same fraction for all layers; without calibration data always the latter",
     )
     residual_rank: int = Field(
         0,

@@ -40,6 +40,11 @@ def methods(incomplete: str) -> list[str]:
     return _starting(METHODS, incomplete)
 
 
+def allocations(incomplete: str) -> list[str]:
+    """Offers ways to share out a budget."""
+    return _starting(("loss", "uniform"), incomplete)
+
+
 def transforms(incomplete: str) -> list[str]:
     """Offers transforms."""
     return _starting(TRANSFORMS, incomplete)

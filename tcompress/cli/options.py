@@ -118,6 +118,15 @@ Target = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+Allocation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="loss|uniform",
+        help="Share `--target` out by the loss that parameters save, or alike. Default `loss`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.allocations,
+    ),
+]
 ResidualRank = Annotated[
     int | None,
     typer.Option(help="Rank of a low-rank term added to the structure.", rich_help_panel=METHOD),
@@ -158,6 +167,16 @@ CalibColumns = Annotated[
 ]
 MaxLength = Annotated[
     int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=CALIBRATION)
+]
+OutputMoments = Annotated[
+    bool | None,
+    typer.Option(
+        "--output-moments/--input-moments",
+        help="Weigh errors by what they cost the model (a backward pass, no labels), or not. "
+        "Default: where sizes follow loss.",
+        show_default=False,
+        rich_help_panel=CALIBRATION,
+    ),
 ]
 Damping = Annotated[
     float | None,

@@ -24,10 +24,11 @@ _CALIBRATION = {
     "calib_samples": "samples",
     "calib_columns": "columns",
     "max_length": "max_length",
+    "output_moments": "output_moments",
     "damping": "damping",
     "seed": "seed",
 }
-_CONVERT = ("target", "residual_rank", "dtype", "device", "max_shard_size")
+_CONVERT = ("target", "allocation", "residual_rank", "dtype", "device", "max_shard_size")
 
 
 def flag(field: str) -> str:

@@ -83,10 +83,10 @@ def size_options(
             loss = sum(part[place] for part in losses) * worth.rows
             options.append(Option(cost, loss, choice))
     key = f"{entry.name}.{entry.parameter}"
-    return Sized(key, BudgetSite(key, options, entry.dense_parameters))
+    return Sized(key, BudgetSite(key, options, entry.dense_parameters, may_stay=False))
 
 
-def choose(sized: Sequence[Sized], target: float) -> dict[str, Choice | None]:
+def choose(sized: Sequence[Sized], target: float) -> dict[str, Choice]:
     """Spends a budget: a fraction of the parameters of all these layers.
 
     Raises:
@@ -94,10 +94,11 @@ def choose(sized: Sequence[Sized], target: float) -> dict[str, Choice | None]:
     """
     budget = int(target * sum(item.site.dense for item in sized))
     chosen = allocate([item.site for item in sized], budget).choices
-    return {
-        item.key: option.label if isinstance(option.label, Choice) else None
-        for item, option in zip(sized, chosen, strict=True)
-    }
+    found: dict[str, Choice] = {}
+    for item, option in zip(sized, chosen, strict=True):
+        assert isinstance(option.label, Choice)
+        found[item.key] = option.label
+    return found
 
 
 def part_losses(aim: _Aim, offered: Sequence[Terms]) -> list[float]:

@@ -28,7 +28,7 @@ def surveys(recipe: Convert) -> bool:
     """Tells whether a conversion begins with a backward pass."""
     if recipe.calibration.source == "none":
         return False
-    return recipe.calibration.output_moments or by_loss(recipe)
+    return bool(recipe.calibration.output_moments) or by_loss(recipe)
 
 
 def by_loss(recipe: Convert) -> bool:
@@ -113,10 +113,9 @@ class Survey:
             if entry.kind != "experts"
         }
         seen = {name: worth for name, worth in worths.items() if worth.rows and name in entries}
-        self._place.keep_curvature(
-            block.name,
-            {entries[name].name: worth.curvature / worth.rows for name, worth in seen.items()},
-        )
+        if self._recipe.calibration.output_moments is not False:
+            curvatures = {entries[name].name: w.curvature / w.rows for name, w in seen.items()}
+            self._place.keep_curvature(block.name, curvatures)
         if not by_loss(self._recipe):
             return []
         return [

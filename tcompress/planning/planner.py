@@ -20,7 +20,6 @@ from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankSpec
 
 KEPT = "kept dense by the recipe"
-WORTH = "left dense by the budget: elsewhere fewer parameters cost less"
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Choice:
     target: float | None = None
 
 
-Choices = Mapping[str, Choice | None]
-"""By weight name in the checkpoint; None leaves a layer dense."""
+Choices = Mapping[str, Choice]
+"""By weight name in the checkpoint."""
 
 
 @dataclass
@@ -94,7 +93,7 @@ class _Planner:
         stored = f"{name}.{layer.parameter}"
         choice = self._choice((name, stored, layer.name, layer.weight_name, layer.role))
         if choice is None:
-            raise Refusal(WORTH if stored in self.choices else KEPT)
+            raise Refusal(KEPT)
         parts = tuple(
             PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
             for part in layer.parts

@@ -51,10 +51,10 @@ class Calibration(_Model):
         description="ridge added to the moments where there is one row per regressor, in units of "
         "their mean diagonal; shrinks with more rows",
     )
-    output_moments: bool = Field(
-        False,
+    output_moments: bool | None = Field(
+        None,
         description="weigh errors by what they cost the model, known from one backward pass "
-        "without labels; always done where `allocation` is by loss",
+        "without labels; default where `allocation` is by loss",
     )
     seed: int = Field(0, ge=0, description="seed of the choice of samples and of directions")
 

@@ -137,7 +137,7 @@ class _Planner:
         copies = layer.experts or 1
         cost = _cost(main, sharing * len(layer.parts) * copies, copies)
         rank = choice.residual_rank
-        if not rank and budget is not None and kind.name != "lowrank":
+        if not rank and budget is not None and not kind.fills(choice.method):
             rank = int(budget - cost) // (layer.in_features + out_features)
             if rank < 0:
                 raise Refusal(

@@ -29,8 +29,9 @@ allowed of other text; pictures and sounds have as many as their model makes of 
 **Time.** Floating-point operations divided by `FLOPS` (per thread, or of a GPU): with data, every
 group of a block runs both streams through half of the block, and the block once more at the end;
 moments take 3 x 2 x tokens x width^2; a fit takes what its structure says (20 s^3 + 4 m n s for an
-SVD, with s = min(m, n); 2 m n^2 for slices on data), 4 m n^2 to measure an error on data, 2 m n x 64
-without, and `STEPS` gradient steps of 6 x rows x (transform + slices) where a transform is fitted.
+SVD, with s = min(m, n); 2 m n^2 for slices on data), 4 m n^2 more to measure an error on data,
+2 m n x 64 without, and `STEPS` gradient steps of 6 x rows x (transform + slices) where a
+transform is fitted.
 """
 
 from __future__ import annotations

@@ -212,7 +212,8 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
         raise Refusal("no rank is given: set `rank` or `target`")
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
     if len(ranks) != bonds:
-        raise Refusal(f"{bonds + 1} cores have {bonds} inner ranks, not {len(ranks)}")
+        has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"
+        raise Refusal(f"{bonds + 1} cores have {has}, not {len(ranks)}")
     return ranks
 
 

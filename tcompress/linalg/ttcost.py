@@ -67,12 +67,15 @@ class _Place:
         inputs = self.p * self.j * self.r
         dense = inputs * self.o * self.i * self.x
         pull = dense * min(self.a, self.b)
+        total = float(pull)
+        if self.is_small:
+            a, p, b, r = self.a**2, self.p**2, self.b**2, self.r**2
+            build = self.j**2 * min(a * p * r + a * r * b, p * r * b + p * a * b)
+            total += build + self.side**3 / 6 + 2.0 * self.side**2 * self.i
         if not (self.is_small and separates):
             # Steps of conjugate gradients: build the matrix, multiply it by G, pull it back.
-            return STEPS * (2.0 * pull + dense * inputs)
-        a, p, b, r = self.a**2, self.p**2, self.b**2, self.r**2
-        build = self.j**2 * min(a * p * r + a * r * b, p * r * b + p * a * b)
-        return build + self.side**3 / 6 + 2.0 * self.side**2 * self.i + pull
+            total += STEPS * (2.0 * pull + dense * inputs)
+        return total
 
 
 def _places(

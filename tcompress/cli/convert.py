@@ -13,6 +13,7 @@ from tcompress.cli.job import Access, Job, Manner, perform, show_plan
 EPILOG = opt.examples(
     "tcompress convert bert-base --method lprod --p 4",
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
+    "tcompress convert minilm --method tt --order 3 --rank 24,48",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
@@ -29,6 +30,8 @@ def convert(
     stages: opt.Stages = None,
     tubal_rank: opt.TubalRank = None,
     rank: opt.Rank = None,
+    order: opt.Order = None,
+    apply: opt.Apply = None,
     target: opt.Target = None,
     allocation: opt.Allocation = None,
     residual_rank: opt.ResidualRank = None,

@@ -73,7 +73,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="`lprod`, `svd` or `lowrank`; see `tcompress methods`. Default `lprod`.",
+        help="`lprod`, `svd`, `tt`, ...; see `tcompress methods`. Default `lprod`.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
     ),
@@ -108,8 +108,26 @@ TubalRank = Annotated[
     typer.Option(help="lprod: singular tubes kept of the slices.", rich_help_panel=METHOD),
 ]
 Rank = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N,N,...",
+        help="svd, tt: rank of every rewritten weight; tt also takes a list.",
+        rich_help_panel=METHOD,
+    ),
+]
+Order = Annotated[
     int | None,
-    typer.Option(help="svd: rank of every rewritten weight.", rich_help_panel=METHOD),
+    typer.Option(help="tt: number of cores. Default 2.", rich_help_panel=METHOD),
+]
+Apply = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|contract|rebuild",
+        help="tt: contract the cores with the input, rebuild the weight in each pass, or what "
+        "costs less.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.ways,
+    ),
 ]
 Target = Annotated[
     float | None,

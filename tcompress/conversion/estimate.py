@@ -10,6 +10,8 @@ its libraries, and is meant to be right within a third. Time is rough: it assume
     + 24 bytes (48 for sums of terms) x elements of the largest weight     temporaries
     + 44 bytes x elements of the group where a transform is fitted         its gradient
 
+    + what the structure itself says, such as the normal matrix of a tensor train's largest core
+
 or, if that is more, the largest tensor that is carried over. All experts of a layer are one group.
 
 **Memory with data.** The same, plus
@@ -26,9 +28,10 @@ allowed of other text; pictures and sounds have as many as their model makes of 
 
 **Time.** Floating-point operations divided by `FLOPS` (per thread, or of a GPU): with data, every
 group of a block runs both streams through half of the block, and the block once more at the end;
-moments take 3 x 2 x tokens x width^2; a fit takes 20 s^3 + 4 m n s for a term with a rank
-(s = min(m, n)), 2 m n^2 for others on data, 2 m n x 64 to measure an error without data, and
-`STEPS` gradient steps of 6 x rows x (transform + slices) where a transform is fitted.
+moments take 3 x 2 x tokens x width^2; a fit takes what its structure says (20 s^3 + 4 m n s for an
+SVD, with s = min(m, n); 2 m n^2 for slices on data), 4 m n^2 more to measure an error on data,
+2 m n x 64 without, and `STEPS` gradient steps of 6 x rows x (transform + slices) where a
+transform is fitted.
 """
 
 from __future__ import annotations
@@ -145,6 +148,12 @@ class _Work:
         elements = sum(entry.dense_parameters for entry in group)
         largest = max(entry.in_features * entry.out_features for entry in group)
         total = (24 if terms == 1 else 48) * largest
+        total += max(
+            structure(layout.structure).fit_bytes(layout, calibrated=self.rows > 0)
+            for entry in group
+            for part in entry.parts
+            for layout in part.terms
+        )
         total += sum(
             entry.dense_parameters * (self.itemsize[entry.name] + 8 + 8 * terms) for entry in group
         )
@@ -218,10 +227,7 @@ def _term_flops(layout: Layout, calibrated: bool) -> float:
     """Fit of one term to one weight of m x n."""
     m, n = layout.out_features, layout.in_features
     measured = 4 * m * n * n if calibrated else 2 * m * n * 64
-    if getattr(layout, "rank", None) or getattr(layout, "tubal_rank", None):
-        s = min(m, n)
-        return measured + 20 * s**3 + 4 * m * n * s
-    return measured + (2 * m * n * n if calibrated else 0)
+    return measured + structure(layout.structure).fit_flops(layout, calibrated=calibrated)
 
 
 def _side_flops(layout: Layout) -> float:

@@ -99,8 +99,19 @@ def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor
     Returns:
         Singular values of K^T (W C) L^-T, largest first.  # (..., min(out, d))
     """
-    whitened = _whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
+    whitened = whitened_product(product, gram, curvature)
     return torch.linalg.svdvals(whitened)
+
+
+def whitened_product(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+    """Returns K^T (W C) L^-T with G = L L^T and S = K K^T: errors are plain sums of squares there.
+
+    Args:
+        product: W C.  # (..., out, d)
+        gram: G, damped.  # (..., d, d)
+        curvature: S, damped.  # (..., out, out)
+    """
+    return _whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
 
 
 def lowrank_losses(spectrum: Tensor, constant: Tensor | float | None = None) -> Tensor:

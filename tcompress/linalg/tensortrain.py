@@ -201,6 +201,29 @@ def tt_svd(
     return balance_cores(cores)
 
 
+def bond_tails(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]) -> list[Tensor]:
+    """Returns what a truncation at every bond cuts off, at every rank.
+
+    Args:
+        matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
+        in_modes: Input modes J_1 to J_N.
+        out_modes: Output modes I_1 to I_N.
+
+    Returns:
+        For each bond the squared errors of ranks 0, 1, ...: sums of squared singular values.
+    """
+    rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
+    tensor = pad(matrix, (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
+    count = len(in_modes)
+    pairs = [axis for n in range(count) for axis in (n, count + n)]
+    chain = tensor.permute(pairs)  # (I_1, J_1, I_2, J_2, ...)
+    tails = []
+    for n in range(1, count):
+        values = torch.linalg.svdvals(chain.flatten(2 * n).flatten(0, 2 * n - 1))
+        tails.append(pad(values.square().flip(0).cumsum(0).flip(0), (0, 1)))
+    return tails
+
+
 def _successive_svds(tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
     """Left-orthogonal cores of a tensor (I_1, ..., I_N, J_1, ..., J_N)."""
     # Imported here because it takes a second, which only a conversion should wait for.

@@ -22,6 +22,7 @@ from tcompress.linalg.tensortrain import balance_cores, merge_cores, tt_shape, t
 
 SIDE = 4096  # largest normal matrix that is factored
 ROOM = 2**26  # most numbers in a tensor made on the way to it
+SWEEPS = 4  # passes over the cores
 STEPS = 15  # conjugate gradients per core, where its system is not solved at once
 ENOUGH = 1e-6  # of the first squared residual: the next core gains more than a last digit here
 FLOOR = 1e-10  # ridge on normal matrices, relative to their mean diagonal element
@@ -31,7 +32,7 @@ def fit_tt(
     product: Tensor,
     gram: Tensor | None,
     cores: Sequence[Tensor],
-    sweeps: int = 4,
+    sweeps: int = SWEEPS,
     curvature: Tensor | None = None,
 ) -> list[Tensor]:
     """Fits cores to minimise tr(S W G W^T) - 2 tr(S W P^T), never ending above where they start.

@@ -156,7 +156,7 @@ def plan_terms(
     main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
     cost = term_cost(main, readers, copies)
     rank = choice.residual_rank
-    if not rank and budget is not None and not kind.fills_budget:
+    if not rank and budget is not None and not kind.fills(choice.method):
         rank = int(budget - cost) // (site.in_features + site.out_features)
         if rank < 0:
             raise Refusal(

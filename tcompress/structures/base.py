@@ -44,6 +44,11 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @property
+    def has_size(self) -> bool:
+        """Whether these options alone decide a size; else a budget has to."""
+        return True
+
 
 class Layout(BaseModel):
     """All that is needed to build one term of a layer: it is stored in the artefact.
@@ -131,8 +136,6 @@ class Structure(ABC, Generic[S, L]):
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
-    fills_budget: ClassVar[bool] = False
-    """Whether `layout` chooses sizes by a budget; what others leave of it goes to a residual."""
     spec: type[S]
     layout_type: type[L]
 
@@ -152,7 +155,7 @@ class Structure(ABC, Generic[S, L]):
 
     @abstractmethod
     def core_macs(self, layout: L) -> int:
-        """Multiply-adds of `core` for one token."""
+        """Multiply-adds of `core` for one token, in a pass over many."""
 
     @abstractmethod
     def core(self, z: Tensor, tensors: Tensors, layout: L) -> Tensor:
@@ -202,6 +205,26 @@ class Structure(ABC, Generic[S, L]):
                 dense = self.quick_fit(target, layout)
                 seen[layout] = predicted_loss(dense, target, constant)
         return [seen[layout] for layout in layouts]
+
+    def pass_macs(self, layout: L, tokens: int) -> tuple[int, int]:
+        """Multiply-adds of `core` in a pass over so many tokens.
+
+        Returns:
+            Those done once in the pass, and those done for each token.
+        """
+        return 0, self.core_macs(layout)
+
+    def fills(self, spec: S) -> bool:
+        """Whether `layout` spends a budget itself; if not, a low-rank term may take the rest."""
+        return False
+
+    def fit_flops(self, layout: L, *, calibrated: bool) -> float:
+        """Floating-point operations of `fit`, roughly."""
+        return 2.0 * layout.out_features * layout.in_features**2 if calibrated else 0.0
+
+    def fit_bytes(self, layout: L, *, calibrated: bool) -> int:
+        """Bytes that `fit` holds beyond a few copies of the weight and its moments, at most."""
+        return 0
 
     def regressors(self, layout: L) -> int:
         """How many inputs every output sees: what calibration rows must suffice for."""
@@ -262,6 +285,12 @@ class Structure(ABC, Generic[S, L]):
         u = self.core(z, tensors, layout)
         dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
         return dense.reshape(*u.shape[:-1], -1).mT
+
+
+def svd_flops(rows: int, columns: int) -> float:
+    """Floating-point operations of a truncated SVD and of the products around it, roughly."""
+    least = min(rows, columns)
+    return 20.0 * least**3 + 4.0 * rows * columns * least
 
 
 def _parse_layout(value: Any) -> Any:

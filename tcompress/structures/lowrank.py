@@ -22,6 +22,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     register,
+    svd_flops,
 )
 
 
@@ -30,6 +31,10 @@ class LowRankSpec(Spec):
 
     name: Literal["svd", "lowrank"] = "svd"
     rank: int | None = Field(None, gt=0, description="rank r of every rewritten weight")
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None
 
 
 class LowRankLayout(Layout):
@@ -45,7 +50,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     name = "lowrank"
     summary = "two thin factors from a truncated SVD, whitened by the data"
     reference = "Eckart & Young 1936; whitening as in SVD-LLM (arXiv:2403.07378)"
-    fills_budget = True
     spec = LowRankSpec
     layout_type = LowRankLayout
 
@@ -74,6 +78,12 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
 
     def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (z @ tensors["b"].mT) @ tensors["a"].mT
+
+    def fills(self, spec: LowRankSpec) -> bool:
+        return True
+
+    def fit_flops(self, layout: LowRankLayout, *, calibrated: bool) -> float:
+        return svd_flops(layout.out_features, layout.in_features)
 
     def fit(
         self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]

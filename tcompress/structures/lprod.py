@@ -33,6 +33,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     register,
+    svd_flops,
 )
 from tcompress.structures.transform import (
     TransformKind,
@@ -169,6 +170,11 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
     def core_macs(self, layout: LprodLayout) -> int:
         macs = sum(a * b * c for a, b, c in self.tensors(layout).values())
         return 2 * macs if layout.transform == "dft" else macs
+
+    def fit_flops(self, layout: LprodLayout, *, calibrated: bool) -> float:
+        if layout.tubal_rank is not None:
+            return svd_flops(layout.out_features, layout.in_features)
+        return super().fit_flops(layout, calibrated=calibrated)
 
     def regressors(self, layout: LprodLayout) -> int:
         return layout.padded_in // layout.p

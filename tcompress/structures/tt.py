@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
+from tcompress.linalg.curvature import whitened_product
 from tcompress.linalg.tensortrain import (
+    bond_tails,
     contract_macs,
     rebuild_macs,
     tt_apply,
     tt_svd,
     tt_to_matrix,
 )
+from tcompress.linalg.ttcost import fit_bytes, fit_macs
 from tcompress.linalg.ttfit import fit_tt
 from tcompress.linalg.ttmodes import (
     clip_ranks,
@@ -35,32 +38,50 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    predicted_loss,
     register,
+    svd_flops,
 )
 
-Modes = tuple[int, ...]
+Modes = tuple[PositiveInt, ...]
 Way = Literal["auto", "contract", "rebuild"]
 
 SLOWER = 4
 """A multiply-add of a contraction costs about so many of one large product: it moves more data."""
 
 
+CURVED_SWEEPS = 2
+"""Sweeps with output moments, after those without: each takes conjugate gradients."""
+
+
 class TTSpec(Spec):
     """Options of `tt` and `qtt`."""
 
     name: Literal["tt", "qtt"] = "tt"
-    order: int = Field(2, ge=2, le=16, description="number of cores")
-    modes: dict[int, Modes] = Field(
+    order: int | None = Field(
+        None, ge=2, le=16, description="number of cores; default 2, or as many as `modes` says"
+    )
+    modes: dict[PositiveInt, Modes] = Field(
         {}, description="factors of a width, such as `768: [24, 32]`; default as even as possible"
     )
-    rank: int | tuple[int, ...] | None = Field(
+    rank: PositiveInt | Modes | None = Field(
         None, description="inner ranks: one for all, or a list; `qtt` has 2 unless `target` says"
     )
     apply: Way = Field(
         "auto",
-        description="`contract` the cores with the input, `rebuild` the weight for each pass, or "
+        description="`contract` the cores with the input, `rebuild` the weight in each pass, or "
         "`auto`: what costs less for the tokens at hand",
     )
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None or self.name == "qtt"
+
+    @model_validator(mode="after")
+    def _without_modes_of_its_own(self) -> TTSpec:
+        if self.name == "qtt" and (self.order is not None or self.modes):
+            raise ValueError("the modes of `qtt` are 2: leave out `order` and `modes`")
+        return self
 
 
 class TTLayout(Layout):
@@ -83,8 +104,7 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
 
     name = "tt"
     summary = "tensor-train cores; `qtt` has modes of 2"
-    reference = "Oseledets 2011; Novikov et al. 2015, arXiv:1509.06569; TGA, TSA papers"
-    fills_budget = True
+    reference = "Oseledets 2011; Novikov et al. 2015, arXiv:1509.06569"
     spec = TTSpec
     layout_type = TTLayout
 
@@ -106,9 +126,18 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         return {f"core{n}": (bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
 
     def core_macs(self, layout: TTLayout) -> int:
-        if _contracts(layout, None):
-            return contract_macs(*layout.shape)
-        return layout.in_features * layout.out_features
+        return self._each(layout, contract=_contracts(layout, None))
+
+    def pass_macs(self, layout: TTLayout, tokens: int) -> tuple[int, int]:
+        contract = _contracts(layout, tokens)
+        once = 0 if contract else rebuild_macs(*layout.shape)
+        return once, self._each(layout, contract=contract)
+
+    @staticmethod
+    def _each(layout: TTLayout, *, contract: bool) -> int:
+        return (
+            contract_macs(*layout.shape) if contract else layout.in_features * layout.out_features
+        )
 
     def core(self, z: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         cores = _cores(tensors, layout)
@@ -120,6 +149,9 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
     def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
 
+    def fills(self, spec: TTSpec) -> bool:
+        return spec.rank is None
+
     def fit(
         self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
@@ -127,12 +159,36 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         if target.gram is not None:  # what a fit without limits would be
             start = torch.linalg.solve(target.gram, start.mT).mT
         cores = tt_svd(start, *layout.shape)
-        # Two cores are one SVD, which is the optimum where nothing is weighed or padded.
-        plain = target.gram is None and target.curvature is None
-        settled = len(cores) == 2 and plain and not _is_padded(layout)
-        if not settled:
-            cores = fit_tt(target.product, target.gram, cores, curvature=target.curvature)
+        if not _is_settled(layout, target.gram is not None):
+            cores = fit_tt(target.product, target.gram, cores)
+        if target.curvature is not None:
+            cores = fit_tt(target.product, target.gram, cores, CURVED_SWEEPS, target.curvature)
         return {f"core{n}": core for n, core in enumerate(cores)}
+
+    def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
+        """Fits one size, and takes the others from what the SVDs of the chain cut off.
+
+        Those are of the weight in the norm of both moments, where they are no optimum of the
+        chain: only their ratios are used.
+        """
+        assert target.curvature is not None
+        middle = layouts[len(layouts) // 2]
+        fitted = predicted_loss(self.quick_fit(target, middle), target, constant)
+        whitened = whitened_product(target.product, target.full_gram(), target.curvature)
+        tails = bond_tails(whitened, middle.in_modes, middle.out_modes)
+        level = _cut(tails, middle)
+        scale = fitted / level if level > 0 else 0.0
+        return [min(constant, scale * _cut(tails, layout)) for layout in layouts]
+
+    def fit_flops(self, layout: TTLayout, *, calibrated: bool) -> float:
+        start = svd_flops(layout.out_features, layout.in_features)
+        if _is_settled(layout, calibrated):
+            return start
+        separates = prod(layout.out_modes) == layout.out_features
+        return start + 2.0 * fit_macs(*layout.shape, separates=separates)
+
+    def fit_bytes(self, layout: TTLayout, *, calibrated: bool) -> int:
+        return 0 if _is_settled(layout, calibrated) else fit_bytes(*layout.shape)
 
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
@@ -143,25 +199,30 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         }
 
 
+def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:
+    """What the ranks of a layout cut off, summed over the bonds."""
+    return sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
+
+
 def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
     if spec.name == "qtt":
         return quantized_matrix_modes(site.in_features, site.out_features)
-    in_modes, out_modes = matrix_modes(site.in_features, site.out_features, spec.order)
-    in_modes = _given(spec, site.in_features, in_modes)
-    out_modes = _given(spec, site.out_features, out_modes)
+    widths = (site.in_features, site.out_features)
+    given = {width: spec.modes[width] for width in widths if width in spec.modes}
+    for width, modes in given.items():
+        if len(modes) < 2 or prod(modes) < width:
+            raise Refusal(f"modes {list(modes)} do not make up {width}, or are fewer than two")
+    order = spec.order or max(map(len, given.values()), default=2)
+    defaults = matrix_modes(*widths, order)
+    in_modes, out_modes = (
+        given.get(width, modes) for width, modes in zip(widths, defaults, strict=True)
+    )
     if len(in_modes) != len(out_modes):
         raise Refusal(
-            f"the input {site.in_features} has {len(in_modes)} modes, "
-            f"the output {site.out_features} {len(out_modes)}: give both equally many"
+            f"the input {site.in_features} has {len(in_modes)} modes and "
+            f"the output {site.out_features} has {len(out_modes)}: give both equally many"
         )
     return in_modes, out_modes
-
-
-def _given(spec: TTSpec, size: int, default: Modes) -> Modes:
-    modes = spec.modes.get(size, default)
-    if prod(modes) < size or min(modes, default=0) < 1 or len(modes) < 2:
-        raise Refusal(f"modes {list(modes)} do not make up {size}")
-    return modes
 
 
 def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) -> Modes:
@@ -171,21 +232,34 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
         rank = rank_for_budget(in_modes, out_modes, budget)
         if not rank:
             least = parameter_count(in_modes, out_modes, (1,) * bonds)
-            raise Refusal(f"the budget of {budget} parameters does not pay for rank 1 ({least})")
+            raise Refusal(
+                f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
+            )
     if rank is None and spec.name == "qtt":
         rank = 2
     if rank is None:
         raise Refusal("no rank is given: set `rank` or `target`")
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
-    if len(ranks) != bonds or min(ranks, default=1) < 1:
-        raise Refusal(f"{bonds + 1} cores have {bonds} ranks of at least 1, not {list(ranks)}")
+    if len(ranks) != bonds:
+        has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"
+        raise Refusal(f"{bonds + 1} cores have {has}, not {len(ranks)}")
     return ranks
+
+
+def _is_settled(layout: TTLayout, weighted: bool) -> bool:
+    """Whether the SVD that a fit starts from is the optimum already."""
+    sizes = prod(layout.in_modes), prod(layout.out_modes)
+    padded = sizes != (layout.in_features, layout.out_features)
+    return len(layout.in_modes) == 2 and not weighted and not padded
 
 
 def _contracts(layout: TTLayout, tokens: int | None) -> bool:
     """Whether to contract rather than rebuild, for so many tokens; None for very many."""
     if layout.apply != "auto":
         return layout.apply == "contract"
+    # A compiler that traces any number of tokens at once must not have it decide.
+    if not isinstance(tokens, int):
+        tokens = None
     dense = layout.in_features * layout.out_features
     saved = dense - SLOWER * contract_macs(*layout.shape)
     if tokens is None:
@@ -199,11 +273,6 @@ def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:
 
 def _matrix(cores: list[Tensor], layout: TTLayout) -> Tensor:
     return tt_to_matrix(cores)[..., : layout.out_features, : layout.in_features]
-
-
-def _is_padded(layout: TTLayout) -> bool:
-    sizes = prod(layout.in_modes), prod(layout.out_modes)
-    return sizes != (layout.in_features, layout.out_features)
 
 
 register(TensorTrain())

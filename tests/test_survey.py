@@ -13,7 +13,6 @@ from transformers import AutoModelForMaskedLM
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion import survey
 from tcompress.conversion.run import Converted, convert
-from tcompress.conversion.survey import by_loss, surveys
 from tcompress.errors import PlanError
 from tcompress.recipe.schema import Convert
 from tests.support.conversions import calibration, distance, make, outputs
@@ -61,7 +60,7 @@ def test_what_asks_for_a_backward_pass() -> None:
     ]
     for changes, first, second in rows:
         chosen = _aware(**changes)
-        assert (surveys(chosen), by_loss(chosen)) == (first, second), changes
+        assert (chosen.surveys, chosen.by_loss) == (first, second), changes
 
 
 @pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])
@@ -177,3 +176,11 @@ def test_output_moments_change_fits_of_equal_sizes(
         written.append((plan, contents(folder)["model.safetensors"]))
     assert written[0][0] == written[1][0]
     assert written[0][1] != written[1][1]
+
+
+@pytest.mark.parametrize("name", ["tt", "qtt"])
+def test_tensor_trains_take_a_budget(name: str, source: Path, tmp_path: Path) -> None:
+    plan = _convert(source, tmp_path / "out", {"method": {"name": name}, "target": 0.4})
+    assert 0.3 < plan.manifest.plan.kept <= 0.4
+    ranks = {entry.parts[0].terms[0].ranks for entry in plan.manifest.plan.layers}  # type: ignore[attr-defined]
+    assert len(ranks) > 2

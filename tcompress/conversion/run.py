@@ -31,7 +31,7 @@ from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
-from tcompress.conversion.survey import Survey, surveys
+from tcompress.conversion.survey import Survey
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.planning.entries import Plan
@@ -157,7 +157,7 @@ class _Job:
 
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
-        if self.data is not None and surveys(self.recipe):
+        if self.data is not None and self.recipe.surveys:
             survey = Survey(self.source, self.recipe, self.plan, self.data, place, self.device)
             self.plan = survey.run(self.progress)
         dtype = pick_dtype(self.recipe.dtype)

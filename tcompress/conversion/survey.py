@@ -24,20 +24,6 @@ from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
 
 
-def surveys(recipe: Convert) -> bool:
-    """Tells whether a conversion begins with a backward pass."""
-    if recipe.calibration.source == "none":
-        return False
-    return bool(recipe.calibration.output_moments) or by_loss(recipe)
-
-
-def by_loss(recipe: Convert) -> bool:
-    """Tells whether sizes follow predicted loss."""
-    if recipe.target is None or recipe.allocation == "uniform":
-        return False
-    return recipe.calibration.source != "none"
-
-
 class Survey:
     """One backward pass, and what follows from it.
 
@@ -99,7 +85,7 @@ class Survey:
         by_name = {block.name: block for block in anatomy.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
             sized += self._block(by_name[name], worths)
-        if not by_loss(self._recipe):
+        if not self._recipe.by_loss:
             return self._plan
         assert self._recipe.target is not None
         choices = choose(sized, self._recipe.target)
@@ -116,7 +102,7 @@ class Survey:
         if self._recipe.calibration.output_moments is not False:
             curvatures = {entries[name].name: w.curvature / w.rows for name, w in seen.items()}
             self._place.keep_curvature(block.name, curvatures)
-        if not by_loss(self._recipe):
+        if not self._recipe.by_loss:
             return []
         return [
             self._sized(entries[layer.name], layer, seen[layer.name], len(group))

@@ -99,6 +99,18 @@ class Convert(_Model):
         "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
     )
 
+    @property
+    def by_loss(self) -> bool:
+        """Whether sizes follow predicted loss."""
+        asked = self.target is not None and self.allocation == "loss"
+        return asked and self.calibration.source != "none"
+
+    @property
+    def surveys(self) -> bool:
+        """Whether a conversion begins with a backward pass over the calibration data."""
+        wanted = bool(self.calibration.output_moments) or self.by_loss
+        return wanted and self.calibration.source != "none"
+
 
 TrainingTask = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification"

@@ -4,8 +4,9 @@
 
 For every width d the shapes d -> d, d -> 4 d and 4 d -> d are timed at 25 % kept, forward, without
 gradients. All ways and the dense layer take turns; every number is the median time of `F.linear`
-over that of the way, so 1 is as fast as dense. `auto` against the better of `contract` and
-`rebuild` says whether the choice is right. `kept` is the same layer with `keep_weights`.
+over that of the way, so 1 is as fast as dense. `choice` is the time of the better of `contract` and
+`rebuild` over that of the way which `auto` takes: 1 where the choice is right. `kept` is the same
+layer with `keep_weights`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -54,16 +56,24 @@ def make(way: str, d_in: int, d_out: int, order: int) -> nn.Module:
     return layer
 
 
+def chosen(layer: nn.Module, tokens: int) -> str:
+    """The way that `auto` takes: only rebuilding does something once per pass."""
+    layout = layer.parts[0].terms[0]
+    return "rebuild" if structure("tt").pass_macs(layout, tokens)[0] else "contract"
+
+
 def alternate(
     runs: dict[str, Callable[[Tensor], Tensor]], x: Tensor, repeats: int, seconds: float
 ) -> dict[str, float]:
-    """Median milliseconds of every way; slow ways are repeated less often, but 7 times."""
+    """Median milliseconds of every way; each repeat has an order of its own, as caches matter."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    start = time.perf_counter()
+    order, start = list(runs), time.perf_counter()
+    shuffle = random.Random(0).shuffle
     for repeat in range(repeats + 2):
-        for name, run in runs.items():
+        shuffle(order)
+        for name in order:
             begun = time.perf_counter()
-            run(x)
+            runs[name](x)
             if repeat >= 2:
                 times[name].append((time.perf_counter() - begun) * 1e3)
         if repeat >= 8 and time.perf_counter() - start > seconds:
@@ -82,7 +92,8 @@ def measure(
         ways = {w: m for w, m in modules.items() if w != "contract" or tokens <= 1024}
         with torch.inference_mode():
             times = alternate(dict(ways), torch.randn(tokens, d_in), repeats, seconds)
-        rows.append({"in": d_in, "out": d_out, "order": order, "tokens": tokens, **times})
+        sizes = {"in": d_in, "out": d_out, "order": order, "tokens": tokens}
+        rows.append({**sizes, "chosen": chosen(modules["auto"], tokens), **times})
     return rows
 
 
@@ -93,14 +104,16 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="*", default=[384, 768, 1024])
     parser.add_argument("--order", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=4.0, help="most time per row")
+    parser.add_argument("--repeats", type=int, default=201)
+    parser.add_argument("--seconds", type=float, default=4.0, help="time per row, about")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {args.threads} threads, {platform.machine()}, float32")
-    print(f"25 % kept, {args.order} cores; dense in ms, then dense / way; auto / better of two")
+    print(
+        f"25 % kept, {args.order} cores; dense in ms, then dense / way; choice: better / chosen way"
+    )
     head = "".join(f"{way:>10}" for way in WAYS)
     print(f"{'in':>5}{'out':>6}{'tokens':>7}{'dense':>9}{head}{'choice':>8}")
     results = []
@@ -120,7 +133,7 @@ def line(row: dict[str, object]) -> str:
     dense = float(row["dense"])
     cells = "".join(f"{dense / float(row[way]) if way in row else 0:>10.2f}" for way in WAYS)
     better = min(float(row[way]) for way in ("contract", "rebuild") if way in row)
-    choice = better / float(row["auto"])
+    choice = better / float(row[row["chosen"]])  # not `auto` itself, which has noise of its own
     return f"{row['in']:>5}{row['out']:>6}{row['tokens']:>7}{dense:>9.3f}{cells}{choice:>8.2f}"
 
 

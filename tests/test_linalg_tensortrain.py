@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.errors import FitError, InputError
+from tcompress.linalg import tensortrain
 from tcompress.linalg.tensortrain import (
     balance_cores,
     contract_macs,
@@ -217,6 +218,18 @@ def test_contraction_equals_the_rebuilt_product(
     assert weight.shape == (*batch, math.prod(shape[1]), math.prod(shape[0]))
     flat = x.reshape(*batch, math.prod(rows), x.shape[-1])
     near(tt_apply(x, cores), (flat @ weight.mT).reshape(*batch, *rows, weight.shape[-2]))
+
+
+@shapes
+@pytest.mark.parametrize("narrow", [2, 100])
+def test_contraction_without_gradients(
+    shape: tuple[tuple[int, ...], ...], narrow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensortrain, "NARROW", narrow)
+    cores = random_cores(shape)
+    x = randn(5, math.prod(shape[0]))
+    with torch.no_grad():
+        near(tt_apply(x, cores), x @ tt_to_matrix(cores).T)
 
 
 def test_every_matrix_of_a_batch_is_rebuilt_on_its_own() -> None:

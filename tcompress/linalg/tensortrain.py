@@ -22,6 +22,8 @@ from torch.nn.functional import pad
 from tcompress.errors import FitError, InputError
 from tcompress.linalg.ttmodes import clip_ranks, full_ranks
 
+NARROW = 8  # rows below this width are gathered into one product
+
 Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -112,7 +114,7 @@ def tt_apply(x: Tensor, cores: Sequence[Tensor]) -> Tensor:
         x = pad(x, (0, width - x.shape[-1]))
     tokens = math.prod(rows)
     first, last = _apply_macs(in_modes, out_modes, ranks)
-    if first <= last:
+    if first < last:  # from the last core on, no core has to be copied
         state = _from_first(x.reshape(*batch, tokens, 1, width), cores)
     else:
         state = _from_last(x.reshape(*batch, tokens * width, 1, 1), cores)
@@ -122,19 +124,31 @@ def tt_apply(x: Tensor, cores: Sequence[Tensor]) -> Tensor:
 def _from_first(state: Tensor, cores: Sequence[Tensor]) -> Tensor:
     """Contracts the first core first; state: (..., tokens and outputs so far, R, inputs left)."""
     for core in cores:
-        mode = core.shape[-2]
-        state = state.unflatten(-1, (mode, state.shape[-1] // mode))
-        state = torch.einsum("...arjb,...rijs->...aisb", state, core).flatten(-4, -3)
+        _, i, j, s = core.shape[-4:]
+        state = state.unflatten(-1, (j, state.shape[-1] // j)).flatten(-3, -2)
+        matrix = core.transpose(-3, -2).flatten(-4, -3).flatten(-2).mT  # (i * s, r * j)
+        state = _contract(state, matrix).unflatten(-2, (i, s)).flatten(-4, -3)
     return state
 
 
 def _from_last(state: Tensor, cores: Sequence[Tensor]) -> Tensor:
     """Contracts the last core first; state: (..., tokens and inputs left, R, outputs so far)."""
     for core in reversed(cores):
-        mode = core.shape[-2]
-        state = state.unflatten(-3, (state.shape[-3] // mode, mode))
-        state = torch.einsum("...ajsb,...rijs->...arib", state, core).flatten(-2, -1)
+        r, i, j, _ = core.shape[-4:]
+        state = state.unflatten(-3, (state.shape[-3] // j, j)).flatten(-3, -2)
+        matrix = core.flatten(-4, -3).flatten(-2)  # (r * i, j * s), as it is stored
+        state = _contract(state, matrix).unflatten(-2, (r, i)).flatten(-2)
     return state
+
+
+def _contract(state: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies the middle dimension; (..., a, k, b) and (..., m, k) to (..., a, m, b)."""
+    if state.shape[-1] == 1:
+        return (state.squeeze(-1) @ matrix.mT).unsqueeze(-1)
+    # One product per row moves no data, but its gradient for the matrix would be one per row too.
+    if state.dim() == 3 and state.shape[-1] >= NARROW and not torch.is_grad_enabled():
+        return torch.bmm(matrix.expand(len(state), -1, -1), state)
+    return torch.einsum("...akb,...mk->...amb", state, matrix)
 
 
 def contract_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:

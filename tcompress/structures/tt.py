@@ -46,8 +46,10 @@ from tcompress.structures.base import (
 Modes = tuple[PositiveInt, ...]
 Way = Literal["auto", "contract", "rebuild"]
 
-SLOWER = 4
-"""A multiply-add of a contraction costs about so many of one large product: it moves more data."""
+# What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
+IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients it has to move data
+COPY = 16  # one number of a weight that is rebuilt
+ONCE = 3e6  # building a weight, however small
 
 
 CURVED_SWEEPS = 2
@@ -142,7 +144,8 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
     def core(self, z: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         cores = _cores(tensors, layout)
         lead = cores[0].dim() - 4
-        if _contracts(layout, prod(z.shape[lead:-1])):
+        price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
+        if _contracts(layout, prod(z.shape[lead:-1]), price):
             return tt_apply(z, cores)[..., : layout.out_features]
         return z @ _matrix(cores, layout).mT
 
@@ -253,18 +256,16 @@ def _is_settled(layout: TTLayout, weighted: bool) -> bool:
     return len(layout.in_modes) == 2 and not weighted and not padded
 
 
-def _contracts(layout: TTLayout, tokens: int | None) -> bool:
+def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
     """Whether to contract rather than rebuild, for so many tokens; None for very many."""
     if layout.apply != "auto":
         return layout.apply == "contract"
+    dense = layout.in_features * layout.out_features
+    more = price * contract_macs(*layout.shape) - dense  # for each token
     # A compiler that traces any number of tokens at once must not have it decide.
     if not isinstance(tokens, int):
-        tokens = None
-    dense = layout.in_features * layout.out_features
-    saved = dense - SLOWER * contract_macs(*layout.shape)
-    if tokens is None:
-        return saved > 0
-    return tokens * saved + SLOWER * rebuild_macs(*layout.shape) > 0
+        return more < 0
+    return tokens * more < rebuild_macs(*layout.shape) + COPY * dense + ONCE
 
 
 def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:

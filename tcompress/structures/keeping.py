@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from tcompress.structures.side import SideModule
 
 
+_Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
+"""Where a tensor is looked up, the tensor, its address and its version."""
+
+
 class KeptWeight:
     """One dense weight, and the state of all tensors that it was built from.
 
@@ -23,7 +27,7 @@ class KeptWeight:
     def drop(self) -> None:
         """Forgets the weight, which frees its memory."""
         self._weight: Tensor | None = None
-        self._sources: list[tuple[dict[str, Tensor | None], str, Tensor, int, int | None]] = []
+        self._sources: list[_Source] = []
         self._sides: list[tuple[SideModule, int]] = []
 
     def current(self) -> Tensor | None:

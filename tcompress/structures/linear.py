@@ -227,7 +227,7 @@ class StructuredLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StructuredLinear:
         if self._kept is not None:
             self._kept.drop()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._kept is not None:

@@ -38,8 +38,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "residual": {"method": _lprod("dct"), "residual_rank": 2},
     "svd": {"method": {"name": "svd"}, "target": 0.4},
     "tt": {"method": {"name": "tt"}, "target": 0.4},
-    "tt-3": {"method": {"name": "tt", "order": 3, "rank": [3, 6]}},
-    "qtt": {"method": {"name": "qtt"}},
+    "tt-3": {"method": {"name": "tt", "order": 3, "rank": [2, 4], "apply": "rebuild"}},
+    "qtt": {"method": {"name": "qtt", "rank": 6}},
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         export_dense,
         finetune,
         inspect,
+        keep_weights,
         plan,
         report,
     )
@@ -32,6 +33,7 @@ __all__ = [
     "export_dense",
     "finetune",
     "inspect",
+    "keep_weights",
     "plan",
     "report",
 ]

@@ -22,6 +22,7 @@ from tcompress.recipe.schema import Finetune
 from tcompress.reporting.model import report_of as report
 from tcompress.source import SourceModel, default_output_name
 from tcompress.structures import structures
+from tcompress.structures.linear import keep_weights
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
@@ -32,6 +33,7 @@ __all__ = [
     "export_dense",
     "finetune",
     "inspect",
+    "keep_weights",
     "plan",
     "report",
 ]

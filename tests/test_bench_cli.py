@@ -48,6 +48,24 @@ def test_one_document() -> None:
     assert manifest.speed == []
 
 
+def test_kept_weights() -> None:
+    arguments = ("bench", "gpt2-small", "--against", "gpt2", *FEW, "--keep-weights")
+    done = run(*arguments, "--threads", "1")
+    assert done.code == 0
+    assert done.lines[5] == "cpu, 1 thread, float32, weights kept"
+    size = 4 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)  # two blocks: qkv, o, up and down, float32
+    assert done.lines[6].startswith(f"note: kept weights take {size:,} bytes of memory beside ")
+    run(*arguments[:-1], "--threads", "1")  # times without are other times
+    manifest = read_manifest(Path("gpt2-small"))
+    assert manifest is not None
+    kept = [speed.protocol.get("kept_weights_bytes") for speed in manifest.speed]
+    assert kept == [size, size, None, None]
+    done = run(*arguments, "--mode", "compiled")
+    assert (done.code, done.err) == (
+        2, error("compiled passes use no kept weights", "leave one of the two options out"),
+    )  # fmt: skip
+
+
 def test_a_dense_model_keeps_nothing() -> None:
     done = run("bench", "gpt2", "--against", "gpt2", *FEW)
     assert done.lines[-1] == "Not kept: `gpt2` is no folder with a `tcompress.json`."

@@ -76,6 +76,17 @@ def test_every_option_reaches_the_recipe() -> None:
     }  # fmt: skip
 
 
+def test_every_option_of_a_tensor_train_reaches_the_recipe() -> None:
+    made = settings(method="tt", rank="4, 8", order=3, apply="rebuild")
+    assert made["method"] == {"order": 3, "rank": (4, 8), "apply": "rebuild"}
+    assert settings(method="tt", rank="12")["method"] == {"rank": 12}
+    assert settings(method="qtt")["method"] == {"name": "qtt"}  # its rank is 2
+    text = RECIPE.replace(
+        "{name: lprod, p: 2, transform: haar}", "{name: tt, modes: {32: [4, 8]}, rank: 3}"
+    )
+    assert settings(text, rank="5")["method"] == {"modes": {32: (4, 8)}, "rank": 5}
+
+
 def test_options_override_a_recipe() -> None:
     made = settings(RECIPE, p=4, calib_samples=8, keep=["o"])
     assert made == {
@@ -97,7 +108,10 @@ def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
         ({"p": 8, "transform": "dct", "target": 0.25}, "bert-base-lprod-p8-dct-25"),
         ({"tubal_rank": 5, "residual_rank": 16}, "bert-base-lprod-p4-k5-plus16"),
         ({"method": "svd", "target": 0.125}, "bert-base-svd-12.5"),
-        ({"method": "lowrank", "rank": 64}, "bert-base-lowrank-r64"),
+        ({"method": "lowrank", "rank": "64"}, "bert-base-lowrank-r64"),
+        ({"method": "tt", "target": 0.25}, "bert-base-tt-25"),
+        ({"method": "tt", "order": 3, "rank": "4,8"}, "bert-base-tt-o3-r4x8"),
+        ({"method": "qtt"}, "bert-base-qtt"),
     ],
 )
 def test_default_output(options: dict[str, Any], name: str) -> None:

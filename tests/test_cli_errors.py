@@ -63,12 +63,12 @@ def test_value_of_a_wrong_type() -> None:
     [
         (
             ["--method", "lprd"],
-            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`",
+            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
-            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`",
+            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`",
             "see `tcompress methods`",
         ),
         (
@@ -76,6 +76,54 @@ def test_value_of_a_wrong_type() -> None:
             "`--rank` does not apply to method `lprod`; its options are `--p`, `--transform`, "
             "`--block`, `--stages`, `--tubal-rank`",
             "`--rank` belongs to `--method svd`",
+        ),
+        (
+            ["--method", "tt"],
+            "method `tt` needs a size: give `--target` or `--rank`",
+            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
+        ),
+        (
+            ["--method", "tt", "--rank", "4,x"],
+            "`--rank` is `4,x`, allowed is a whole number, or several with commas between",
+            SEE,
+        ),
+        (
+            ["--method", "tt", "--rank", "4,0"],
+            "`--rank` is `4,0`, allowed is a whole number, at least 1 or a list, each entry a "
+            "whole number, at least 1",
+            SEE,
+        ),
+        (
+            ["--method", "svd", "--rank", "4,8"],
+            "`--rank` is `4,8`, allowed is a whole number, at least 1",
+            SEE,
+        ),
+        (
+            ["--method", "tt", "--rank", "4", "--order", "1", "--apply", "build"],
+            "`--order` is `1`, allowed is a whole number, at least 2 and at most 16; `--apply` is "
+            "`build`, allowed is one of `auto`, `contract`, `rebuild`",
+            SEE,
+        ),
+        (
+            ["--method", "qtt", "--order", "3"],
+            "the modes of `qtt` are 2: leave out `order` and `modes`",
+            SEE,
+        ),
+        (
+            ["--method", "tt", "--rank", "4,8", "--calib", "none"],
+            "none of 12 layers can be rewritten:\n"
+            "  - 2 cores have 1 inner rank, not 2: 12 layers, such as "
+            "`bert.encoder.layer.0.attention.self.query.weight`",
+            "choose another p or rank, or `pad: true` in the method's options of a recipe",
+        ),
+        (
+            ["--method", "tt", "--target", "0.01", "--calib", "none"],
+            "none of 12 layers can be rewritten:\n"
+            "  - the budget of 10 parameters does not pay for rank 1, which takes 64: 8 layers, "
+            "such as `bert.encoder.layer.0.attention.self.query.weight`\n"
+            "  - the budget of 20 parameters does not pay for rank 1, which takes 96: 4 layers, "
+            "such as `bert.encoder.layer.0.intermediate.dense.weight`",
+            "choose another p or rank, or `pad: true` in the method's options of a recipe",
         ),
         (
             ["--method", "lowrank", "--p", "4", "--tubal-rank", "2"],

@@ -17,6 +17,7 @@ from tcompress.recipe import method_names, recipe_names
 from tcompress.recipe.schema import DType
 from tcompress.structures import structures
 from tcompress.structures.transform import TransformKind
+from tcompress.structures.tt import Way
 from tests.support.cli import run
 
 COMMANDS = (
@@ -112,6 +113,7 @@ def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert set(complete.METHODS) == set(method_names())
     assert tuple(TASKS) == complete.TASKS
     assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
+    assert set(complete.WAYS) == set(Way.__args__)  # type: ignore[attr-defined]
     assert set(complete.DTYPES) == set(DType.__args__)  # type: ignore[attr-defined]
 
 
@@ -124,6 +126,8 @@ def test_method_options_exist() -> None:
 
 def test_completion_of_words() -> None:
     assert complete.methods("l") == ["lprod", "lowrank"]
+    assert complete.methods("q") == ["qtt"]
+    assert complete.ways("con") == ["contract"]
     assert complete.dtypes("b") == ["bfloat16"]
     assert complete.calibrations("bui") == ["builtin"]
     assert complete.formats("") == ["dense"]

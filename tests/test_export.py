@@ -31,6 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixtral": FITTED,
     "qwen3_moe": HALF,
     "phi3": SUM,
+    "electra": {"method": {"name": "tt", "rank": 4, "order": 3}},
 }
 
 # Runs in a process of its own that must not know of tcompress.

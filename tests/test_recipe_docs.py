@@ -83,6 +83,9 @@ def test_reference_has_every_key_once() -> None:
         "calibration data |",
         "| `convert.method.rank` | a whole number, at least 1 | none | "
         "rank r of every rewritten weight |",
+        "| `convert.method.modes` | a mapping, each value a list, each entry a whole number, "
+        "at least 1 | empty | factors of a width, such as `768: [24, 32]`; default as even as "
+        "possible |",
     ],
 )
 def test_row_of_the_reference(row: str) -> None:

@@ -17,12 +17,12 @@ TOP = (
     "`finetune`, `evaluate`, `bench`, `report`"
 )
 CONVERT = (
-    "`method`, `target`, `residual_rank`, `keep`, `layers`, `calibration`, `dtype`, `device`, "
-    "`max_shard_size`"
+    "`method`, `target`, `allocation`, `residual_rank`, `keep`, `layers`, `calibration`, "
+    "`dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "
-    "`seed`"
+    "`output_moments`, `seed`"
 )
 COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"

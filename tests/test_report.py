@@ -184,11 +184,14 @@ def test_the_json_reads_back(tmp_path: Path) -> None:
     assert ModelReport.model_validate(document) == report
 
 
+TT = {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}}
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "t5"])
 @pytest.mark.parametrize(
     "options",
-    [None, {}, {"method": FITTED}, {"method": {"name": "svd"}, "target": 0.5}],
-    ids=["dense", "dct", "fitted", "svd"],
+    [None, {}, {"method": FITTED}, {"method": {"name": "svd"}, "target": 0.5}, TT],
+    ids=["dense", "dct", "fitted", "svd", "tt"],
 )
 def test_multiply_adds_are_those_that_run(
     tmp_path: Path, family: str, options: dict[str, Any] | None
@@ -209,7 +212,8 @@ def test_multiply_adds_are_those_that_run(
             model(**inputs, use_cache=False)
     macs = report_of(folder, length).macs_per_token
     assert macs.length == length
-    assert macs.now * 2 * length == counter.get_total_flops()
+    # What is done once per pass does not divide into tokens evenly: it is rounded up.
+    assert macs.now == -(-counter.get_total_flops() // (2 * length))
 
 
 def test_multiply_adds_of_experts_count_those_of_a_token(tmp_path: Path) -> None:

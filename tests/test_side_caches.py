@@ -112,7 +112,7 @@ def test_compiles_into_one_graph(method: str, grad: bool) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("method", ["lowrank", "dct", "fitted"])
+@pytest.mark.parametrize("method", ["lowrank", "tt", "tt-contract", "dct", "fitted"])
 def test_exports_with_any_number_of_tokens(method: str) -> None:
     trio = Trio(method).eval().requires_grad_(False)
     tokens = torch.export.Dim("tokens", min=2, max=512)

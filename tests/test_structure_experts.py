@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tcompress.structures import Site, structure
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
-from tcompress.structures.linear import PartLayout
+from tcompress.structures.linear import PartLayout, keep_weights
 from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12
@@ -24,6 +24,8 @@ METHODS = {
     "fitted": [("lprod", {"transform": "fitted", "block": 4})],
     "tubal": [("lprod", {"transform": "fitted", "block": 4, "tubal_rank": 1})],
     "padded": [("lprod", {"p": 5, "transform": "dct", "pad": True})],
+    "tt": [("tt", {"rank": 3})],
+    "tt rebuilt": [("tt", {"order": 3, "rank": 3, "apply": "rebuild"})],
     "residual": [("lprod", {"transform": "fitted", "block": 4}), ("lowrank", {"rank": 2})],
 }
 
@@ -106,6 +108,21 @@ def test_equals_a_loop_over_experts(method: str, routing: str) -> None:
     assert_close(experts(*call), _loop(_weights(experts), *call))
 
 
+@pytest.mark.parametrize("routing", ["unbalanced", "dropped tokens", "nobody"])
+@pytest.mark.parametrize("method", METHODS)
+def test_kept_weights_change_nothing(method: str, routing: str) -> None:
+    experts, call = _structured(method).eval(), _call(routing)
+    with torch.no_grad():
+        wanted = experts(*call)
+        assert keep_weights(experts) == 8 * EXPERTS * 3 * UNITS * WIDTH
+        assert_close(experts(*call), wanted)
+        for child in CHILD_OF.values():
+            weight = getattr(experts, child).kept_weight()
+            assert weight is not None
+            weight.zero_()
+        assert not bool(experts(*call).any())  # they are what is applied
+
+
 @pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
 def test_equals_the_transformers_module(routing: str) -> None:
     experts, host, call = _structured("fitted"), _host(), _call(routing)
@@ -124,7 +141,7 @@ def test_weights_that_are_not_rewritten_stay_dense(rewritten: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("routing", ["unbalanced", "idle experts", "dropped tokens"])
-@pytest.mark.parametrize("method", ["lowrank", "dft", "fitted", "residual"])
+@pytest.mark.parametrize("method", ["lowrank", "dft", "fitted", "residual", "tt"])
 def test_gradients_equal_those_of_the_loop(method: str, routing: str) -> None:
     experts, call = _structured(method), _call(routing)
     wanted_of = [*experts.parameters(), call[0], call[2]]

@@ -35,11 +35,13 @@ class Side:
         name: Name for people.
         source: What it was loaded from.
         model: The model, in evaluation mode.
+        kept_bytes: Memory that its kept weights take, if it keeps them.
     """
 
     name: str
     source: SourceModel
     model: nn.Module = field(repr=False)
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,9 @@ class Duel:
 
     def protocol(self) -> dict[str, Any]:
         """Says how the times were measured."""
+        kept = self.model.kept_bytes
         return {
+            **({} if kept is None else {"kept_weights_bytes": kept}),
             "device": self.device.type,
             "device_name": device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),

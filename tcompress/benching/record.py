@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tcompress.artifact.manifest import Speed, read_manifest, write_manifest
 
-_SAME = ("device", "device_name", "dtype", "threads")
+_SAME = ("device", "device_name", "dtype", "threads", "kept_weights_bytes")
 
 
 def save_speed(folder: Path, found: Iterable[Speed]) -> bool:

@@ -24,6 +24,7 @@ from tcompress.integration.models import load_model
 from tcompress.progress import Progress, Silent
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
+from tcompress.structures.linear import keep_weights
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Settings:
         dtype: What to compute in; default as the baseline is stored, for both.
         threads: Threads on a CPU; default as PyTorch chooses.
         seed: Seed of the inputs.
+        keep_weights: Whether converted layers keep a dense weight; for eager passes only.
         clock: Tells the time in seconds.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     dtype: str | None = None
     threads: int | None = None
     seed: int = 0
+    keep_weights: bool = False
     clock: Clock = field(default=time.perf_counter, repr=False)
 
 
@@ -94,12 +97,14 @@ def bench(
         trust_remote_code: Whether Python code that comes with a model may run.
 
     Raises:
-        InputError: A model cannot be found or run, the baseline takes other inputs, or the
-            compiler does not work here.
+        InputError: A model cannot be found or run, the baseline takes other inputs, the compiler
+            does not work here, or weights are to be kept in compiled passes.
     """
     settings = settings or Settings()
     device = pick_device(settings.device)
     pick_dtype(settings.dtype)
+    if settings.keep_weights and "compiled" in settings.modes:
+        raise InputError("compiled passes use no kept weights", "leave one of the two options out")
     if "compiled" in settings.modes:
         compiler.require_compiler(device)
     bencher = _Bencher(settings, device, save, progress or Silent(), trust_remote_code)
@@ -157,7 +162,7 @@ class _Bencher:
             baseline=baseline.name,
             speed=tuple(found),
             saved=saved,
-            notes=_notes(model, baseline),
+            notes=(*_notes(model, baseline), *_kept_notes(duel.model)),
         )
 
     def _grid(self, duel: Duel) -> Iterator[Speed]:
@@ -184,8 +189,9 @@ class _Bencher:
         dense = self._loaded(baseline)
         dtype = pick_dtype(self.settings.dtype) or _dtype(dense)
         loaded = load_model(model.source, dtype=dtype, device=self.device)
+        kept = keep_weights(loaded) if self.settings.keep_weights else None
         return Duel(
-            Side(model.name, model.source, loaded),
+            Side(model.name, model.source, loaded, kept),
             dense,
             feed,
             self.device,
@@ -220,4 +226,13 @@ def _notes(model: _Opened, baseline: _Opened) -> tuple[str, ...]:
     return (
         f"`{model.name}` is a {kinds[0]}, `{baseline.name}` a {kinds[1]}: "
         "what their heads cost is part of the times",
+    )
+
+
+def _kept_notes(side: Side) -> tuple[str, ...]:
+    if side.kept_bytes is None:
+        return ()
+    stored = sum(parameter.nbytes for parameter in side.model.parameters())
+    return (
+        f"kept weights take {side.kept_bytes:,} bytes of memory beside {stored:,} of parameters",
     )

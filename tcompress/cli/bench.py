@@ -17,6 +17,7 @@ EPILOG = opt.examples(
     "tcompress bench bert-base-lprod-p4",
     "tcompress bench bert-base-lprod-p4 --against bert-base --batch 1,8",
     "tcompress bench bert-base-lprod-p4 --mode eager,compiled --threads 2",
+    "tcompress bench bert-base-tt-25 --keep-weights",
 )
 _MEASURED = "What is measured"
 
@@ -94,6 +95,14 @@ Device = Annotated[
 Seed = Annotated[
     int, typer.Option(min=0, help="Seed of the random inputs.", rich_help_panel=_MEASURED)
 ]
+KeepWeights = Annotated[
+    bool,
+    typer.Option(
+        "--keep-weights",
+        help="Let converted layers keep a dense weight each, and say what memory that takes.",
+        rich_help_panel=_MEASURED,
+    ),
+]
 NoSave = Annotated[
     bool,
     typer.Option(
@@ -115,6 +124,7 @@ def bench(
     dtype: DType = None,
     device: Device = "auto",
     seed: Seed = 0,
+    keep_weights: KeepWeights = False,
     no_save: NoSave = False,
     allow_remote_code: opt.AllowRemoteCode = False,
     json: opt.Json = False,
@@ -139,6 +149,7 @@ def bench(
         dtype=dtype,
         device=device,
         seed=seed,
+        keep_weights=keep_weights,
     )
     with shown_progress(quiet=quiet) as progress:
         options = {"save": not no_save, "trust_remote_code": allow_remote_code}

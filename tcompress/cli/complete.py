@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
-METHODS = ("lprod", "svd", "lowrank")
+METHODS = ("lprod", "svd", "lowrank", "tt", "qtt")
+WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -40,9 +41,19 @@ def methods(incomplete: str) -> list[str]:
     return _starting(METHODS, incomplete)
 
 
+def allocations(incomplete: str) -> list[str]:
+    """Offers ways to share out a budget."""
+    return _starting(("loss", "uniform"), incomplete)
+
+
 def transforms(incomplete: str) -> list[str]:
     """Offers transforms."""
     return _starting(TRANSFORMS, incomplete)
+
+
+def ways(incomplete: str) -> list[str]:
+    """Offers ways to apply a tensor train."""
+    return _starting(WAYS, incomplete)
 
 
 def dtypes(incomplete: str) -> list[str]:

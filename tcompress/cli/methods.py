@@ -69,7 +69,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
     result = table("option", "takes", "default", "")
     for row in rows:
-        default = "" if row["default"] is None else str(row["default"]).lower()
+        default = "" if row["default"] in (None, {}) else str(row["default"]).lower()
         option = row["option"] or f"{row['name']} (in recipes)"
         result.add_row(option, row["type"], default, row["description"])
     return result

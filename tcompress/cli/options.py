@@ -73,7 +73,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="`lprod`, `svd` or `lowrank`; see `tcompress methods`. Default `lprod`.",
+        help="`lprod`, `svd`, `tt`, ...; see `tcompress methods`. Default `lprod`.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
     ),
@@ -108,14 +108,41 @@ TubalRank = Annotated[
     typer.Option(help="lprod: singular tubes kept of the slices.", rich_help_panel=METHOD),
 ]
 Rank = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N,N,...",
+        help="svd, tt: rank of every rewritten weight; tt also takes a list.",
+        rich_help_panel=METHOD,
+    ),
+]
+Order = Annotated[
     int | None,
-    typer.Option(help="svd: rank of every rewritten weight.", rich_help_panel=METHOD),
+    typer.Option(help="tt: number of cores. Default 2.", rich_help_panel=METHOD),
+]
+Apply = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|contract|rebuild",
+        help="tt: contract the cores with the input, rebuild the weight in each pass, or what "
+        "costs less.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.ways,
+    ),
 ]
 Target = Annotated[
     float | None,
     typer.Option(
         help="Kept fraction of the rewritten layers' parameters, such as 0.25.",
         rich_help_panel=METHOD,
+    ),
+]
+Allocation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="loss|uniform",
+        help="Share `--target` out by the loss that parameters save, or alike. Default `loss`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.allocations,
     ),
 ]
 ResidualRank = Annotated[
@@ -158,6 +185,16 @@ CalibColumns = Annotated[
 ]
 MaxLength = Annotated[
     int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=CALIBRATION)
+]
+OutputMoments = Annotated[
+    bool | None,
+    typer.Option(
+        "--output-moments/--input-moments",
+        help="Weigh errors by what they cost the model (a backward pass, no labels), or not. "
+        "Default: where sizes follow loss.",
+        show_default=False,
+        rich_help_panel=CALIBRATION,
+    ),
 ]
 Damping = Annotated[
     float | None,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "lprod"
 
-METHOD_OPTIONS = ("p", "transform", "block", "stages", "tubal_rank", "rank")
+METHOD_OPTIONS = ("p", "transform", "block", "stages", "tubal_rank", "rank", "order", "apply")
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 
 _CALIBRATION = {
@@ -24,10 +24,11 @@ _CALIBRATION = {
     "calib_samples": "samples",
     "calib_columns": "columns",
     "max_length": "max_length",
+    "output_moments": "output_moments",
     "damping": "damping",
     "seed": "seed",
 }
-_CONVERT = ("target", "residual_rank", "dtype", "device", "max_shard_size")
+_CONVERT = ("target", "allocation", "residual_rank", "dtype", "device", "max_shard_size")
 
 
 def flag(field: str) -> str:
@@ -50,6 +51,8 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     from tcompress.recipe import Convert
 
     given = {name: value for name, value in options.items() if value not in (None, [])}
+    if isinstance(given.get("rank"), str):
+        given["rank"] = _numbers("--rank", given["rank"])
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
     kind = _method_class(given.get("method") or base.get("method", {}).get("name"))
     data = {
@@ -68,6 +71,18 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     return result
 
 
+def _numbers(option: str, text: str) -> int | tuple[int, ...]:
+    """Reads one whole number, or several with commas between."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise RecipeError(
+            f"`{option}` is `{text}`, allowed is a whole number, or several with commas between",
+            "see `tcompress convert --help`",
+        )
+    found = tuple(map(int, words))
+    return found if len(found) > 1 else found[0]
+
+
 def default_output(model: str, convert: Convert) -> str:
     """Names the folder to write, such as `bert-base-lprod-p4`."""
     from tcompress.source import default_output_name
@@ -79,9 +94,12 @@ def _suffix(convert: Convert) -> str:
     """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
     method: Any = convert.method
     words = [str(method.name)]
-    for field, letter in (("p", "p"), ("tubal_rank", "k"), ("rank", "r")):
-        if getattr(method, field, None) is not None:
-            words.append(f"{letter}{getattr(method, field)}")
+    for field, letter in (("p", "p"), ("tubal_rank", "k"), ("order", "o"), ("rank", "r")):
+        value = getattr(method, field, None)
+        if value is not None:
+            words.append(
+                letter + "x".join(map(str, value if isinstance(value, tuple) else [value]))
+            )
     if transform := getattr(method, "transform", None):
         words.append(transform)
     if convert.residual_rank:
@@ -161,35 +179,52 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
     schema = json_schema()
     lines = []
     for item in error.errors(include_url=False):
-        place = [str(step) for step in item["loc"]]
-        fragment = _fragment(schema, place, data)
+        if item["type"] == "value_error":  # about several options; it says which
+            lines.append(str(item["ctx"]["error"]))
+            continue
+        section, field = _place([str(step) for step in item["loc"]])
+        fragment = _fragment(schema, section, field, data)
         allowed = describe(fragment, schema) if fragment else item["msg"]
-        lines.append(f"`{_option(place)}` is `{item['input']}`, allowed is {allowed}")
-    return RecipeError("; ".join(lines), "see `tcompress convert --help`")
+        value = data.get(section, data).get(field, item["input"])
+        lines.append(f"`{_option(section, field)}` is `{_written(value)}`, allowed is {allowed}")
+    return RecipeError("; ".join(dict.fromkeys(lines)), "see `tcompress convert --help`")
 
 
-def _option(place: Sequence[str]) -> str:
-    if place[0] == "calibration":
+def _place(steps: Sequence[str]) -> tuple[str, str]:
+    """Section and field of an error; behind the field validation names members of unions."""
+    if steps[0] == "method":  # the name of the method comes between
+        return "method", steps[min(2, len(steps) - 1)]
+    if steps[0] == "calibration":
+        return "calibration", steps[min(1, len(steps) - 1)]
+    return "", steps[0]
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def _option(section: str, field: str) -> str:
+    if section == "calibration":
         names = {field: name for name, field in _CALIBRATION.items()}
-        return flag(names.get(place[-1], place[-1]))
-    return flag(place[-1])
+        return flag(names.get(field, field))
+    return flag(field)
 
 
 def _fragment(
-    schema: Mapping[str, Any], place: Sequence[str], data: Mapping[str, Any]
+    schema: Mapping[str, Any], section: str, field: str, data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Finds the part of the schema that a failed field belongs to."""
-    owner = {"method": _method_class(data["method"]["name"]).__name__}.get(place[0], "Convert")
-    if place[0] == "calibration":
-        owner = "Calibration"
-    found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(place[-1])
+    owner = "Calibration" if section == "calibration" else "Convert"
+    if section == "method":
+        owner = _method_class(data["method"]["name"]).__name__
+    found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(field)
     return found
 
 
 def _check_size(convert: Convert) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
     method: Any = convert.method
-    if getattr(method, "rank", 0) is None and convert.target is None:
+    if not method.has_size and convert.target is None:
         raise RecipeError(
             f"method `{method.name}` needs a size: give `--target` or `--rank`",
             "`--target 0.25` keeps a quarter of the rewritten layers' parameters",

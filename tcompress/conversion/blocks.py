@@ -50,6 +50,7 @@ class BlockFitter:
         batches: Calibration batches.
         holdout: Indices of batches that are only measured on.
         damping: Ridge added to the moments.
+        curvatures: Gives moments of the output gradients of a block's layers, by layer name.
         dtype_of: Dtype in which a layer is stored.
         device: Where to compute.
     """
@@ -63,12 +64,14 @@ class BlockFitter:
         holdout: Sequence[int],
         *,
         damping: float,
+        curvatures: Callable[[str], Mapping[str, Tensor]] = lambda _: {},
         dtype_of: Callable[[LayerPlan], torch.dtype],
         device: torch.device,
     ) -> None:
         self._source = source
         self._blocks = {block.name: block for block in anatomy.blocks}
         self._damping = damping
+        self._curvatures = curvatures
         self._dtype_of = dtype_of
         self._holdout = frozenset(holdout)
         self._device = device
@@ -202,7 +205,10 @@ class BlockFitter:
             weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self._device))
             own.append([pair[entry.bias] for pair in moments])
         by_dtype = self._dtype_of(group[0])
-        fitted = fit_layers(group, weights, own, dtype=by_dtype, damping=self._damping)
+        curves = {name: s.to(self._device) for name, s in self._curvatures(block.name).items()}
+        fitted = fit_layers(
+            group, weights, own, dtype=by_dtype, damping=self._damping, curvatures=curves
+        )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[f"{entry.name}.{entry.parameter}"] = layer
             if entry.bias and entry.kind != "experts":

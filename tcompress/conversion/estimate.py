@@ -10,6 +10,8 @@ its libraries, and is meant to be right within a third. Time is rough: it assume
     + 24 bytes (48 for sums of terms) x elements of the largest weight     temporaries
     + 44 bytes x elements of the group where a transform is fitted         its gradient
 
+    + what the structure itself says, such as the normal matrix of a tensor train's largest core
+
 or, if that is more, the largest tensor that is carried over. All experts of a layer are one group.
 
 **Memory with data.** The same, plus
@@ -21,14 +23,22 @@ or, if that is more, the largest tensor that is carried over. All experts of a l
                                                                    what is made of them; of every
                                                                    expert
 
+**Memory of a backward pass**, where there is one, if it is more:
+
+    float32 parameters outside the blocks, and the largest block in float32
+    + 8 bytes x the sum over its layers of  width in^2 + width out^2          moments of both sides
+    + 8 bytes x 4 (width in + width out)^2 of its largest layer               one layer's sizes
+
 A sample is taken to be `TOKENS` tokens of the built-in text, or a quarter of the longest length
 allowed of other text; pictures and sounds have as many as their model makes of them.
 
 **Time.** Floating-point operations divided by `FLOPS` (per thread, or of a GPU): with data, every
 group of a block runs both streams through half of the block, and the block once more at the end;
-moments take 3 x 2 x tokens x width^2; a fit takes 20 s^3 + 4 m n s for a term with a rank
-(s = min(m, n)), 2 m n^2 for others on data, 2 m n x 64 to measure an error without data, and
-`STEPS` gradient steps of 6 x rows x (transform + slices) where a transform is fitted.
+moments take 3 x 2 x tokens x width^2. A backward pass runs every block twice and back, and takes
+2 x tokens x width^2 for the moments of both sides of a layer and an SVD for its sizes. A fit takes
+what its structure says (20 s^3 + 4 m n s for an SVD, with s = min(m, n); 2 m n^2 for slices on
+data), 4 m n^2 more to measure an error on data, 2 m n x 64 without, and `STEPS` gradient steps of
+6 x rows x (transform + slices) where a transform is fitted.
 """
 
 from __future__ import annotations
@@ -46,7 +56,7 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
-from tcompress.structures.base import Layout, Side, structure
+from tcompress.structures.base import Layout, Side, structure, svd_flops
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
@@ -92,6 +102,9 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
             work.fit_memory(group) + work.moment_memory(group) for group in work.groups
         )
     flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
+    if recipe.surveys:
+        memory = max(memory, work.survey_memory())
+        flops += work.survey_flops()
     moved = source.store.total_bytes + work.disk
     return Estimate(
         memory_bytes=memory,
@@ -145,6 +158,12 @@ class _Work:
         elements = sum(entry.dense_parameters for entry in group)
         largest = max(entry.in_features * entry.out_features for entry in group)
         total = (24 if terms == 1 else 48) * largest
+        total += max(
+            structure(layout.structure).fit_bytes(layout, calibrated=self.rows > 0)
+            for entry in group
+            for part in entry.parts
+            for layout in part.terms
+        )
         total += sum(
             entry.dense_parameters * (self.itemsize[entry.name] + 8 + 8 * terms) for entry in group
         )
@@ -168,6 +187,26 @@ class _Work:
             macs = _parameters(self.model.get_submodule(path))
             flops += 2 * 2 * macs * self.rows * (len(own) / 2 + 1)
             flops += sum(6 * self.rows * group[0].in_features ** 2 for group in own)
+        return flops
+
+    def survey_memory(self) -> int:
+        inside = [self.model.get_submodule(path) for path, _ in self.blocks.values()]
+        outside = _parameters(self.model) - sum(map(_parameters, inside))
+        moments = max(
+            sum(entry.in_features**2 + entry.out_features**2 for entry in entries)
+            for _, entries in self.blocks.values()
+        )
+        layers = [entry for _, entries in self.blocks.values() for entry in entries]
+        largest = max(entry.in_features + entry.out_features for entry in layers)
+        return 4 * (outside + max(map(_parameters, inside))) + 8 * (moments + 4 * largest**2)
+
+    def survey_flops(self) -> float:
+        flops = 0.0
+        for path, entries in self.blocks.values():
+            flops += 8 * _parameters(self.model.get_submodule(path)) * self.rows
+            for entry in entries:
+                rows, columns = entry.out_features, entry.in_features
+                flops += 2 * self.rows * (rows**2 + columns**2) + svd_flops(rows, columns)
         return flops
 
     def fit_flops(self, group: Group) -> float:
@@ -218,10 +257,7 @@ def _term_flops(layout: Layout, calibrated: bool) -> float:
     """Fit of one term to one weight of m x n."""
     m, n = layout.out_features, layout.in_features
     measured = 4 * m * n * n if calibrated else 2 * m * n * 64
-    if getattr(layout, "rank", None) or getattr(layout, "tubal_rank", None):
-        s = min(m, n)
-        return measured + 20 * s**3 + 4 * m * n * s
-    return measured + (2 * m * n * n if calibrated else 0)
+    return measured + structure(layout.structure).fit_flops(layout, calibrated=calibrated)
 
 
 def _side_flops(layout: Layout) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tcompress.errors import FitError
+from tcompress.linalg.curvature import damped_curvature
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Target, structure
@@ -23,6 +24,9 @@ from tcompress.structures.linear import side_name, tensor_prefix
 
 ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
 PROBES = 64  # random inputs that measure a data-free fit
+
+CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
+NO_CURVATURES: Mapping[str, Tensor] = {}
 
 Operators = dict[Side, Any]
 
@@ -64,6 +68,7 @@ class _Part:
     expert: int
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: Moments | None  # damped
+    curvature: Tensor | None  # damped
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     operators: list[Operators] = field(default_factory=list)
     dense: list[Tensor | None] = field(default_factory=list)
@@ -91,7 +96,7 @@ class _Part:
         for other, dense in enumerate(self.dense):
             if other != term and dense is not None:
                 product = product - (dense if m is None else dense @ m.gram)
-        return Target(product, None if m is None else m.gram)
+        return Target(product, None if m is None else m.gram, curvature=self.curvature)
 
 
 def fit_layers(
@@ -101,6 +106,7 @@ def fit_layers(
     *,
     dtype: torch.dtype,
     damping: float,
+    curvatures: Mapping[str, Tensor] = NO_CURVATURES,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
@@ -111,13 +117,17 @@ def fit_layers(
         dtype: Dtype in which tensors are stored.
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.
+        curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
     """
     results: dict[str, FittedLayer] = {}
     for members in _clusters(entries):
-        clear = [_parts(entries[i], weights[i], moments[i], damping) for i in members]
+        clear = [
+            _parts(entries[i], weights[i], moments[i], damping, curvatures.get(entries[i].name))
+            for i in members
+        ]
         names = [entries[i].name for i in members]
         with torch.no_grad():
             _fit_cluster([part for parts in clear for part in parts], dtype, names)
@@ -138,7 +148,11 @@ def _clusters(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
 
 
 def _parts(
-    entry: LayerPlan, weight: Tensor, moments: Sequence[LayerMoments], damping: float
+    entry: LayerPlan,
+    weight: Tensor,
+    moments: Sequence[LayerMoments],
+    damping: float,
+    curvature: Tensor | None,
 ) -> list[_Part]:
     stack = weight if entry.experts else weight[None]
     if not _finite(stack):
@@ -153,11 +167,24 @@ def _parts(
         for m in moments
     ]
     sizes = [part.out_features for part in entry.parts]
+    curves = _curvatures(curvature, sizes)
     return [
-        _Part(entry, index, expert, rows, damped[min(expert, len(damped) - 1)])
+        _Part(entry, index, expert, rows, damped[min(expert, len(damped) - 1)], curves[index])
         for expert, matrix in enumerate(stack)
         for index, rows in enumerate(matrix.split(sizes))
     ]
+
+
+def _curvatures(curvature: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
+    """Every part's own block of S, damped; parts are fitted one by one."""
+    if curvature is None:
+        return [None] * len(sizes)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    blocks = [
+        curvature[start : start + size, start : start + size].double()
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
 
 
 def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
+from tcompress.planning.entries import Plan
 
 
 class FitWorkplace(Workplace):
@@ -60,6 +62,36 @@ class FitWorkplace(Workplace):
             return None  # cut off by a kill: fitted again
         fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
         return BlockResult(name, fitted, biases)
+
+    def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
+        """Stores moments of the output gradients of a block's layers."""
+        folder = self.folder / "curvature"
+        folder.mkdir(exist_ok=True)
+        tensors = {name: item.float().cpu().contiguous() for name, item in curvatures.items()}
+        save_file(tensors, folder / f"{block}.safetensors")
+
+    def curvature(self, block: str) -> dict[str, Tensor]:
+        """Reads them back; none where no backward pass was made."""
+        path = self.folder / "curvature" / f"{block}.safetensors"
+        return load_file(path) if path.is_file() else {}
+
+    def scratch(self) -> Path:
+        """Gives an empty folder for what is needed for a while."""
+        folder = self.folder / "scratch"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Stores the plan with its final sizes."""
+        beside = self.folder / "plan.tmp"
+        beside.write_text(plan.model_dump_json(), encoding="utf-8")
+        beside.rename(self.folder / "plan.json")
+
+    def plan(self) -> Plan | None:
+        """Reads the plan that an interrupted run had settled on."""
+        path = self.folder / "plan.json"
+        return Plan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"

@@ -31,6 +31,7 @@ from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
+from tcompress.conversion.survey import Survey
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.planning.entries import Plan
@@ -97,6 +98,7 @@ def convert(
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, output, progress or Silent(), data)
     with job.workplace() as place:
+        job.settle_sizes(place)
         job.fit_blocks(place)
         checksums = job.write(place)
         manifest = job.finish(place, checksums, time.perf_counter() - start)
@@ -117,8 +119,6 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
-        dtype = pick_dtype(self.recipe.dtype)
-        self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
         if self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration)
         self.block_of = {
@@ -155,6 +155,14 @@ class _Job:
             place.close()
             raise
 
+    def settle_sizes(self, place: FitWorkplace) -> None:
+        """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
+        if self.data is not None and self.recipe.surveys:
+            survey = Survey(self.source, self.recipe, self.plan, self.data, place, self.device)
+            self.plan = survey.run(self.progress)
+        dtype = pick_dtype(self.recipe.dtype)
+        self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
+
     def fit_blocks(self, place: FitWorkplace) -> None:
         """Fits all blocks on calibration data, if there is any."""
         if self.data is None:
@@ -169,6 +177,7 @@ class _Job:
             self.data.batches,
             self.data.holdout,
             damping=self.recipe.calibration.damping,
+            curvatures=place.curvature,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
         )

@@ -83,16 +83,16 @@ class LayerPlan(_Entry):
         """Parameters after the conversion, without the bias."""
         return sum(prod(shape) for shape in self.tensor_shapes.values())
 
-    @property
-    def macs(self) -> int:
-        """Multiply-adds for one token (for experts, one token in one expert)."""
+    def macs(self, tokens: int) -> int:
+        """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
         total = 0
         for index, part in enumerate(self.parts):
             for layout in part.terms:
                 kind = structure(layout.structure)
-                total += kind.core_macs(layout) + kind.side_macs(layout, "out")
+                once, each = kind.pass_macs(layout, tokens)
+                total += once + (each + kind.side_macs(layout, "out")) * tokens
                 if not index and not self.input_of:
-                    total += kind.side_macs(layout, "in")
+                    total += kind.side_macs(layout, "in") * tokens
         return total
 
 

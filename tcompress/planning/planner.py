@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 
 from torch import nn
 
@@ -22,12 +23,22 @@ KEPT = "kept dense by the recipe"
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What the recipe asks for one layer."""
+class Choice:
+    """What one layer becomes.
+
+    Attributes:
+        method: Options of the method.
+        residual_rank: Rank of the low-rank term beside it.
+        target: Kept fraction that the residual, or the method itself, fills up to.
+    """
 
     method: Spec
-    residual_rank: int
-    target: float | None
+    residual_rank: int = 0
+    target: float | None = None
+
+
+Choices = Mapping[str, Choice]
+"""By weight name in the checkpoint."""
 
 
 @dataclass
@@ -35,6 +46,7 @@ class _Planner:
     recipe: Convert
     source: SourceModel
     anatomy: Anatomy
+    choices: Choices
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
@@ -101,39 +113,67 @@ class _Planner:
             raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
         return entry
 
-    def _choice(self, names: Sequence[str]) -> _Choice | None:
+    def _choice(self, names: Sequence[str]) -> Choice | None:
         recipe = self.recipe
+        if names[1] in self.choices:
+            return self.choices[names[1]]
         if any(matches(pattern, names) for pattern in recipe.keep):
             return None
-        choice: _Choice | None = _Choice(recipe.method, recipe.residual_rank, recipe.target)
+        choice: Choice | None = Choice(recipe.method, recipe.residual_rank, recipe.target)
         for rule in recipe.layers:
             if matches(rule.match, names):
                 choice = None if rule.keep else _overridden(choice, recipe, rule)
         return choice
 
     def _terms(
-        self, choice: _Choice, layer: Layer, out_features: int, sharing: int
+        self, choice: Choice, layer: Layer, out_features: int, sharing: int
     ) -> tuple[Layout, ...]:
         site = Site(layer.in_features, out_features, layer.side)
-        dense = layer.in_features * out_features
-        budget = None if choice.target is None else int(choice.target * dense)
-        kind = structure_of(choice.method)
         calibrated = self.recipe.calibration.source != "none"
-        main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
         copies = layer.experts or 1
-        cost = _cost(main, sharing * len(layer.parts) * copies, copies)
-        rank = choice.residual_rank
-        if not rank and budget is not None and kind.name != "lowrank":
-            rank = int(budget - cost) // (layer.in_features + out_features)
-            if rank < 0:
-                raise Refusal(
-                    f"{kind.name} alone keeps {cost / dense:.1%}, "
-                    f"more than the target of {choice.target:.1%}"
-                )
-        if not rank:
-            return (main,)
-        residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
-        return (main, residual)
+        readers = sharing * len(layer.parts) * copies
+        return plan_terms(choice, site, readers, copies, calibrated=calibrated)
+
+
+def plan_terms(
+    choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
+) -> tuple[Layout, ...]:
+    """Decides the terms of one weight.
+
+    Args:
+        choice: What it becomes.
+        site: Where it sits.
+        readers: How many weights share its input side.
+        copies: How many share its output side: the experts of a layer.
+        calibrated: Whether the fit will have data.
+
+    Raises:
+        Refusal: A structure cannot take these dimensions, or is larger than the target.
+    """
+    dense = site.in_features * site.out_features
+    budget = None if choice.target is None else int(choice.target * dense)
+    kind = structure_of(choice.method)
+    main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
+    cost = term_cost(main, readers, copies)
+    rank = choice.residual_rank
+    if not rank and budget is not None and not kind.fills(choice.method):
+        rank = int(budget - cost) // (site.in_features + site.out_features)
+        if rank < 0:
+            raise Refusal(
+                f"{kind.name} alone keeps {cost / dense:.1%}, "
+                f"more than the target of {choice.target:.1%}"
+            )
+    if not rank:
+        return (main,)
+    residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
+    return (main, residual)
+
+
+def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
+    """Tells whether the recipe has words of its own for a layer, so that no budget sizes it."""
+    name = source.keymap.checkpoint_prefix(layer.name)
+    names = (name, f"{name}.{layer.parameter}", layer.name, layer.weight_name, layer.role)
+    return any(matches(rule.match, names) for rule in recipe.layers)
 
 
 def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
@@ -146,10 +186,10 @@ def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
     )
 
 
-def _overridden(choice: _Choice | None, recipe: Convert, rule: LayerRule) -> _Choice:
-    base = choice or _Choice(recipe.method, recipe.residual_rank, recipe.target)
+def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
+    base = choice or Choice(recipe.method, recipe.residual_rank, recipe.target)
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
-    return _Choice(rule.method or base.method, rank, rule.target or base.target)
+    return Choice(rule.method or base.method, rank, rule.target or base.target)
 
 
 def _kept(entry: LayerPlan, sharing: int) -> float:
@@ -162,7 +202,7 @@ def _kept(entry: LayerPlan, sharing: int) -> float:
     return (entry.parameters - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
-def _cost(layout: Layout, readers: int, writers: int) -> float:
+def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one weight, with its share of sides that others use too."""
     kind = structure(layout.structure)
     own = sum(prod(shape) for shape in kind.tensors(layout).values())
@@ -188,13 +228,19 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
             yield planned[index].model_copy(update={"input_of": first.name})
 
 
-def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
+def make_plan(
+    recipe: Convert,
+    source: SourceModel,
+    method_label: str | None = None,
+    choices: Choices = MappingProxyType({}),
+) -> Plan:
     """Plans a conversion.
 
     Args:
         recipe: What to do.
         source: The model; its weights are not read.
         method_label: Name of the method for people; default its own name.
+        choices: What a budget chose for some layers, in place of what the recipe says.
 
     Raises:
         PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
@@ -203,7 +249,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
     model = source.meta_model()
     anatomy = anatomy_of(model)
     _check_patterns(recipe, model, source)
-    planner = _Planner(recipe, source, anatomy)
+    planner = _Planner(recipe, source, anatomy, choices)
     planner.run()
     if not planner.layers:
         raise _nothing_to_do(planner)

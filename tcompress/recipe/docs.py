@@ -87,7 +87,7 @@ def _default(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):
-        return "its defaults"
+        return "its defaults" if value else "empty"
     if isinstance(value, list):
         return quoted(value) or "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -51,7 +51,12 @@ class Calibration(_Model):
         description="ridge added to the moments where there is one row per regressor, in units of "
         "their mean diagonal; shrinks with more rows",
     )
-    seed: int = Field(0, ge=0, description="seed of the choice of samples")
+    output_moments: bool | None = Field(
+        None,
+        description="weigh errors by what they cost the model, known from one backward pass "
+        "without labels; default where `allocation` is by loss",
+    )
+    seed: int = Field(0, ge=0, description="seed of the choice of samples and of directions")
 
 
 class LayerRule(_Model):
@@ -71,6 +76,11 @@ class Convert(_Model):
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
     )
+    allocation: Literal["loss", "uniform"] = Field(
+        "loss",
+        description="how `target` is shared out: by the predicted loss that parameters save, or "
+        "the same fraction for all layers; without calibration data always the latter",
+    )
     residual_rank: int = Field(
         0,
         ge=0,
@@ -88,6 +98,18 @@ class Convert(_Model):
     max_shard_size: str = Field(
         "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
     )
+
+    @property
+    def by_loss(self) -> bool:
+        """Whether sizes follow predicted loss."""
+        asked = self.target is not None and self.allocation == "loss"
+        return asked and self.calibration.source != "none"
+
+    @property
+    def surveys(self) -> bool:
+        """Whether a conversion begins with a backward pass over the calibration data."""
+        wanted = bool(self.calibration.output_moments) or self.by_loss
+        return wanted and self.calibration.source != "none"
 
 
 TrainingTask = Literal[

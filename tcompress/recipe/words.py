@@ -114,6 +114,8 @@ def _describe_type(fragment: Fragment, root: Fragment) -> str:
             return "a list"
         case "object" if "properties" in fragment:
             return f"a mapping with the keys {quoted(fragment['properties'])}"
+        case "object" if isinstance(fragment.get("additionalProperties"), dict):
+            return f"a mapping, each value {describe(fragment['additionalProperties'], root)}"
         case "object":
             return "a mapping"
     return "anything"

@@ -8,6 +8,7 @@ models with an encoder and a decoder, or with two towers, one token of each. The
                                   head size, the input width of the output projection)
     + output head                 d x vocabulary, if the class of the model has one
 
+What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
 Embeddings are look-ups and count nothing. Left out are norms, activations and biases, projections
 outside the blocks other than the output head, what runs once per sequence (poolers, classifiers,
 tables of relative positions), and patch projections. Windows and causal masks are not subtracted:
@@ -74,14 +75,14 @@ def macs_per_token(
     config = getattr(model, "config", None)
     same = _attention(anatomy, config, length) + _head(model, anatomy)
     same += sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
-    dense = now = same
+    dense = now = same * length
     for layer in anatomy.layers:
         runs = experts_per_token(config, layer.experts)
-        own = layer.in_features * layer.out_features * runs
+        own = layer.in_features * layer.out_features * runs * length
         entry = planned.get((layer.name, layer.parameter))
         dense += own
-        now += own if entry is None else layer_macs(entry, runs)
-    return dense, now
+        now += own if entry is None else layer_macs(entry, runs, length)
+    return dense // length, -(-now // length)
 
 
 def experts_per_token(config: Any, experts: int | None) -> int:
@@ -93,25 +94,28 @@ def experts_per_token(config: Any, experts: int | None) -> int:
     return next((number for number in found if isinstance(number, int)), experts)
 
 
-def layer_macs(entry: LayerPlan, runs: int = 1) -> int:
-    """Multiply-adds of a rewritten layer for one token.
+def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
+    """Multiply-adds of a rewritten layer for a sequence.
 
     Args:
         entry: The layer.
-        runs: Experts that the token passes. What they share runs once: the input side of their
-            first weight, the output side of their second.
+        runs: Experts that a token passes, all of them equally often. What they share runs once:
+            the input side of their first weight, the output side of their second.
+        length: Number of tokens T in the sequence.
     """
     if entry.kind != "experts":
-        return entry.macs
+        return entry.macs(length)
     once = "out" if entry.parameter == "down_proj" else "in"
     total = 0
     for index, part in enumerate(entry.parts):
         for layout in part.terms:
             kind = structure(layout.structure)
-            total += kind.core_macs(layout) * runs
-            total += kind.side_macs(layout, "out") * (1 if once == "out" else runs)
+            rows = -(-length * runs // entry.copies)  # of one expert
+            prepare, each = kind.pass_macs(layout, rows)
+            total += prepare * entry.copies + each * runs * length
+            total += kind.side_macs(layout, "out") * length * (1 if once == "out" else runs)
             if not index:
-                total += kind.side_macs(layout, "in") * (1 if once == "in" else runs)
+                total += kind.side_macs(layout, "in") * length * (1 if once == "in" else runs)
     return total
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from tcompress.structures.base import Layout
 from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
+from tcompress.structures.tt import TTLayout
 
 
 def describe_parts(parts: Sequence[PartLayout]) -> str:
@@ -30,6 +32,8 @@ def describe_layout(layout: Layout) -> str:
         return _describe_lprod(layout)
     if isinstance(layout, LowRankLayout):
         return f"lowrank r={layout.rank}"
+    if isinstance(layout, TTLayout):
+        return _describe_tt(layout)
     options = layout.model_dump(
         exclude={"structure", "in_features", "out_features"}, exclude_defaults=True
     )
@@ -44,3 +48,18 @@ def _describe_lprod(layout: LprodLayout) -> str:
     if layout.tubal_rank is not None:
         words.append(f"r={layout.tubal_rank}")
     return " ".join(words)
+
+
+def _describe_tt(layout: TTLayout) -> str:
+    """Describes a tensor train, such as `tt 32x24 to 24x32 r=96`: modes and inner ranks."""
+    ranks = [str(rank) for rank in layout.ranks]
+    words = [f"r={ranks[0] if len(set(ranks)) == 1 else ','.join(ranks)}"]
+    words += [] if layout.apply == "auto" else [layout.apply]
+    return " ".join(["tt", _modes(layout.in_modes), "to", _modes(layout.out_modes), *words])
+
+
+def _modes(modes: Sequence[int]) -> str:
+    """Writes `24x32`, and `2^10` for what repeats often."""
+    runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
+    words = [[f"{mode}^{count}"] if count > 2 else [str(mode)] * count for mode, count in runs]
+    return "x".join(word for run in words for word in run)

@@ -38,11 +38,14 @@ from tcompress.reporting.tree import (
 from tcompress.source import KeyMap, SourceModel, resolve
 from tcompress.source.store import WeightStore
 
+LENGTH = 128
+"""Tokens in the sequence for the multiply-adds, unless it is chosen."""
+
 __all__ = ["ModelReport", "layer_report", "mean_errors", "report_of"]
 
 
 def report_of(
-    name: str | Path, length: int = 128, *, trust_remote_code: bool = False
+    name: str | Path, length: int = LENGTH, *, trust_remote_code: bool = False
 ) -> ModelReport:
     """Reports on a converted or a dense model without reading its weights.
 
@@ -68,6 +71,7 @@ def layer_report(
     errors: Mapping[str, float] | None = None,
     runs: int = 1,
     itemsize: int | None = None,
+    length: int = LENGTH,
 ) -> LayerReport:
     """Reports on one layer of a plan.
 
@@ -76,6 +80,7 @@ def layer_report(
         errors: Its errors, if it was fitted.
         runs: Experts that one token passes.
         itemsize: Bytes of a stored number, if there is a file.
+        length: Tokens in the sequence for the multiply-adds.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
@@ -91,7 +96,7 @@ def layer_report(
         experts=entry.experts,
         input_of=entry.input_of,
         parameters=Amount.of(*counts),
-        macs=Amount.of(dense, layer_macs(entry, runs)),
+        macs=Amount.of(dense, -(-layer_macs(entry, runs, length) // length)),
         bytes=size,
         errors=dict(errors or {}),
     )
@@ -145,6 +150,7 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
             errors,
             experts_per_token(model.config, entry.experts),
             _dtype(artifact, entry).itemsize,
+            length,
         )
         for entry, errors in zip(artifact.layers, _errors(artifact), strict=True)
     )

@@ -80,7 +80,7 @@ class LayerReport(_Node):
         experts: Number of stacked experts, if any.
         input_of: Layer that stores the input side of this one too, if any.
         parameters: Parameters of the weight, without the bias.
-        macs: Multiply-adds for one token.
+        macs: Multiply-adds for one token, in a sequence as long as for the whole model.
         bytes: Size of the weight before and after, both in the dtype that is stored now; None for
             a layer that is only planned.
         errors: Relative squared errors by kind: of the output on data that the fit did not see

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from pydantic import (
 from torch import Tensor
 
 from tcompress.errors import RecipeError
+from tcompress.linalg.curvature import curved_loss
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
@@ -42,6 +43,11 @@ class Spec(BaseModel):
     """Options of a method as a recipe gives them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def has_size(self) -> bool:
+        """Whether these options alone decide a size; else a budget has to."""
+        return True
 
 
 class Layout(BaseModel):
@@ -89,17 +95,32 @@ class Target:
         product: W C, less what other terms of the sum contribute.  # (out, in)
         gram: G, damped; None stands for the identity (data-free).  # (in, in)
         scale: E||W x||^2, which makes layers comparable where several share a side.
+        curvature: S, damped; None stands for the identity.  # (out, out)
     """
 
     product: Tensor
     gram: Tensor | None
     scale: float = 1.0
+    curvature: Tensor | None = None
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""
         if self.gram is not None:
             return self.gram
         return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
+
+
+def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
+    """Returns what a weight costs the model, to second order.
+
+    Args:
+        fitted: The weight.  # (out, in)
+        target: What it approximates, with curvature.
+        constant: Predicted loss of a weight of zeros.
+    """
+    assert target.curvature is not None
+    gram = target.full_gram()
+    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
 
 
 S = TypeVar("S", bound=Spec)
@@ -134,7 +155,7 @@ class Structure(ABC, Generic[S, L]):
 
     @abstractmethod
     def core_macs(self, layout: L) -> int:
-        """Multiply-adds of `core` for one token."""
+        """Multiply-adds of `core` for one token, in a pass over many."""
 
     @abstractmethod
     def core(self, z: Tensor, tensors: Tensors, layout: L) -> Tensor:
@@ -147,6 +168,63 @@ class Structure(ABC, Generic[S, L]):
     @abstractmethod
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
         """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+
+    def quick_fit(self, target: Target, layout: L) -> Tensor:
+        """Returns a dense weight that the layout can hold, cheaply: the fit is at least as good.
+
+        This is what a budget judges a structure by.  # (out, in)
+        """
+        sides: tuple[Side, Side] = ("in", "out")
+        operators = {
+            side: self.operator(
+                {
+                    **{k: t.double() for k, t in self.start_side(layout, side).items()},
+                    **self.constants(layout, side),
+                },
+                layout,
+                side,
+                target.product,
+            )
+            for side in sides
+            if self.has_side(layout, side)
+        }
+        fitted = self.fit(replace(target, curvature=None), layout, operators)
+        return self.dense(fitted, layout, operators)
+
+    def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
+        """Predicts the loss of layouts that differ in size.
+
+        Args:
+            target: What a fit aims at, with curvature.
+            constant: Predicted loss of a weight of zeros.
+            layouts: Layouts of one site, by growing size.
+        """
+        seen: dict[L, float] = {}
+        for layout in layouts:
+            if layout not in seen:
+                dense = self.quick_fit(target, layout)
+                seen[layout] = predicted_loss(dense, target, constant)
+        return [seen[layout] for layout in layouts]
+
+    def pass_macs(self, layout: L, tokens: int) -> tuple[int, int]:
+        """Multiply-adds of `core` in a pass over so many tokens.
+
+        Returns:
+            Those done once in the pass, and those done for each token.
+        """
+        return 0, self.core_macs(layout)
+
+    def fills(self, spec: S) -> bool:
+        """Whether `layout` spends a budget itself; if not, a low-rank term may take the rest."""
+        return False
+
+    def fit_flops(self, layout: L, *, calibrated: bool) -> float:
+        """Floating-point operations of `fit`, roughly."""
+        return 2.0 * layout.out_features * layout.in_features**2 if calibrated else 0.0
+
+    def fit_bytes(self, layout: L, *, calibrated: bool) -> int:
+        """Bytes that `fit` holds beyond a few copies of the weight and its moments, at most."""
+        return 0
 
     def regressors(self, layout: L) -> int:
         """How many inputs every output sees: what calibration rows must suffice for."""
@@ -207,6 +285,12 @@ class Structure(ABC, Generic[S, L]):
         u = self.core(z, tensors, layout)
         dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
         return dense.reshape(*u.shape[:-1], -1).mT
+
+
+def svd_flops(rows: int, columns: int) -> float:
+    """Floating-point operations of a truncated SVD and of the products around it, roughly."""
+    least = min(rows, columns)
+    return 20.0 * least**3 + 4.0 * rows * columns * least
 
 
 def _parse_layout(value: Any) -> Any:

@@ -104,8 +104,9 @@ class StructuredExperts(nn.Module):
         return down.decode(totals)
 
     def _stack(self, name: str) -> _Stack:
-        child = self._modules.get(CHILD_OF[name])
-        return _Stack(child, getattr(self, name))
+        child: Any = self._modules.get(CHILD_OF[name])
+        kept = None if child is None else child.kept_weight()
+        return _Stack(child, getattr(self, name)) if kept is None else _Stack(None, kept)
 
 
 class _Stack:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from tcompress.structures.base import AnyLayout, Shapes, Side, structure
+from tcompress.structures.keeping import KeptWeight
 from tcompress.structures.side import SideModule, compute_dtype
 
 
@@ -77,6 +80,7 @@ class StructuredLinear(nn.Module):
     """
 
     weight: Tensor
+    _kept: KeptWeight | None = None
 
     def __init__(
         self,
@@ -174,6 +178,66 @@ class StructuredLinear(nn.Module):
             outputs.append(total)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]
 
+    def keep_weight(self, keep: bool = True) -> int:
+        """Lets passes in evaluation mode, without gradients, use one dense weight.
+
+        It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
+        a state dict, and by a pass that gradients flow through.
+
+        Returns:
+            Bytes that the weight takes, once it is built; 0 if it is not kept.
+        """
+        self._kept = KeptWeight() if keep else None
+        size = next(self.parameters(recurse=False)).element_size()
+        return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
+
+    def kept_weight(self) -> Tensor | None:
+        """Returns the kept weight if this pass may use it.  # ([experts,] out, in)."""
+        kept = self._kept
+        if kept is None or self.training:
+            return None
+        if torch.is_grad_enabled():
+            if any(tensor.requires_grad for m in self._owners() for tensor in m.parameters(False)):
+                kept.drop()
+            return None
+        if torch.compiler.is_compiling():  # it would take the weight for a constant
+            return None
+        weight = kept.current()
+        if weight is None:
+            stored = next(self.parameters(recurse=False)).dtype
+            accurate = torch.promote_types(stored, torch.float32)
+            weight = kept.renew(self._owners(), lambda: self.dense_weight(accurate).to(stored))
+        return weight
+
+    def _owners(self) -> list[nn.Module]:
+        """Modules whose tensors the weight depends on: a shared input side is another layer's."""
+        owner = self._input_owner[0]
+        found: list[nn.Module | None] = [*self._modules.values()]
+        if owner is not self:
+            names = [side_name(owner.parts, "in", 0, k) for k in range(len(self.parts[0].terms))]
+            found += [owner._modules.get(name) for name in names]
+        return [self, *(module for module in found if module is not None)]
+
+    def train(self, mode: bool = True) -> StructuredLinear:
+        """Sets training or evaluation mode; training drops a kept weight."""
+        if mode and self._kept is not None:
+            self._kept.drop()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StructuredLinear:
+        if self._kept is not None:
+            self._kept.drop()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._kept is not None:
+            self._kept.drop()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves a kept weight behind: copies build their own."""
+        return {**self.__dict__, "_kept": None if self._kept is None else KeptWeight()}
+
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.
 
@@ -183,6 +247,10 @@ class StructuredLinear(nn.Module):
         Returns:
             Output, in the dtype of the parameters or of autocast.  # (..., out_features)
         """
+        weight = None if self._kept is None else self.kept_weight()
+        if weight is not None:
+            x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
+            return linear(x, weight, self.bias)
         stored = next(self.parameters(recurse=False)).dtype
         x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
         y = self.decode(self.core(self.encode(x)))
@@ -222,3 +290,23 @@ class StructuredLinear(nn.Module):
         terms = " + ".join(layout.structure for layout in self.parts[0].terms)
         bias = self.bias is not None
         return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"
+
+
+def keep_weights(model: nn.Module, keep: bool = True) -> int:
+    """Lets all structured layers of a model keep one dense weight each, for inference.
+
+    In evaluation mode a pass without gradients then runs as fast as that of the dense model, from
+    the second one on. The memory is the dense model's, on top of what is stored. A weight is
+    dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
+    flow through; other changes are noticed too, but for those in place through `.data`. Copies and
+    files leave it out. Compiled passes do not use it.
+
+    Args:
+        model: Any model; layers that are not structured stay as they are.
+        keep: Whether to keep weights, or to stop keeping them.
+
+    Returns:
+        Bytes that the kept weights take once they are built, in the first pass.
+    """
+    layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
+    return sum(layer.keep_weight(keep) for layer in layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.structures.base import (
     Layout,
@@ -21,6 +22,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     register,
+    svd_flops,
 )
 
 
@@ -29,6 +31,10 @@ class LowRankSpec(Spec):
 
     name: Literal["svd", "lowrank"] = "svd"
     rank: int | None = Field(None, gt=0, description="rank r of every rewritten weight")
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None
 
 
 class LowRankLayout(Layout):
@@ -73,14 +79,32 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (z @ tensors["b"].mT) @ tensors["a"].mT
 
+    def fills(self, spec: LowRankSpec) -> bool:
+        return True
+
+    def fit_flops(self, layout: LowRankLayout, *, calibrated: bool) -> float:
+        return svd_flops(layout.out_features, layout.in_features)
+
     def fit(
         self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
-        if target.gram is None:
+        if target.curvature is not None:
+            a, b = fit_lowrank_curved(
+                target.product, target.full_gram(), target.curvature, layout.rank
+            )
+        elif target.gram is None:
             a, b = balanced(*best_factors(target.product, layout.rank))
         else:
             a, b = fit_lowrank(target.product, target.gram, layout.rank)
         return {"a": a, "b": b}
+
+    def losses(
+        self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
+    ) -> list[float]:
+        assert target.curvature is not None
+        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+        losses = lowrank_losses(spectrum, constant)
+        return [float(losses[layout.rank]) for layout in layouts]
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)

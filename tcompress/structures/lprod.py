@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.linalg.batched import slice_product
+from tcompress.linalg.curvature import fit_slices_curved
 from tcompress.linalg.rotation import nearest_block
 from tcompress.linalg.slices import (
     Problem,
@@ -32,6 +33,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     register,
+    svd_flops,
 )
 from tcompress.structures.transform import (
     TransformKind,
@@ -169,6 +171,11 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         macs = sum(a * b * c for a, b, c in self.tensors(layout).values())
         return 2 * macs if layout.transform == "dft" else macs
 
+    def fit_flops(self, layout: LprodLayout, *, calibrated: bool) -> float:
+        if layout.tubal_rank is not None:
+            return svd_flops(layout.out_features, layout.in_features)
+        return super().fit_flops(layout, calibrated=calibrated)
+
     def regressors(self, layout: LprodLayout) -> int:
         return layout.padded_in // layout.p
 
@@ -176,6 +183,13 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         if spec.transform is not None:
             return spec
         return spec.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+
+    def quick_fit(self, target: Target, layout: LprodLayout) -> Tensor:
+        """Fits slices behind a DCT in place of a transform that would take long to fit."""
+        if layout.transform == "fitted":
+            fixed = {"transform": "dct", "block_in": 0, "block_out": 0, "stages": 0}
+            layout = layout.model_copy(update=fixed)
+        return super().quick_fit(target, layout)
 
     def side_key(self, layout: LprodLayout, side: Side) -> Hashable:
         return layout.transform_of(side) if self.has_side(layout, side) else None
@@ -239,9 +253,16 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         if turn_in is not None:
             product = apply_transform(product, turn_in)
             if gram is not None:
-                gram = apply_transform(apply_transform(gram, turn_in).mT.contiguous(), turn_in)
+                gram = _turned(gram, turn_in)
         if turn_out is not None:
             product = apply_transform(product.mT.contiguous(), turn_out).mT
+        plain = layout.transform != "dft" and layout.tubal_rank is None
+        if target.curvature is not None and plain:
+            gram = torch.eye(product.shape[1]).to(product) if gram is None else gram
+            curvature = _padded_gram(target.curvature, layout.padded_out)
+            if turn_out is not None:
+                curvature = _turned(curvature, turn_out)
+            return {"slices": fit_slices_curved(product, gram, layout.p, curvature)}
         if layout.transform == "dft":
             return {"slices": fit_conjugate_slices(product, gram, layout.p)}
         if layout.tubal_rank is not None:
@@ -292,6 +313,11 @@ def _padded(product: Tensor, layout: LprodLayout) -> Tensor:
     """Extends W C to widths that p divides; outputs of layers that share a side may differ."""
     right, below = layout.padded_in - product.shape[1], -product.shape[0] % layout.p
     return pad(product, (0, right, 0, below)) if right or below else product
+
+
+def _turned(moment: Tensor, operator: Any) -> Tensor:
+    """Brings a moment to the transform's coordinates, on both of its sides."""
+    return apply_transform(apply_transform(moment, operator).mT.contiguous(), operator)
 
 
 def _padded_gram(gram: Tensor, width: int) -> Tensor:

@@ -32,7 +32,12 @@ class SideModule(nn.Module):
             until all of them have read it.
         dtype: Dtype of the stored tensors.
         device: Device of the stored tensors.
+
+    Attributes:
+        taught: Number of passes that gradients flowed through.
     """
+
+    taught: int = 0
 
     def __init__(
         self,
@@ -64,7 +69,10 @@ class SideModule(nn.Module):
         """
         tensors = {**dict(self.named_parameters(recurse=False)), **self._constants}
         training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-        if training or torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if training and not compiling:
+            self.taught += 1
+        if training or compiling:
             return self._structure.operator(tensors, self.layout, self.side, like)
         stamp = (like.dtype, like.device)
         last = self._built

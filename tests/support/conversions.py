@@ -37,6 +37,9 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "tubal_rank": {"method": _lprod("haar", tubal_rank=2)},
     "residual": {"method": _lprod("dct"), "residual_rank": 2},
     "svd": {"method": {"name": "svd"}, "target": 0.4},
+    "tt": {"method": {"name": "tt"}, "target": 0.4},
+    "tt-3": {"method": {"name": "tt", "order": 3, "rank": [2, 4], "apply": "rebuild"}},
+    "qtt": {"method": {"name": "qtt", "rank": 6}},
 }
 
 

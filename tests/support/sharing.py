@@ -19,7 +19,11 @@ LPROD: dict[str, dict[str, int]] = {
     "fitted": {"block": 4},  # the transform of the tubes is folded into the last stage
     "fitted-3-stages": {"block": 4, "stages": 3},  # it is not
 }
-METHODS = ["lowrank", *LPROD]
+TT: dict[str, dict[str, object]] = {
+    "tt": {"rank": 3},
+    "tt-contract": {"order": 3, "rank": 3, "apply": "contract"},
+}
+METHODS = ["lowrank", *TT, *LPROD]
 
 
 def terms_of(method: str, outputs: int, residual: int = 0) -> tuple[Any, ...]:
@@ -28,6 +32,9 @@ def terms_of(method: str, outputs: int, residual: int = 0) -> tuple[Any, ...]:
     extra = (low.layout(low.spec(rank=residual), site),) if residual else ()
     if method == "lowrank":
         return (low.layout(low.spec(rank=3), site), *extra)
+    if method in TT:
+        train = structure("tt")
+        return (train.layout(train.spec(**TT[method]), site), *extra)
     options = {"transform": method.partition("-")[0], **LPROD[method]}
     return (lprod.layout(lprod.spec(**options), site), *extra)
 

@@ -97,6 +97,45 @@ def _padded_cases() -> list[Case]:
     ]
 
 
+def _tt(label: str, **rest: Any) -> Case:
+    """A tensor train; beyond two cores, and with padding, a fit only comes near an optimum."""
+    fields = ("inputs", "outputs", "side", "budget", "exact", "optimal")
+    own = {key: rest.pop(key) for key in fields if key in rest}
+    return Case("tt", label, rest, **own)
+
+
+def _tt_cases() -> list[Case]:
+    near: dict[str, Any] = {"optimal": False}
+    return [
+        _tt("2-cores", rank=3, **near),
+        _tt("3-cores", order=3, rank=4, **near),
+        _tt("4-cores", order=4, rank=2, **near),
+        _tt("contract", rank=3, apply="contract", side="out", **near),
+        _tt("rebuild", rank=3, apply="rebuild", **near),
+        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **near),
+        # An outer product is no product of matrices to torch's counter: not rebuilt.
+        _tt("rank-1", rank=1, apply="contract", **near),
+        _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **near),
+        _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **near),
+        _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **near),
+        _tt("ranks", order=3, rank=[2, 5], **near),
+        _tt("budget", budget=200, side="both", **near),
+        _tt("prime", inputs=17, outputs=23, rank=3, **near),
+        _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **near),
+        _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **near,
+            apply="contract"),
+        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **near),
+        _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **near),
+        _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **near),
+        _tt("qtt-rank", name="qtt", rank=4, **near),
+        _tt("qtt-budget", name="qtt", budget=250, **near),
+        _tt("full", rank=99, exact=True),
+        _tt("full-3-cores", order=3, rank=999, exact=True),
+        _tt("full-prime", inputs=7, outputs=11, rank=99, exact=True),
+        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
+    ]  # fmt: skip
+
+
 CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
@@ -107,6 +146,7 @@ CASES: dict[str, list[Case]] = {
         Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
     ],
     "lprod": _lprod_cases(),
+    "tt": _tt_cases(),
 }
 
 LADDERS: dict[str, list[list[Case]]] = {
@@ -123,6 +163,8 @@ LADDERS: dict[str, list[list[Case]]] = {
             for kind in ("dct", "fitted")
         ),
     ],
+    # Two cores: what more of them reach depends on where the alternation starts.
+    "tt": [[_tt(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16, 24)]],
 }
 
 REFUSALS: dict[str, list[tuple[Case, str]]] = {
@@ -149,6 +191,30 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
             "transform `hadamard` needs a power of two as number of slices, found 6",
         ),
         (_lprod("dft", "dft", tubal_rank=1), "`tubal_rank` needs a real transform, not `dft`"),
+    ],
+    "tt": [
+        (_tt("no-rank"), "no rank is given: set `rank` or `target`"),
+        (
+            _tt("small-budget", budget=39),
+            "the budget of 39 parameters does not pay for rank 1, which takes 40",
+        ),
+        (
+            _tt("modes", modes={16: [3, 5]}, rank=2),
+            "modes [3, 5] do not make up 16, or are fewer than two",
+        ),
+        (
+            _tt("one-mode", modes={24: [24]}, rank=2),
+            "modes [24] do not make up 24, or are fewer than two",
+        ),
+        (
+            _tt("unequal", modes={16: [2, 2, 4], 24: [4, 6]}, rank=2),
+            "the input 16 has 3 modes and the output 24 has 2: give both equally many",
+        ),
+        (
+            _tt("modes-against-order", modes={16: [2, 2, 4]}, order=2, rank=2),
+            "the input 16 has 3 modes and the output 24 has 2: give both equally many",
+        ),
+        (_tt("ranks", order=3, rank=[4]), "3 cores have 2 inner ranks, not 1"),
     ],
 }
 

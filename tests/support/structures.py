@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from math import cos, pi, sqrt
 
 import numpy as np
@@ -15,6 +16,7 @@ from tcompress.structures.base import Side
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
+from tcompress.structures.tt import TTLayout
 
 SIDES: tuple[Side, Side] = ("in", "out")
 Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`
@@ -62,7 +64,24 @@ def _lprod(layout: LprodLayout, stored: Stored) -> Tensor:
     return weight[: layout.out_features, : layout.in_features]
 
 
-REFERENCES: dict[str, Callable[..., Tensor]] = {"lowrank": _lowrank, "lprod": _lprod}
+def _tt(layout: TTLayout, stored: Stored) -> Tensor:
+    """A sum of Kronecker products, one for every way through the ranks."""
+    cores = [stored[f"core{n}"] for n in range(len(layout.in_modes))]
+    total = torch.zeros((), dtype=torch.float64)
+    for path in product(*(range(rank) for rank in layout.ranks)):
+        bonds = (0, *path, 0)
+        term = torch.ones(1, 1, dtype=torch.float64)
+        for n, core in enumerate(cores):
+            term = torch.kron(term, core[bonds[n], :, :, bonds[n + 1]])
+        total = total + term
+    return total[: layout.out_features, : layout.in_features]
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "lowrank": _lowrank,
+    "lprod": _lprod,
+    "tt": _tt,
+}
 
 
 def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:

@@ -1,0 +1,307 @@
+"""One label-free backward pass, block by block: what each layer's output is worth to the model.
+
+Random directions of what the model is used for are propagated back through the dense model
+(methods: Kronecker-factored Gauss-Newton curvature). For a linear layer with input x and with the
+gradient δ at its output, the moments G = E[x x^T] and S = E[δ δ^T] predict how much a change of its
+weight costs the model, in one unit for all layers.
+
+Only one block holds weights at a time. Forward, the inputs of every block go to disk; backward,
+each block is run once more from there. So memory does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from tcompress.anatomy import Anatomy, Block
+from tcompress.calibrate.skeleton import Skeleton
+from tcompress.calibrate.streams import Stream, intercept_blocks
+from tcompress.conversion.capture import first_tensor, token_rows
+from tcompress.errors import DataError, FitError
+from tcompress.source import SourceModel
+
+Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
+"""From a model's output and its inputs to tensors of the output and their random gradients."""
+
+
+@dataclass
+class Worth:
+    """Second moments of a linear layer's input and of the gradients at its output, float64.
+
+    Attributes:
+        gram: G, summed over rows.  # (in, in)
+        curvature: S, summed over rows.  # (out, out)
+        total: Sum of the inputs.  # (in,)
+        rows: Tokens that were summed over; padding is left out.
+    """
+
+    gram: Tensor
+    curvature: Tensor
+    total: Tensor
+    rows: int = 0
+
+    @classmethod
+    def empty(cls, inputs: int, outputs: int, device: torch.device) -> Worth:
+        """Starts with nothing seen."""
+        gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
+        return cls(gram, curvature, torch.zeros(inputs, dtype=torch.float64, device=device))
+
+    def add(self, x: Tensor, gradient: Tensor) -> None:
+        """Adds rows.  # (rows, in), (rows, out)."""
+        x, gradient = x.float(), gradient.float()
+        self.gram += x.T @ x
+        self.curvature += gradient.T @ gradient
+        self.total += x.sum(0, dtype=torch.float64)
+        self.rows += len(x)
+
+    def moment(self, *, centred: bool) -> Tensor:
+        """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
+        gram, mean = self.gram / self.rows, self.total / self.rows
+        return gram - torch.outer(mean, mean) if centred else gram
+
+
+@dataclass
+class _Visit:
+    """One call of a block in one stream."""
+
+    block: str
+    file: Path
+    inputs: list[GradientEdge | None]  # of the floating tensors among the arguments, in order
+    sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
+
+
+@dataclass
+class _Pass:
+    stream: Stream
+    output: list[Any] = field(default_factory=list)
+    visits: list[_Visit] = field(default_factory=list)
+
+
+class _Mark(torch.autograd.Function):
+    """The identity, which starts a graph and collects the gradient that comes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, sink: list[Tensor]) -> Tensor:
+        ctx.sink = sink
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.sink.append(gradient)
+        return None, None, None
+
+
+class BackwardWalk:
+    """Runs all batches through the model, and gradients back through its blocks.
+
+    Args:
+        source: The dense model.
+        anatomy: Its blocks.
+        batches: Calibration batches.
+        probe: Chooses random gradients of the model's output.
+        folder: Where inputs of blocks are kept meanwhile; files are deleted as they are used.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self,
+        source: SourceModel,
+        anatomy: Anatomy,
+        batches: Sequence[Mapping[str, Tensor]],
+        probe: Probe,
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        self._blocks = {block.name: block for block in anatomy.blocks}
+        self._skeleton = Skeleton(source, list(self._blocks), device)
+        self._load_rest()
+        self._own = intercept_blocks(self._skeleton.model, list(self._blocks))
+        self._probe = probe
+        self._folder = folder
+        self._device = device
+        self._anchor = torch.zeros((), requires_grad=True, device=device)
+        self._passes: list[_Pass] = []
+        for batch in batches:
+            moved = {key: value.to(device) for key, value in batch.items()}
+            output: list[Any] = []
+            self._passes.append(_Pass(Stream(self._recording(output), moved), output))
+
+    def run(
+        self, progress: Callable[[str, str], None] = lambda *_: None
+    ) -> Iterator[tuple[str, dict[str, Worth]]]:
+        """Yields a block's name and what its layers are worth by name, from the last block on.
+
+        Args:
+            progress: Called with a block's name and `forward` or `backward`.
+
+        Raises:
+            DataError: The model does not run its blocks alike for all batches.
+            FitError: Activations or gradients are not finite.
+        """
+        try:
+            order = list(self._forward(progress))
+            for item in self._passes:
+                self._start_backward(item)
+            for name in reversed(order):
+                progress(name, "backward")
+                yield name, self._backward(self._blocks[name])
+        finally:
+            for item in self._passes:
+                item.stream.close()
+                for visit in item.visits:
+                    visit.file.unlink(missing_ok=True)
+
+    def _load_rest(self) -> None:
+        """Loads the output head too, where it has weights of its own."""
+        inside = tuple(f"{name}." for name in self._blocks)
+        named = self._skeleton.model.named_parameters(remove_duplicate=False)
+        self._skeleton.load(
+            [name for name, item in named if item.is_meta and not name.startswith(inside)]
+        )
+
+    def _recording(self, output: list[Any]) -> Callable[..., None]:
+        def forward(**batch: Tensor) -> None:
+            with torch.enable_grad():
+                output.append(self._skeleton.model(**batch))
+
+        return forward
+
+    def _forward(self, progress: Callable[[str, str], None]) -> Iterator[str]:
+        for item in self._passes:
+            item.stream.start()
+        count = 0
+        while any(item.stream.call is not None for item in self._passes):
+            names = {item.stream.call.block if item.stream.call else "" for item in self._passes}
+            if len(names) > 1:
+                raise DataError(
+                    f"forward passes differ in their blocks: {', '.join(sorted(names))}"
+                )
+            name = names.pop()
+            progress(name, "forward")
+            self._skeleton.load_block(name)
+            for index, item in enumerate(self._passes):
+                self._visit(item, self._folder / f"{count}-{index}.pt")
+            self._skeleton.drop_block(name)
+            count += 1
+            yield name
+
+    def _visit(self, item: _Pass, file: Path) -> None:
+        """Answers a call of a block with what it computes; its graph begins anew there."""
+        call = item.stream.call
+        assert call is not None
+        flat, _ = pytree.tree_flatten((call.args, call.kwargs))
+        edges = [
+            get_gradient_edge(value) if value.requires_grad else None
+            for value in flat
+            if _floating(value)
+        ]
+        bare = pytree.tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
+        torch.save(bare, file)
+        with torch.no_grad():
+            answer = self._own[call.block](*bare[0], **bare[1])
+        visit = _Visit(call.block, file, edges, [])
+        item.visits.append(visit)
+        item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
+
+    def _marked(self, value: Any, visit: _Visit) -> Any:
+        if not _floating(value):
+            return value
+        visit.sinks.append([])
+        with torch.enable_grad():
+            return _Mark.apply(self._anchor, value, visit.sinks[-1])  # type: ignore[no-untyped-call]
+
+    def _start_backward(self, item: _Pass) -> None:
+        _propagate(self._probe(item.output.pop(), item.stream.batch))
+
+    def _backward(self, block: Block) -> dict[str, Worth]:
+        module = self._skeleton.load_block(block.name)
+        watch = _Watch(module, block, self._device)
+        for item in self._passes:
+            visit = item.visits.pop()
+            watch.batch = item.stream.batch
+            self._backward_visit(visit)
+        watch.close()
+        self._skeleton.drop_block(block.name)
+        return watch.found
+
+    def _backward_visit(self, visit: _Visit) -> None:
+        args, kwargs = torch.load(visit.file, map_location=self._device, weights_only=False)
+        visit.file.unlink()
+        flat, _ = pytree.tree_flatten((args, kwargs))
+        # Embeddings have no graph, but what a layer computes from them has to.
+        inputs = [value.requires_grad_() for value in flat if _floating(value)]
+        with torch.enable_grad():
+            answer = self._own[visit.block](*args, **kwargs)
+        results = [value for value in pytree.tree_flatten(answer)[0] if _floating(value)]
+        pairs = [
+            (value, torch.stack(sink).sum(0))
+            for value, sink in zip(results, visit.sinks, strict=True)
+            if sink and value.requires_grad
+        ]
+        _propagate(pairs)
+        _propagate(
+            [
+                (edge, value.grad)
+                for value, edge in zip(inputs, visit.inputs, strict=True)
+                if edge is not None and value.grad is not None
+            ]
+        )
+
+
+class _Watch:
+    """Sums what the linear layers of a block read and which gradients come back to them."""
+
+    def __init__(self, module: nn.Module, block: Block, device: torch.device) -> None:
+        self.batch: Mapping[str, Tensor] = {}
+        self.found: dict[str, Worth] = {}
+        self._handles = []
+        for layer in block.layers:
+            if layer.kind == "experts":
+                continue  # no module computes one expert's output
+            outputs = sum(part.size for part in layer.parts)
+            self.found[layer.name] = Worth.empty(layer.in_features, outputs, device)
+            inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
+            hook = self._hook(layer.name, block.name, layer.role)
+            self._handles.append(inside.register_forward_hook(hook, with_kwargs=True))
+
+    def _hook(self, name: str, block: str, role: str) -> Callable[..., None]:
+        def seen(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            x = first_tensor(*args, **kwargs).detach()
+            rows, mask = token_rows(x, self.batch, block, role)
+
+            def arrived(gradient: Tensor) -> None:
+                back = gradient.reshape(len(rows), -1)
+                kept = (rows, back) if mask is None else (rows[mask], back[mask])
+                if not all(bool(torch.isfinite(part.sum())) for part in kept):
+                    raise FitError(f"layer `{name}`: gradients hold NaN or infinity")
+                self.found[name].add(*kept)
+
+            if output.requires_grad:
+                output.register_hook(arrived)
+
+        return seen
+
+    def close(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
+    """Sends gradients back; what lies between blocks may be passed by several of them."""
+    if pairs:
+        tensors, gradients = zip(*pairs, strict=True)
+        torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,91 @@
+"""What a model is used for, as random gradients at its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcompress.errors import DataError
+from tcompress.reading.pooling import Pooling
+from tcompress.source import SourceModel
+
+_SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
+_STATES = ("last_hidden_state", "text_embeds", "image_embeds")
+
+
+def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
+    """Chooses what to draw by what a model is for.
+
+    Raises:
+        DataError: The model is a sentence encoder that is pooled in an unknown way.
+    """
+    reads_text = source.model_class.main_input_name == "input_ids"
+    encodes = reads_text and not source.config.is_encoder_decoder
+    return OutputProbe(Pooling.of(source, last=False) if encodes else None, seed)
+
+
+class OutputProbe:
+    """Draws gradients at the output of a model, reproducibly.
+
+    Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
+    model itself, whose second moment is the Fisher information: exactly the curvature of the
+    Kullback-Leibler divergence from the dense model. Sentence encoders get a random direction
+    of their embedding, other models one of every vector of theirs.
+
+    Args:
+        pooling: How a text encoder makes an embedding, None for other models.
+        seed: Seed of all draws.
+    """
+
+    def __init__(self, pooling: Pooling | None, seed: int = 0) -> None:
+        self._pooling = pooling
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """Gives tensors of the output, and a gradient for each.
+
+        Raises:
+            DataError: The output has nothing that could be compared.
+        """
+        scores = [getattr(output, name, None) for name in _SCORES]
+        found = [(item, self._outcome(item, batch)) for item in scores if item is not None]
+        if found:
+            return found
+        states = [getattr(output, name, None) for name in _STATES]
+        vectors = [item for item in states if item is not None]
+        if not vectors:
+            raise DataError(
+                f"a `{type(output).__name__}` has no scores and no states",
+                "leave out what needs output moments: allocate uniformly",
+            )
+        mask = batch.get("attention_mask")
+        if self._pooling is not None and mask is not None:
+            embedding = self._pooling(vectors[0], mask)
+            return [(embedding, self._direction(embedding))]
+        return [(item, _masked(self._direction(item), batch)) for item in vectors]
+
+    def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """One-hot outcome less probabilities; a single score is taken as it is."""
+        if scores.shape[-1] == 1:
+            return _masked(self._direction(scores), batch)
+        chances = scores.detach().float().softmax(-1)
+        flat = chances.reshape(-1, chances.shape[-1]).cpu()
+        drawn = torch.multinomial(flat, 1, generator=self._generator).to(chances.device)
+        gradient = -chances.reshape(-1, chances.shape[-1])
+        gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
+        return _masked(gradient.reshape(scores.shape).to(scores.dtype), batch)
+
+    def _direction(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self._generator).to(like)
+
+
+def _masked(gradient: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Leaves out what padded tokens predict."""
+    for name in ("decoder_attention_mask", "attention_mask"):
+        mask = batch.get(name)
+        if mask is not None and gradient.dim() == 3 and mask.shape == gradient.shape[:2]:
+            return gradient * mask.unsqueeze(-1).to(gradient)
+    return gradient

@@ -1,0 +1,298 @@
+"""Tensor-train matrices: applied, rebuilt, costed, and made from a dense matrix by SVDs.
+
+A matrix of I = I_1 ... I_N rows and J = J_1 ... J_N columns, both indexed with the last mode
+fastest, is a chain of cores of shape (R_{n-1}, I_n, J_n, R_n) with R_0 = R_N = 1:
+W[i_1 ... i_N, j_1 ... j_N] = G_1[:, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_N[:, i_N, j_N, :].
+
+Reference: Oseledets (2011), Tensor-train decomposition; Novikov et al. (2015), Tensorizing neural
+networks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.errors import FitError, InputError
+from tcompress.linalg.ttmodes import clip_ranks, full_ranks
+
+NARROW = 8  # rows below this width are gathered into one product
+
+Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def tt_shape(cores: Sequence[Tensor]) -> Shape:
+    """Reads input modes, output modes and inner ranks off a list of cores."""
+    in_modes = tuple(core.shape[-2] for core in cores)
+    out_modes = tuple(core.shape[-3] for core in cores)
+    return in_modes, out_modes, tuple(core.shape[-1] for core in cores[:-1])
+
+
+# ---------------------------------------------------------------- rebuilding
+
+
+def merge_cores(left: Tensor, right: Tensor) -> Tensor:
+    """Contracts two neighbours into one core.
+
+    Args:
+        left: Core.  # (..., a, i, j, b)
+        right: The core after it.  # (..., b, k, l, c)
+
+    Returns:
+        A core of the product modes.  # (..., a, i * k, j * l, c)
+    """
+    merged = torch.einsum("...aijb,...bklc->...aikjlc", left, right)
+    return merged.flatten(-5, -4).flatten(-3, -2)
+
+
+def tt_to_matrix(cores: Sequence[Tensor]) -> Tensor:
+    """Rebuilds the dense matrix; gradients flow to the cores.
+
+    The chain is contracted from both ends towards the bond where that costs least.
+
+    Args:
+        cores: Cores of one matrix, or of a batch of them.  # (..., R_{n-1}, I_n, J_n, R_n)
+
+    Returns:
+        The matrix, padding of its modes included.  # (..., I, J)
+    """
+    if len(cores) == 1:
+        return cores[0][..., 0, :, :, 0]
+    costs = _cut_macs(*tt_shape(cores))
+    cut = costs.index(min(costs)) + 1
+    left = reduce(merge_cores, cores[:cut])
+    right = reduce(lambda done, core: merge_cores(core, done), reversed(cores[cut:]))
+    return merge_cores(left, right)[..., 0, :, :, 0]
+
+
+def rebuild_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+    """Counts the multiply-adds of `tt_to_matrix`."""
+    return min(_cut_macs(in_modes, out_modes, ranks)) if ranks else 0
+
+
+def _cut_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Multiply-adds of contracting both ends towards each of the N - 1 bonds."""
+    sizes = [rows * columns for rows, columns in zip(out_modes, in_modes, strict=True)]
+    bonds = (1, *ranks, 1)
+    # The k-th entry: merging the first, or the last, k + 1 cores one after another.
+    left, right = [0], [0]
+    for n in range(1, len(sizes) - 1):
+        left.append(left[-1] + math.prod(sizes[: n + 1]) * bonds[n] * bonds[n + 1])
+        right.append(right[-1] + math.prod(sizes[-n - 1 :]) * bonds[-n - 1] * bonds[-n - 2])
+    whole = math.prod(sizes)
+    return [
+        one + two + whole * rank for one, two, rank in zip(left, right[::-1], ranks, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- applying
+
+
+def tt_apply(x: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Multiplies rows by the transposed matrix, core by core, without building it.
+
+    Starts at the end of the chain where that costs less. Gradients flow to rows and cores.
+
+    Args:
+        x: Rows; narrower ones than J are padded with zeros.  # (..., tokens, in)
+        cores: Cores. Those of a batch of matrices need rows that start with the same batch
+            dimensions.  # (..., R_{n-1}, I_n, J_n, R_n)
+
+    Returns:
+        Rows of all I outputs, padding included.  # (..., tokens, I)
+    """
+    in_modes, out_modes, ranks = tt_shape(cores)
+    batch = cores[0].shape[:-4]
+    rows, width = x.shape[len(batch) : -1], math.prod(in_modes)
+    if x.shape[-1] < width:
+        x = pad(x, (0, width - x.shape[-1]))
+    tokens = math.prod(rows)
+    first, last = _apply_macs(in_modes, out_modes, ranks)
+    if first < last:  # from the last core on, no core has to be copied
+        state = _from_first(x.reshape(*batch, tokens, 1, width), cores)
+    else:
+        state = _from_last(x.reshape(*batch, tokens * width, 1, 1), cores)
+    return state.reshape(*batch, *rows, math.prod(out_modes))
+
+
+def _from_first(state: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Contracts the first core first; state: (..., tokens and outputs so far, R, inputs left)."""
+    for core in cores:
+        _, i, j, s = core.shape[-4:]
+        state = state.unflatten(-1, (j, state.shape[-1] // j)).flatten(-3, -2)
+        matrix = core.transpose(-3, -2).flatten(-4, -3).flatten(-2).mT  # (i * s, r * j)
+        state = _contract(state, matrix).unflatten(-2, (i, s)).flatten(-4, -3)
+    return state
+
+
+def _from_last(state: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Contracts the last core first; state: (..., tokens and inputs left, R, outputs so far)."""
+    for core in reversed(cores):
+        r, i, j, _ = core.shape[-4:]
+        state = state.unflatten(-3, (state.shape[-3] // j, j)).flatten(-3, -2)
+        matrix = core.flatten(-4, -3).flatten(-2)  # (r * i, j * s), as it is stored
+        state = _contract(state, matrix).unflatten(-2, (r, i)).flatten(-2)
+    return state
+
+
+def _contract(state: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies the middle dimension; (..., a, k, b) and (..., m, k) to (..., a, m, b)."""
+    if state.shape[-1] == 1:
+        return (state.squeeze(-1) @ matrix.mT).unsqueeze(-1)
+    # One product per row moves no data, but its gradient for the matrix would be one per row too.
+    if state.dim() == 3 and state.shape[-1] >= NARROW and not torch.is_grad_enabled():
+        return torch.bmm(matrix.expand(len(state), -1, -1), state)
+    return torch.einsum("...akb,...mk->...amb", state, matrix)
+
+
+def contract_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+    """Counts the multiply-adds of `tt_apply` for one token."""
+    return min(_apply_macs(in_modes, out_modes, ranks))
+
+
+def _apply_macs(
+    in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]
+) -> tuple[int, int]:
+    """Multiply-adds for one token from the first core on, and from the last core on."""
+    bonds = (1, *ranks, 1)
+    first = last = 0
+    for n in range(len(in_modes)):
+        bond = bonds[n] * bonds[n + 1]
+        first += math.prod(out_modes[: n + 1]) * math.prod(in_modes[n:]) * bond
+        last += math.prod(in_modes[: n + 1]) * math.prod(out_modes[n:]) * bond
+    return first, last
+
+
+# ---------------------------------------------------------------- decomposing
+
+
+def tt_svd(
+    matrix: Tensor,
+    in_modes: Sequence[int],
+    out_modes: Sequence[int],
+    ranks: Sequence[int] | None = None,
+    tol: float | None = None,
+) -> list[Tensor]:
+    """Decomposes a dense matrix by successive truncated SVDs, without regard to any data.
+
+    Args:
+        matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
+        in_modes: Input modes J_1 to J_N.
+        out_modes: Output modes I_1 to I_N.
+        ranks: Inner ranks, clipped to what the shape admits; by default nothing is cut off.
+        tol: In place of ranks: the smallest ranks, bond by bond from the last, that keep the
+            relative error in the Frobenius norm at or below this.
+
+    Returns:
+        Cores in float64, of equal scale.  # (R_{n-1}, I_n, J_n, R_n)
+
+    Raises:
+        InputError: Modes too small for the matrix, or both ranks and a tolerance.
+        FitError: The matrix holds NaN or infinity.
+    """
+    rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
+    if rows < 0 or columns < 0:
+        raise InputError(
+            f"a matrix of {len(matrix)} x {matrix.shape[1]} does not fit output modes "
+            f"{list(out_modes)} and input modes {list(in_modes)}"
+        )
+    if ranks is not None and tol is not None:
+        raise InputError("a tensor train takes ranks or a tolerance, found both")
+    if not bool(torch.isfinite(matrix).all()):
+        raise FitError("a weight holds NaN or infinity")
+    full = full_ranks(in_modes, out_modes)
+    kept = full if ranks is None else clip_ranks(ranks, in_modes, out_modes)
+    tensor = pad(matrix.detach().double(), (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
+    cores = _successive_svds(tensor, kept)
+    if tol is not None:
+        cores = _truncate(cores, tol)
+    return balance_cores(cores)
+
+
+def bond_tails(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]) -> list[Tensor]:
+    """Returns what a truncation at every bond cuts off, at every rank.
+
+    Args:
+        matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
+        in_modes: Input modes J_1 to J_N.
+        out_modes: Output modes I_1 to I_N.
+
+    Returns:
+        For each bond the squared errors of ranks 0, 1, ...: sums of squared singular values.
+    """
+    rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
+    tensor = pad(matrix, (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
+    count = len(in_modes)
+    pairs = [axis for n in range(count) for axis in (n, count + n)]
+    chain = tensor.permute(pairs)  # (I_1, J_1, I_2, J_2, ...)
+    tails = []
+    for n in range(1, count):
+        values = torch.linalg.svdvals(chain.flatten(2 * n).flatten(0, 2 * n - 1))
+        tails.append(pad(values.square().flip(0).cumsum(0).flip(0), (0, 1)))
+    return tails
+
+
+def _successive_svds(tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    """Left-orthogonal cores of a tensor (I_1, ..., I_N, J_1, ..., J_N)."""
+    # Imported here because it takes a second, which only a conversion should wait for.
+    from tensorly.decomposition import tensor_train_matrix
+
+    with _torch_backend():
+        return list(tensor_train_matrix(tensor, [1, *ranks, 1]).factors)
+
+
+@contextmanager
+def _torch_backend() -> Iterator[None]:
+    """Lets tensorly compute on torch tensors in this thread, and in no other."""
+    import tensorly
+
+    before = tensorly.get_backend()
+    tensorly.set_backend("pytorch", local_threadsafe=True)
+    try:
+        yield
+    finally:
+        tensorly.set_backend(before, local_threadsafe=True)
+
+
+def _truncate(cores: list[Tensor], tol: float) -> list[Tensor]:
+    """Cuts the ranks of left-orthogonal cores, last bond first, within a relative error."""
+    cores = list(cores)
+    # The errors of the bonds are orthogonal to each other: each may take an equal share.
+    allowed = tol * cores[-1].norm() / max(1, len(cores) - 1) ** 0.5
+    for n in range(len(cores) - 1, 0, -1):
+        left, values, right = torch.linalg.svd(cores[n].flatten(1), full_matrices=False)
+        tails = values.square().flip(0).cumsum(0).sqrt()  # error of dropping the last k values
+        rank = max(1, len(values) - int((tails <= allowed).sum()))
+        cores[n] = right[:rank].unflatten(1, cores[n].shape[1:])
+        cores[n - 1] = cores[n - 1] @ (left[:, :rank] * values[:rank])
+    return cores
+
+
+def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Gives neighbouring cores the same scale, bond index by bond index, where they meet.
+
+    Low precision and training need it. The matrix stays as it is.
+
+    Args:
+        cores: Cores of one matrix.  # (R_{n-1}, I_n, J_n, R_n)
+    """
+    norms = torch.stack([core.norm() for core in cores])
+    if not bool((norms > 0).all()):
+        return list(cores)
+    level = norms.log().mean().exp()
+    cores = [core * (level / norm) for core, norm in zip(cores, norms, strict=True)]
+    for _ in range(3):
+        for n in range(len(cores) - 1):
+            ratio = (
+                cores[n + 1].flatten(1).norm(dim=1) / cores[n].flatten(0, 2).norm(dim=0)
+            ).sqrt()
+            ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
+            cores[n] = cores[n] * ratio
+            cores[n + 1] = cores[n + 1] / ratio[:, None, None, None]
+    return cores

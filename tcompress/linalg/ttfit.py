@@ -1,0 +1,370 @@
+"""Fits of tensor-train matrices in the norm of the data: alternating least squares over cores.
+
+With all cores but one held, W is linear in that core, so its optimum solves a linear system. The
+core is kept at the centre of an orthogonal chain: then that system is no worse conditioned than
+the moments themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.errors import FitError
+from tcompress.linalg.moments import safe_cholesky
+from tcompress.linalg.tensortrain import balance_cores, merge_cores, tt_shape, tt_to_matrix
+
+SIDE = 4096  # largest normal matrix that is factored
+ROOM = 2**26  # most numbers in a tensor made on the way to it
+SWEEPS = 4  # passes over the cores
+STEPS = 15  # conjugate gradients per core, where its system is not solved at once
+ENOUGH = 1e-6  # of the first squared residual: the next core gains more than a last digit here
+FLOOR = 1e-10  # ridge on normal matrices, relative to their mean diagonal element
+
+
+def fit_tt(
+    product: Tensor,
+    gram: Tensor | None,
+    cores: Sequence[Tensor],
+    sweeps: int = SWEEPS,
+    curvature: Tensor | None = None,
+) -> list[Tensor]:
+    """Fits cores to minimise tr(S W G W^T) - 2 tr(S W P^T), never ending above where they start.
+
+    Without S the equations of a core separate over its output index, and one Cholesky
+    factorisation solves them all. With S, with padded rows (which must not count) and for cores
+    too large to factor, a few steps of conjugate gradients take its place.
+
+    Args:
+        product: P = (dense weight) C.  # (out, in)
+        gram: G, damped; None for the identity.  # (in, in)
+        cores: Where to start, at ranks that `clip_ranks` leaves alone. Modes may be larger than the
+            matrix; what they add to it is free.  # (R_{n-1}, I_n, J_n, R_n)
+        sweeps: Passes to the last core and back to the first.
+        curvature: S, positive semidefinite; None for the identity.  # (out, out)
+
+    Returns:
+        Cores in float64, of equal scale and the shapes they had.
+
+    Raises:
+        FitError: The moments hold NaN or infinity, or are far from positive semidefinite.
+    """
+    start = [core.detach().double() for core in cores]
+    problem = TTProblem.of(product, gram, curvature, start)
+    fitted = orthogonalised(start)
+    for _ in range(sweeps):
+        fitted = _sweep(problem, fitted)
+    fitted = balance_cores(fitted)
+    # No step goes up, but their rounding may, once there is nothing left to gain.
+    losses = [tt_loss(product, gram, found, curvature) for found in (start, fitted)]
+    return fitted if bool(losses[1] <= losses[0]) else start
+
+
+def tt_loss(
+    product: Tensor, gram: Tensor | None, cores: Sequence[Tensor], curvature: Tensor | None = None
+) -> Tensor:
+    """Returns tr(S W G W^T) - 2 tr(S W P^T), in float64.
+
+    Args:
+        product: P = (dense weight) C.  # (out, in)
+        gram: G; None for the identity.  # (in, in)
+        cores: Cores of W; rows and columns beyond P do not count.  # (R_{n-1}, I_n, J_n, R_n)
+        curvature: S; None for the identity.  # (out, out)
+    """
+    rows, columns = product.shape
+    weight = tt_to_matrix([core.double() for core in cores])[:rows, :columns]
+    residual = (weight if gram is None else weight @ gram.double()) - 2 * product.double()
+    left = weight if curvature is None else curvature.double() @ weight
+    return (left * residual).sum()
+
+
+@dataclass(frozen=True)
+class TTProblem:
+    """What the cores are fitted to, float64.
+
+    Attributes:
+        product: P.  # (out, in)
+        gram: G, or None for the identity.  # (in, in)
+        curvature: S, or None for the identity.  # (out, out)
+        in_modes: Input modes, whose product may be larger than `in`.
+        out_modes: Output modes, whose product may be larger than `out`.
+    """
+
+    product: Tensor
+    gram: Tensor | None
+    curvature: Tensor | None
+    in_modes: tuple[int, ...]
+    out_modes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        product: Tensor,
+        gram: Tensor | None,
+        curvature: Tensor | None,
+        cores: Sequence[Tensor],
+    ) -> TTProblem:
+        """Checks the moments and takes them to float64."""
+        moments = [None if m is None else m.detach().double() for m in (product, gram, curvature)]
+        if not all(bool(torch.isfinite(moment).all()) for moment in moments if moment is not None):
+            raise FitError("the moments of a layer hold NaN or infinity")
+        in_modes, out_modes, _ = tt_shape(cores)
+        return cls(product.detach().double(), moments[1], moments[2], in_modes, out_modes)
+
+    @property
+    def separates(self) -> bool:
+        """True if every output index of a core has the same normal equations of its own."""
+        return self.curvature is None and math.prod(self.out_modes) == len(self.product)
+
+    @cached_property
+    def padded_gram(self) -> Tensor:
+        """G with zeros for padded inputs.  # (J, J)."""
+        size = self.product.shape[1]
+        gram = torch.eye(size).to(self.product) if self.gram is None else self.gram
+        extra = math.prod(self.in_modes) - size
+        return pad(gram, (0, extra, 0, extra))
+
+    @cached_property
+    def padded_curvature(self) -> Tensor:
+        """S with zeros for padded outputs.  # (I, I)."""
+        size = len(self.product)
+        curvature = torch.eye(size).to(self.product) if self.curvature is None else self.curvature
+        extra = math.prod(self.out_modes) - size
+        return pad(curvature, (0, extra, 0, extra))
+
+    def weighted(self, matrix: Tensor) -> Tensor:
+        """S times a matrix, with zeros for all that is padded.  # (out, in) to (I, J)."""
+        if self.curvature is not None:
+            matrix = self.curvature @ matrix
+        rows, columns = self.product.shape
+        return pad(
+            matrix, (0, math.prod(self.in_modes) - columns, 0, math.prod(self.out_modes) - rows)
+        )
+
+    def normal(self, matrix: Tensor) -> Tensor:
+        """S W G of a padded W, with zeros for all that is padded.  # (I, J)."""
+        rows, columns = self.product.shape
+        matrix = matrix[:rows, :columns]
+        return self.weighted(matrix if self.gram is None else matrix @ self.gram)
+
+
+# ---------------------------------------------------------------- sweeping
+
+
+def orthogonalised(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Makes all cores but the first right-orthogonal; the matrix stays as it is."""
+    cores = list(cores)
+    for n in range(len(cores) - 1, 0, -1):
+        _pass_left(cores, n)
+    return cores
+
+
+def _pass_right(cores: list[Tensor], n: int) -> None:
+    """Makes core n left-orthogonal and moves the rest of it into the next."""
+    basis, rest = torch.linalg.qr(cores[n].flatten(0, 2))
+    cores[n] = basis.unflatten(0, cores[n].shape[:3])
+    cores[n + 1] = torch.tensordot(rest, cores[n + 1], 1)
+
+
+def _pass_left(cores: list[Tensor], n: int) -> None:
+    """Makes core n right-orthogonal and moves the rest of it into the one before."""
+    basis, rest = torch.linalg.qr(cores[n].flatten(1).mT)
+    cores[n] = basis.mT.unflatten(1, cores[n].shape[1:])
+    cores[n - 1] = cores[n - 1] @ rest.mT
+
+
+def _sweep(problem: TTProblem, cores: Sequence[Tensor]) -> list[Tensor]:
+    """Updates the cores from the first to the last and back to the second."""
+    cores = list(cores)
+    end = torch.ones(1, 1, 1, 1).to(cores[0])
+    rights = [end]
+    for core in reversed(cores[1:]):
+        rights.append(merge_cores(core, rights[-1]))
+    lefts = [end]
+    if len(cores) == 1:
+        return [update_core(problem, end, cores[0], end)]
+    for n in range(len(cores) - 1):
+        cores[n] = update_core(problem, lefts[n], cores[n], rights.pop())
+        _pass_right(cores, n)
+        lefts.append(merge_cores(lefts[n], cores[n]))
+    right = end
+    for n in range(len(cores) - 1, 0, -1):
+        cores[n] = update_core(problem, lefts[n], cores[n], right)
+        _pass_left(cores, n)
+        right = merge_cores(cores[n], right)
+    return cores
+
+
+# ---------------------------------------------------------------- one core
+
+
+Solver = Callable[[Tensor], Tensor]
+
+
+def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -> Tensor:
+    """Moves one core to its optimum, or with conjugate gradients towards it; never away from it.
+
+    Args:
+        problem: What to fit.
+        left: All cores before it, merged; left-orthogonal.  # (1, o, p, a)
+        core: The core.  # (a, i, j, b)
+        right: All cores after it, merged; right-orthogonal.  # (b, x, r, 1)
+    """
+    # Solving for the change, not for the core, leaves alone what the moments do not see.
+    wanted = pull_back(problem.weighted(problem.product), left, right)
+    small = _is_small(left, core, right)
+    matrix = normal_matrix(problem.padded_gram, left, right) if small else None
+    if matrix is not None and problem.separates:
+        residual = wanted - _from_rows(matrix @ _to_rows(core), core)
+        return core + _matrix_solver(matrix)(residual)
+
+    def image(tensor: Tensor) -> Tensor:
+        return pull_back(problem.normal(tt_to_matrix([left, tensor, right])), left, right)
+
+    solve = _block_solver(problem, left, right) if matrix is None else _matrix_solver(matrix)
+    if not problem.separates:
+        solve = _with_outputs(solve, problem.padded_curvature, left, right)
+    return _descend(core, wanted - image(core), image, solve)
+
+
+def _descend(core: Tensor, residual: Tensor, image: Solver, solve: Solver) -> Tensor:
+    """Preconditioned conjugate gradients; every step ends at the minimum along its direction.
+
+    Args:
+        core: Where to start.
+        residual: Right-hand side minus the image of the start.
+        image: The symmetric operator of the normal equations.
+        solve: Its preconditioner.
+    """
+    direction = solved = solve(residual)
+    first = slope = (residual * solved).sum()
+    for _ in range(STEPS):
+        turned = image(direction)
+        bend = (direction * turned).sum()
+        if not (bend > 0 and slope > ENOUGH * first):
+            break
+        core = core + slope / bend * direction
+        residual = residual - slope / bend * turned
+        solved = solve(residual)
+        before, slope = slope, (residual * solved).sum()
+        direction = solved + slope / before * direction
+    return core
+
+
+def pull_back(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Contracts a dense matrix with all cores but one: the adjoint of building it from that core.
+
+    Args:
+        matrix: Any matrix.  # (o * i * x, p * j * r)
+        left: All cores before it, merged.  # (1, o, p, a)
+        right: All cores after it, merged.  # (b, x, r, 1)
+
+    Returns:
+        A tensor of the shape of the core.  # (a, i, j, b)
+    """
+    (_, o, p, a), (b, x, r, _) = left.shape, right.shape
+    grid = matrix.reshape(o, len(matrix) // (o * x), x, p, matrix.shape[1] // (p * r), r)
+    left, right = left[0], right[..., 0]
+    if a * (o * p + b) * x * r <= b * (x * r + a) * o * p:
+        return torch.einsum("aixjr,bxr->aijb", torch.einsum("opa,oixpjr->aixjr", left, grid), right)
+    return torch.einsum("opa,oipjb->aijb", left, torch.einsum("oixpjr,bxr->oipjb", grid, right))
+
+
+def normal_matrix(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Builds the matrix of a core's normal equations, the same for all its output indices.
+
+    Args:
+        gram: G with zeros for padded inputs.  # (p * j * r, p * j * r)
+        left: All cores before it, merged.  # (1, o, p, a)
+        right: All cores after it, merged.  # (b, x, r, 1)
+
+    Returns:
+        Rows and columns are indexed (a, j, b).  # (a * j * b, a * j * b)
+    """
+    grid = _six(gram, left, right)
+    before = torch.einsum("opa,oqc->pqac", left[0], left[0])
+    after = torch.einsum("bxr,dxs->rsbd", right[..., 0], right[..., 0])
+    if _half_sizes(left, grid.shape[1], right)[0] <= _half_sizes(left, grid.shape[1], right)[1]:
+        half = torch.einsum("pqac,pjrqks->acjrks", before, grid)
+        whole = torch.einsum("acjrks,rsbd->ajbckd", half, after)
+    else:
+        half = torch.einsum("pjrqks,rsbd->pjqkbd", grid, after)
+        whole = torch.einsum("pqac,pjqkbd->ajbckd", before, half)
+    return whole.flatten(3).flatten(0, 2)
+
+
+def _six(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Views G by input modes before, of and after a core: (p, j, r, p, j, r)."""
+    p, r = left.shape[2], right.shape[2]
+    return gram.view(2 * (p, len(gram) // (p * r), r))
+
+
+def _half_sizes(left: Tensor, j: int, right: Tensor) -> tuple[int, int]:
+    """Numbers in G once contracted with the cores before, or with the cores after."""
+    (_, _, p, a), (b, _, r, _) = left.shape, right.shape
+    return (a * j * r) ** 2, (p * j * b) ** 2
+
+
+def _is_small(left: Tensor, core: Tensor, right: Tensor) -> bool:
+    """True if the normal matrix of a core can be built and factored."""
+    a, _, j, b = core.shape
+    largest = max((left.shape[2] * a) ** 2, (right.shape[2] * b) ** 2)
+    return a * j * b <= SIDE and max(largest, min(_half_sizes(left, j, right))) <= ROOM
+
+
+def _to_rows(tensor: Tensor) -> Tensor:
+    """Brings (a, i, j, b) to (a * j * b, i)."""
+    return tensor.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _from_rows(rows: Tensor, like: Tensor) -> Tensor:
+    a, i, j, b = like.shape
+    return rows.view(a, j, b, i).permute(0, 3, 1, 2)
+
+
+def _factor(matrices: Tensor) -> Tensor:
+    """Factors normal matrices, raising their diagonals in place by a numerical floor."""
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    diagonal += FLOOR * diagonal.mean()
+    factors, info = torch.linalg.cholesky_ex(matrices)
+    return safe_cholesky(matrices) if bool(info.any()) else factors
+
+
+def _matrix_solver(matrix: Tensor) -> Solver:
+    """Solves the normal equations of all output indices with one factorisation."""
+    factor = _factor(matrix)
+    return lambda tensor: _from_rows(torch.cholesky_solve(_to_rows(tensor), factor), tensor)
+
+
+def _block_solver(problem: TTProblem, left: Tensor, right: Tensor) -> Solver:
+    """Solves with the blocks of the normal matrix that couple input indices j only."""
+    grid = _six(problem.padded_gram, left, right)
+    before = torch.einsum("opa,oqa->apq", left[0], left[0])
+    after = torch.einsum("bxr,bxs->brs", right[..., 0], right[..., 0])
+    half = torch.einsum("apq,pjrqks->ajrks", before, grid)
+    factors = _factor(torch.einsum("ajrks,brs->abjk", half, after))
+
+    def solve(tensor: Tensor) -> Tensor:
+        return torch.cholesky_solve(tensor.permute(0, 3, 2, 1), factors).permute(0, 3, 2, 1)
+
+    return solve
+
+
+def _with_outputs(solve: Solver, curvature: Tensor, left: Tensor, right: Tensor) -> Solver:
+    """Adds to a solver the mean curvature between the output indices of the core."""
+    o, x = left.shape[1], right.shape[1]
+    i = len(curvature) // (o * x)
+    mean = torch.einsum("oixokx->ik", curvature.view(2 * (o, i, x)))
+    factor = safe_cholesky(mean + 1e-6 * mean.diagonal().mean() * torch.eye(i).to(mean))
+
+    def solve_both(tensor: Tensor) -> Tensor:
+        solved = solve(tensor).movedim(1, 0)
+        return torch.cholesky_solve(solved.flatten(1), factor).view(solved.shape).movedim(0, 1)
+
+    return solve_both

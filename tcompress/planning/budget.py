@@ -1,0 +1,282 @@
+"""Spends a budget over a model: one sorted list of predicted loss saved per parameter.
+
+Every site has options of known cost and predicted loss; losses add up over sites. On the lower
+convex hull of a site's options each step to a larger one saves less per parameter than the step
+before, so taking the steps of all sites in the order of what they save per parameter is optimal at
+every budget that the steps meet exactly. In between, what is left over goes to options off the
+hull; the result then differs from the optimum by less than the one step that did not fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcompress.errors import PlanError
+
+DENSE = "dense"
+ROUNDING = 1e-12  # sums of losses are compared up to this, relative to the largest loss
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to store a site.
+
+    Attributes:
+        cost: Parameters, or bytes: any unit that all sites share.
+        loss: Predicted loss of the model after rewriting the site this way.
+        label: What the caller knows the option by, such as a rank.
+    """
+
+    cost: int
+    loss: float
+    label: Hashable = None
+
+
+@dataclass(frozen=True)
+class BudgetSite:
+    """A weight, or a group of weights that are chosen together.
+
+    Attributes:
+        name: For messages.
+        options: The ways to rewrite it, in any order; useless ones do no harm.
+        dense: Cost of the site as it is.
+        may_stay: Whether it may stay as it is, at no loss, under the label `DENSE`.
+    """
+
+    name: str
+    options: Sequence[Option]
+    dense: int
+    may_stay: bool = True
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One option for every site.
+
+    Attributes:
+        choices: In the order of the sites.
+        cost: Their sum.
+        loss: Their sum.
+    """
+
+    choices: tuple[Option, ...]
+    cost: int
+    loss: float
+
+
+def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
+    """Chooses options of the smallest total loss that fit into a budget.
+
+    Args:
+        sites: What may be chosen.
+        budget: Largest total cost.
+
+    Raises:
+        PlanError: Even the cheapest options cost more, or a site has no usable option.
+    """
+    ladders = [_Ladder.of(site) for site in sites]
+    places = [0] * len(ladders)
+    left = budget - sum(int(ladder.costs[0]) for ladder in ladders)
+    if left < 0:
+        raise PlanError(
+            f"the smallest options of {len(sites)} weights cost {budget - left:,} together, more "
+            f"than the budget of {budget:,}",
+            f"allow at least {budget - left:,}, or offer smaller options",
+        )
+    done: set[int] = set()
+    for index, place, price, _ in _steps(ladders):
+        if index in done or price > left:
+            done.add(index)  # its later steps save less per parameter still
+            continue
+        places[index] = place
+        left -= price
+    _improve(ladders, places, left, _upgrade)
+    return _allocation(ladders, places)
+
+
+def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocation:
+    """Chooses options of the smallest total cost that lose no more than allowed.
+
+    Args:
+        sites: What may be chosen.
+        max_loss: Largest total loss, met up to rounding.
+
+    Raises:
+        PlanError: Even the best options lose more, or a site has no usable option.
+    """
+    ladders = [_Ladder.of(site) for site in sites]
+    places = [0] * len(ladders)
+    least = fsum(float(ladder.losses[-1]) for ladder in ladders)
+    worst = fsum(float(ladder.losses[0]) for ladder in ladders)
+    slack = max_loss + ROUNDING * max(abs(max_loss), worst)
+    if not least <= slack:
+        raise PlanError(
+            f"the best options of {len(sites)} weights lose {least:.6g} together, more than the "
+            f"{max_loss:.6g} allowed",
+            f"allow at least {least:.6g}, or offer larger options",
+        )
+    loss = worst
+    for index, place, _, saved in _steps(ladders):
+        if loss <= slack:
+            break
+        loss -= saved
+        places[index] = place
+    loss = fsum(float(a.losses[place]) for a, place in zip(ladders, places, strict=True))
+    _improve(ladders, places, slack - loss, _downgrade)
+    return _allocation(ladders, places)
+
+
+def uniform(sites: Sequence[BudgetSite], fraction: float) -> Allocation:
+    """Gives every site the best option within the same fraction of its dense cost.
+
+    Args:
+        sites: What may be chosen.
+        fraction: Largest cost of an option, relative to the dense cost of its site.
+
+    Raises:
+        PlanError: A site has no option that small, or no usable option.
+    """
+    ladders = [_Ladder.of(site) for site in sites]
+    places = []
+    for site, ladder in zip(sites, ladders, strict=True):
+        cap = fraction * site.dense * (1 + ROUNDING)
+        places.append(int(np.searchsorted(ladder.costs, cap, side="right")) - 1)
+        if places[-1] < 0:
+            raise PlanError(
+                f"the smallest option of `{site.name}` costs {int(ladder.costs[0]):,}, more than "
+                f"{fraction:.4g} of its {site.dense:,}",
+                "allow a larger fraction, or offer smaller options",
+            )
+    return _allocation(ladders, places)
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    """The options of a site that nothing beats: each costs more and loses less than the last."""
+
+    options: list[Option]
+    costs: NDArray[np.int64]
+    losses: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, site: BudgetSite) -> _Ladder:
+        options = [*site.options]
+        if site.may_stay:
+            options.append(Option(site.dense, 0.0, DENSE))
+        if not options:
+            raise PlanError(
+                f"`{site.name}` has no options and may not stay dense",
+                "offer an option, or leave the site out",
+            )
+        costs = np.fromiter((option.cost for option in options), np.int64, len(options))
+        losses = np.fromiter((option.loss for option in options), np.float64, len(options))
+        wrong = np.flatnonzero((costs < 0) | ~np.isfinite(losses) | (losses < 0))
+        if len(wrong):
+            bad = options[wrong[0]]
+            raise PlanError(
+                f"an option of `{site.name}` (label `{bad.label}`) has cost {bad.cost} and loss "
+                f"{bad.loss}; both must be finite and not negative",
+                "calibrate on more data, or leave the site out",
+            )
+        order = np.lexsort((losses, costs))  # stable: of equal options the first one stays
+        best = np.minimum.accumulate(losses[order])
+        keep = order[np.concatenate(([True], best[1:] < best[:-1]))]
+        return cls([options[i] for i in keep], costs[keep], losses[keep])
+
+    def hull(self) -> NDArray[np.int64]:
+        """Places on the lower convex hull, from the cheapest to the best."""
+        slopes = np.diff(self.losses) / np.diff(self.costs)
+        if bool((np.diff(slopes) >= 0).all()):  # convex already, as ranks of one weight are
+            return np.arange(len(self.costs))
+        costs, losses = self.costs.tolist(), self.losses.tolist()
+        hull: list[int] = []
+        for place in range(len(costs)):
+            while len(hull) > 1:
+                a, b = hull[-2:]
+                before = (losses[a] - losses[b]) * (costs[place] - costs[b])
+                after = (losses[b] - losses[place]) * (costs[b] - costs[a])
+                if before >= after:  # points on one line stay: they are smaller steps
+                    break
+                hull.pop()
+            hull.append(place)
+        return np.array(hull)
+
+
+def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
+    """Steps up the hulls of all sites, those that save most per unit of cost first.
+
+    Yields:
+        Index of the site, the place it steps to, the price and the loss saved.
+    """
+    if not ladders:
+        return
+    hulls = [ladder.hull() for ladder in ladders]
+    prices = [np.diff(a.costs[hull]) for a, hull in zip(ladders, hulls, strict=True)]
+    saved = [-np.diff(a.losses[hull]) for a, hull in zip(ladders, hulls, strict=True)]
+    # Rounding must not change the order of a site's own steps.
+    slopes = [np.minimum.accumulate(s / p) for s, p in zip(saved, prices, strict=True)]
+    sites = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
+    order = np.argsort(-np.concatenate(slopes), kind="stable")  # ties: the first site, from below
+    columns = (
+        sites,
+        np.concatenate([hull[1:] for hull in hulls]),
+        np.concatenate(prices),
+        np.concatenate(saved),
+    )
+    yield from zip(*(column[order].tolist() for column in columns), strict=True)
+
+
+Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
+
+
+def _upgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
+    """Best place that the rest of a budget pays for, the loss it saves, and its price."""
+    last = int(np.searchsorted(ladder.costs, ladder.costs[place] + left, side="right")) - 1
+    saved = float(ladder.losses[place] - ladder.losses[last])
+    return last, saved, float(ladder.costs[last] - ladder.costs[place])
+
+
+def _downgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
+    """Cheapest place that the rest of a loss allows, the cost it saves, and what it loses."""
+    first = int(np.searchsorted(-ladder.losses, -(ladder.losses[place] + left), side="left"))
+    first = min(first, place)
+    saved = float(ladder.costs[place] - ladder.costs[first])
+    return first, saved, float(ladder.losses[first] - ladder.losses[place])
+
+
+def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: Better) -> None:
+    """Spends what is left over, each time where one move saves most.
+
+    What a site could save only shrinks as less is left, so a stale entry of the queue is an upper
+    bound, and only its top has to be brought up to date.
+    """
+    queue = []
+    for index, ladder in enumerate(ladders):
+        _, saved, _ = better(ladder, places[index], left)
+        queue.append((-saved, index))
+    heapq.heapify(queue)
+    while queue and queue[0][0] < 0:
+        bound, index = queue[0]
+        place, saved, price = better(ladders[index], places[index], left)
+        if -saved > bound:
+            heapq.heapreplace(queue, (-saved, index))
+            continue
+        places[index] = place
+        left -= price
+        _, saved, _ = better(ladders[index], place, left)
+        heapq.heapreplace(queue, (-saved, index))
+
+
+def _allocation(ladders: Sequence[_Ladder], places: Sequence[int]) -> Allocation:
+    choices = tuple(ladder.options[place] for ladder, place in zip(ladders, places, strict=True))
+    return Allocation(
+        choices,
+        sum(choice.cost for choice in choices),
+        fsum(choice.loss for choice in choices),
+    )

@@ -1,0 +1,279 @@
+"""Tensor-train matrices: a chain of small cores (methods ``tt`` and ``qtt``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from tcompress.linalg.curvature import whitened_product
+from tcompress.linalg.tensortrain import (
+    bond_tails,
+    contract_macs,
+    rebuild_macs,
+    tt_apply,
+    tt_svd,
+    tt_to_matrix,
+)
+from tcompress.linalg.ttcost import fit_bytes, fit_macs
+from tcompress.linalg.ttfit import fit_tt
+from tcompress.linalg.ttmodes import (
+    clip_ranks,
+    matrix_modes,
+    parameter_count,
+    quantized_matrix_modes,
+    rank_for_budget,
+)
+from tcompress.structures.base import (
+    Layout,
+    Refusal,
+    Shapes,
+    Side,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    Tensors,
+    predicted_loss,
+    register,
+    svd_flops,
+)
+
+Modes = tuple[PositiveInt, ...]
+Way = Literal["auto", "contract", "rebuild"]
+
+# What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
+IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients it has to move data
+COPY = 16  # one number of a weight that is rebuilt
+ONCE = 3e6  # building a weight, however small
+
+
+CURVED_SWEEPS = 2
+"""Sweeps with output moments, after those without: each takes conjugate gradients."""
+
+
+class TTSpec(Spec):
+    """Options of `tt` and `qtt`."""
+
+    name: Literal["tt", "qtt"] = "tt"
+    order: int | None = Field(
+        None, ge=2, le=16, description="number of cores; default 2, or as many as `modes` says"
+    )
+    modes: dict[PositiveInt, Modes] = Field(
+        {}, description="factors of a width, such as `768: [24, 32]`; default as even as possible"
+    )
+    rank: PositiveInt | Modes | None = Field(
+        None, description="inner ranks: one for all, or a list; `qtt` has 2 unless `target` says"
+    )
+    apply: Way = Field(
+        "auto",
+        description="`contract` the cores with the input, `rebuild` the weight in each pass, or "
+        "`auto`: what costs less for the tokens at hand",
+    )
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None or self.name == "qtt"
+
+    @model_validator(mode="after")
+    def _without_modes_of_its_own(self) -> TTSpec:
+        if self.name == "qtt" and (self.order is not None or self.modes):
+            raise ValueError("the modes of `qtt` are 2: leave out `order` and `modes`")
+        return self
+
+
+class TTLayout(Layout):
+    """Cores (R_n-1, I_n, J_n, R_n), with I_n from the output's width and J_n from the input's."""
+
+    structure: Literal["tt"] = "tt"
+    in_modes: Modes
+    out_modes: Modes
+    ranks: Modes
+    apply: Way = "auto"
+
+    @property
+    def shape(self) -> tuple[Modes, Modes, Modes]:
+        """Input modes, output modes and inner ranks."""
+        return self.in_modes, self.out_modes, self.ranks
+
+
+class TensorTrain(Structure[TTSpec, TTLayout]):
+    """A chain of cores, started by the TT-SVD and fitted by alternating least squares."""
+
+    name = "tt"
+    summary = "tensor-train cores; `qtt` has modes of 2"
+    reference = "Oseledets 2011; Novikov et al. 2015, arXiv:1509.06569"
+    spec = TTSpec
+    layout_type = TTLayout
+
+    def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
+        in_modes, out_modes = _modes(spec, site)
+        ranks = _ranks(spec, in_modes, out_modes, budget)
+        return TTLayout(
+            in_features=site.in_features,
+            out_features=site.out_features,
+            in_modes=in_modes,
+            out_modes=out_modes,
+            ranks=clip_ranks(ranks, in_modes, out_modes),
+            apply=spec.apply,
+        )
+
+    def tensors(self, layout: TTLayout) -> Shapes:
+        bonds = (1, *layout.ranks, 1)
+        modes = zip(layout.out_modes, layout.in_modes, strict=True)
+        return {f"core{n}": (bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
+
+    def core_macs(self, layout: TTLayout) -> int:
+        return self._each(layout, contract=_contracts(layout, None))
+
+    def pass_macs(self, layout: TTLayout, tokens: int) -> tuple[int, int]:
+        contract = _contracts(layout, tokens)
+        once = 0 if contract else rebuild_macs(*layout.shape)
+        return once, self._each(layout, contract=contract)
+
+    @staticmethod
+    def _each(layout: TTLayout, *, contract: bool) -> int:
+        return (
+            contract_macs(*layout.shape) if contract else layout.in_features * layout.out_features
+        )
+
+    def core(self, z: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
+        cores = _cores(tensors, layout)
+        lead = cores[0].dim() - 4
+        price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
+        if _contracts(layout, prod(z.shape[lead:-1]), price):
+            return tt_apply(z, cores)[..., : layout.out_features]
+        return z @ _matrix(cores, layout).mT
+
+    def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
+        return _matrix(_cores(tensors, layout), layout)
+
+    def fills(self, spec: TTSpec) -> bool:
+        return spec.rank is None
+
+    def fit(
+        self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]
+    ) -> dict[str, Tensor]:
+        start = target.product
+        if target.gram is not None:  # what a fit without limits would be
+            start = torch.linalg.solve(target.gram, start.mT).mT
+        cores = tt_svd(start, *layout.shape)
+        if not _is_settled(layout, target.gram is not None):
+            cores = fit_tt(target.product, target.gram, cores)
+        if target.curvature is not None:
+            cores = fit_tt(target.product, target.gram, cores, CURVED_SWEEPS, target.curvature)
+        return {f"core{n}": core for n, core in enumerate(cores)}
+
+    def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
+        """Fits one size, and takes the others from what the SVDs of the chain cut off.
+
+        Those are of the weight in the norm of both moments, where they are no optimum of the
+        chain: only their ratios are used.
+        """
+        assert target.curvature is not None
+        middle = layouts[len(layouts) // 2]
+        fitted = predicted_loss(self.quick_fit(target, middle), target, constant)
+        whitened = whitened_product(target.product, target.full_gram(), target.curvature)
+        tails = bond_tails(whitened, middle.in_modes, middle.out_modes)
+        level = _cut(tails, middle)
+        scale = fitted / level if level > 0 else 0.0
+        return [min(constant, scale * _cut(tails, layout)) for layout in layouts]
+
+    def fit_flops(self, layout: TTLayout, *, calibrated: bool) -> float:
+        start = svd_flops(layout.out_features, layout.in_features)
+        if _is_settled(layout, calibrated):
+            return start
+        separates = prod(layout.out_modes) == layout.out_features
+        return start + 2.0 * fit_macs(*layout.shape, separates=separates)
+
+    def fit_bytes(self, layout: TTLayout, *, calibrated: bool) -> int:
+        return 0 if _is_settled(layout, calibrated) else fit_bytes(*layout.shape)
+
+    def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        shapes = self.tensors(layout)
+        paths = prod(layout.ranks)  # products that a weight is the sum of
+        spread = (layout.in_features * paths) ** (-0.5 / len(shapes))
+        return {
+            name: torch.randn(shape, generator=generator) * spread for name, shape in shapes.items()
+        }
+
+
+def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:
+    """What the ranks of a layout cut off, summed over the bonds."""
+    return sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
+
+
+def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
+    if spec.name == "qtt":
+        return quantized_matrix_modes(site.in_features, site.out_features)
+    widths = (site.in_features, site.out_features)
+    given = {width: spec.modes[width] for width in widths if width in spec.modes}
+    for width, modes in given.items():
+        if len(modes) < 2 or prod(modes) < width:
+            raise Refusal(f"modes {list(modes)} do not make up {width}, or are fewer than two")
+    order = spec.order or max(map(len, given.values()), default=2)
+    defaults = matrix_modes(*widths, order)
+    in_modes, out_modes = (
+        given.get(width, modes) for width, modes in zip(widths, defaults, strict=True)
+    )
+    if len(in_modes) != len(out_modes):
+        raise Refusal(
+            f"the input {site.in_features} has {len(in_modes)} modes and "
+            f"the output {site.out_features} has {len(out_modes)}: give both equally many"
+        )
+    return in_modes, out_modes
+
+
+def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) -> Modes:
+    bonds = len(in_modes) - 1
+    rank = spec.rank
+    if rank is None and budget is not None:
+        rank = rank_for_budget(in_modes, out_modes, budget)
+        if not rank:
+            least = parameter_count(in_modes, out_modes, (1,) * bonds)
+            raise Refusal(
+                f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
+            )
+    if rank is None and spec.name == "qtt":
+        rank = 2
+    if rank is None:
+        raise Refusal("no rank is given: set `rank` or `target`")
+    ranks = (rank,) * bonds if isinstance(rank, int) else rank
+    if len(ranks) != bonds:
+        has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"
+        raise Refusal(f"{bonds + 1} cores have {has}, not {len(ranks)}")
+    return ranks
+
+
+def _is_settled(layout: TTLayout, weighted: bool) -> bool:
+    """Whether the SVD that a fit starts from is the optimum already."""
+    sizes = prod(layout.in_modes), prod(layout.out_modes)
+    padded = sizes != (layout.in_features, layout.out_features)
+    return len(layout.in_modes) == 2 and not weighted and not padded
+
+
+def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
+    """Whether to contract rather than rebuild, for so many tokens; None for very many."""
+    if layout.apply != "auto":
+        return layout.apply == "contract"
+    dense = layout.in_features * layout.out_features
+    more = price * contract_macs(*layout.shape) - dense  # for each token
+    # A compiler that traces any number of tokens at once must not have it decide.
+    if not isinstance(tokens, int):
+        return more < 0
+    return tokens * more < rebuild_macs(*layout.shape) + COPY * dense + ONCE
+
+
+def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:
+    return [tensors[f"core{n}"] for n in range(len(layout.in_modes))]
+
+
+def _matrix(cores: list[Tensor], layout: TTLayout) -> Tensor:
+    return tt_to_matrix(cores)[..., : layout.out_features, : layout.in_features]
+
+
+register(TensorTrain())

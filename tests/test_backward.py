@@ -1,0 +1,175 @@
+"""Label-free backward passes, block by block, beside plain backward passes of whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+from tcompress.anatomy import Anatomy, anatomy_of
+from tcompress.conversion.backward import BackwardWalk, Worth
+from tcompress.conversion.capture import first_tensor, token_rows
+from tcompress.conversion.probe import OutputProbe
+from tcompress.errors import DataError, FitError
+from tcompress.reading.pooling import MEAN
+from tcompress.source import SourceModel
+from tests.support.conversions import threads
+from tests.support.tiny import TINY, build
+
+CPU = torch.device("cpu")
+
+
+def _walk(
+    folder: Path, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
+) -> dict[str, Worth]:
+    source = SourceModel.open(str(folder))
+    anatomy = anatomy_of(source.meta_model())
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    walk = BackwardWalk(source, anatomy, batches, probe, scratch, CPU)
+    found = {name: worth for _, layers in walk.run() for name, worth in layers.items()}
+    assert not list(scratch.iterdir())
+    return found
+
+
+def _plain(
+    model: nn.Module, anatomy: Anatomy, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
+) -> dict[str, Worth]:
+    """The same from one backward pass through the whole model."""
+    found: dict[str, Worth] = {}
+    seen: list[tuple[Any, Tensor, Tensor]] = []
+    for layer in anatomy.layers:
+        if layer.kind == "experts":
+            continue
+        width = sum(part.size for part in layer.parts)
+        found[layer.name] = Worth.empty(layer.in_features, width, CPU)
+
+        def keep(_: nn.Module, args: Any, kwargs: Any, output: Tensor, layer: Any = layer) -> None:
+            output.retain_grad()
+            seen.append((layer, first_tensor(*args, **kwargs).detach(), output))
+
+        model.get_submodule(layer.name).register_forward_hook(keep, with_kwargs=True)
+    block_of = {layer.name: block.name for block in anatomy.blocks for layer in block.layers}
+    for batch in batches:
+        seen.clear()
+        tensors, gradients = zip(*probe(model(**batch), batch), strict=True)
+        torch.autograd.backward(tensors, gradients)
+        for layer, x, own in seen:
+            rows, mask = token_rows(x, batch, block_of[layer.name], layer.role)
+            if own.grad is None:
+                continue
+            back = own.grad.reshape(len(rows), -1)
+            found[layer.name].add(*((rows, back) if mask is None else (rows[mask], back[mask])))
+    return found
+
+
+def _save(family: str, folder: Path) -> None:
+    model: Any = build(family)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_block_by_block_equals_a_plain_backward_pass(family: str, tmp_path: Path) -> None:
+    model: Any = build(family)
+    model.config.use_cache = False
+    model.save_pretrained(tmp_path)
+    batches = [TINY[family].inputs(3, 8, seed) for seed in (0, 1)]
+    before = threads()
+    found = _walk(tmp_path, batches, OutputProbe(MEAN, seed=5))
+    assert threads() == before
+    wanted = _plain(model, anatomy_of(model), batches, OutputProbe(MEAN, seed=5))
+    assert set(found) == set(wanted)
+    assert sum(worth.rows > 0 for worth in found.values()) > len(found) // 2
+    for name, worth in wanted.items():
+        assert found[name].rows == worth.rows, name
+        assert _distance(found[name].curvature, worth.curvature) < 1e-5, name
+        assert _distance(found[name].gram, worth.gram) < 1e-5, name
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    """Rows of padding alone, at which no gradient may arrive and nothing may be summed."""
+    _save("bert", tmp_path)
+    batch = TINY["bert"].inputs(2, 8, 0)
+    longer = {key: torch.nn.functional.pad(value, (0, 5)) for key, value in batch.items()}
+    found = [_walk(tmp_path, [item], _Fixed(None)) for item in (batch, longer)]
+    for name, worth in found[0].items():
+        assert found[1][name].rows == worth.rows == 14
+        assert _distance(found[1][name].curvature, worth.curvature) < 1e-5
+        assert _distance(found[1][name].gram, worth.gram) < 1e-5
+
+
+class _Fixed(OutputProbe):
+    """The same gradients for the tokens that are there, however long texts are."""
+
+    def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        rows = torch.arange(1.0, 9).repeat(len(scores), 1)
+        rows = torch.nn.functional.pad(rows, (0, scores.shape[1] - 8))
+        return (rows * batch["attention_mask"])[..., None] * scores.detach().sin()
+
+
+def test_not_finite_gradients_name_the_layer(tmp_path: Path) -> None:
+    _save("bert", tmp_path)
+
+    class Broken(OutputProbe):
+        def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+            return torch.full_like(scores, torch.nan)
+
+    with pytest.raises(FitError, match=r"layer `bert\.encoder\.layer\.1\..*`: gradients hold NaN"):
+        _walk(tmp_path, [TINY["bert"].inputs(2, 8, 0)], Broken(MEAN))
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+# ---------------------------------------------------------------- what is propagated
+
+
+def test_outcomes_have_the_moment_of_fisher() -> None:
+    """E[g g^T] = diag(p) - p p^T for outcomes drawn from p."""
+    scores = torch.tensor([[1.0, 0.0, -1.0]]).expand(40_000, 3)
+    output = SequenceClassifierOutput(logits=scores)  # type: ignore[arg-type]
+    ((found, gradient),) = OutputProbe(None)(output, {})
+    assert found is scores
+    chances = scores[0].softmax(0)
+    wanted = torch.diag(chances) - torch.outer(chances, chances)
+    assert_close(gradient.T @ gradient / len(gradient), wanted, atol=5e-3, rtol=0)
+    assert_close(gradient.mean(0), torch.zeros(3), atol=1e-2, rtol=0)
+
+
+def test_padded_tokens_predict_nothing() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for last in (1, 7):
+        output = SequenceClassifierOutput(logits=torch.randn(2, 3, last))  # type: ignore[arg-type]
+        ((_, gradient),) = OutputProbe(None)(output, {"attention_mask": mask})
+        assert bool((gradient.abs().sum(-1) > 0).equal(mask.bool()))
+
+
+def test_embeddings_are_pooled_where_a_model_makes_them() -> None:
+    states, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    output = BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
+    ((embedding, gradient),) = OutputProbe(MEAN)(output, {"attention_mask": mask})
+    assert_close(embedding, MEAN(states, mask))
+    assert gradient.shape == (2, 4)
+    ((found, gradient),) = OutputProbe(None)(output, {"attention_mask": mask})
+    assert found is states
+    assert bool((gradient.abs().sum(-1) > 0).equal(mask.bool()))
+
+
+def test_draws_follow_the_seed() -> None:
+    output = BaseModelOutput(last_hidden_state=torch.randn(2, 3, 4))  # type: ignore[arg-type]
+    draws = [OutputProbe(None, seed)(output, {})[0][1] for seed in (0, 0, 1)]
+    assert draws[0].equal(draws[1])
+    assert not draws[0].equal(draws[2])
+
+
+def test_an_output_of_neither_scores_nor_states_is_refused() -> None:
+    with pytest.raises(DataError, match="has no scores and no states"):
+        OutputProbe(None)(BaseModelOutput(), {})

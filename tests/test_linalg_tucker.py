@@ -1,0 +1,321 @@
+"""Shared Tucker factors, against dense least squares and orthogonal iteration."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tensorly.decomposition
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tcompress.linalg.curvature import damped_curvature
+from tcompress.linalg.lowrank import fit_lowrank
+from tcompress.linalg.tucker import (
+    Ranks,
+    Tucker,
+    _orthogonal_iteration,
+    _Projected,
+    _update_cores,
+    _update_left,
+    _update_mixing,
+    _update_right,
+    _whitened,
+    clip_ranks,
+    fit_mixing,
+    fit_tucker,
+    mixed_weight,
+    tucker_parameters,
+)
+from tests.support.lproduct import quick
+from tests.support.structures import randn
+
+COUNT, ROWS, COLS = 6, 5, 7
+
+
+def _problem(
+    seed: int = 0, *, count: int = COUNT, rows: int = 60, damping: float = 1e-3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, W_l C_l and G_l of layers whose inputs differ."""
+    weights = randn(count, ROWS, COLS, seed=seed)
+    x = randn(count, rows, COLS, seed=seed + 1) @ randn(count, COLS, COLS, seed=seed + 2)
+    new = x + 0.2 * randn(count, rows, COLS, seed=seed + 3)
+    ridge = damped_curvature(new.mT @ new / rows, damping) - new.mT @ new / rows
+    return weights, weights @ (x.mT @ new / rows + ridge), new.mT @ new / rows + ridge
+
+
+def _loss(found: Tucker, products: Tensor, grams: Tensor | None) -> float:
+    dense = found.matrices()
+    seen = dense if grams is None else dense @ grams
+    return float((seen - 2 * products).mul(dense).sum())
+
+
+def _solutions(design: Tensor, grams: Tensor, products: Tensor) -> Tensor:
+    """Least squares over v, vec(W'_l) = design_l v, by roots written out."""
+    values, vectors = torch.linalg.eigh(grams)
+    roots = vectors * values.sqrt()[:, None] @ vectors.mT
+    left = [
+        torch.kron(torch.eye(ROWS).double(), root) @ d
+        for root, d in zip(roots, design, strict=True)
+    ]
+    right = [
+        torch.linalg.solve(root, p.T).T.flatten() for root, p in zip(roots, products, strict=True)
+    ]
+    system, wanted = torch.cat(left), torch.cat(right)[:, None]
+    return torch.linalg.lstsq(system, wanted, driver="gelsd").solution[:, 0]
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_published_size() -> None:
+    assert tucker_parameters(144, 768, 768, (72, 384, 384)) == 11_217_024
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(COUNT, (2, 3, 4)), (1, (1, 3, 3))])
+def test_parameters_are_those_of_the_factors(count: int, ranks: Ranks) -> None:
+    found = fit_tucker(randn(count, ROWS, COLS), None, ranks)
+    stored = [found.left, found.cores, found.right] + ([found.mixing] if count > 1 else [])
+    assert tucker_parameters(count, ROWS, COLS, ranks) == sum(t.numel() for t in stored)
+    assert found.mixing.shape == (count, ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ((9, 9, 9), (6, 5, 7)),
+        ((1, 4, 7), (1, 4, 4)),
+        ((6, 1, 2), (2, 1, 2)),
+        ((2, 5, 2), (2, 4, 2)),
+        ((2, 3, 4), (2, 3, 4)),
+    ],
+)
+def test_ranks_are_clipped_to_the_shape(ranks: Ranks, wanted: Ranks) -> None:
+    assert clip_ranks(COUNT, ROWS, COLS, ranks) == wanted
+    found = fit_tucker(randn(COUNT, ROWS, COLS), None, ranks)
+    assert found.cores.shape == wanted
+
+
+# ---------------------------------------------------------------- fits
+
+
+@pytest.mark.parametrize("moments", ["none", "shared", "own"])
+def test_full_ranks_give_the_matrices_back(moments: str) -> None:
+    weights, _, grams = _problem()
+    given_grams = {"none": None, "shared": grams[0], "own": grams}[moments]
+    products = weights if given_grams is None else weights @ given_grams
+    found = fit_tucker(products, given_grams, (COUNT, ROWS, COLS))
+    assert_close(found.matrices(), weights, rtol=1e-6, atol=1e-6)
+
+
+def test_matrices_of_low_rank_are_found() -> None:
+    _, _, grams = _problem()
+    cores, mixing = randn(2, 3, 3), randn(COUNT, 2, seed=1)
+    true = Tucker(randn(ROWS, 3, seed=2), cores, randn(COLS, 3, seed=3), mixing)
+    found = fit_tucker(true.matrices() @ grams, grams, (2, 3, 3))
+    assert_close(found.matrices(), true.matrices(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_matrix_is_whitened_low_rank() -> None:
+    _, products, grams = _problem(count=1)
+    for shape in (grams, grams[0]):
+        found = fit_tucker(products, shape, (1, 3, 3))
+        a, b = fit_lowrank(products[0], grams[0], 3)
+        assert_close(found.matrices()[0], a @ b, rtol=1e-6, atol=1e-6)
+        assert_close(found.left @ found.cores[0] @ found.right.T, a @ b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_shared_moment_is_the_same_as_equal_ones() -> None:
+    _, products, grams = _problem()
+    one = fit_tucker(products, grams[0], (2, 3, 4))
+    same = fit_tucker(products, grams[:1].expand(COUNT, -1, -1), (2, 3, 4))
+    assert_close(one.matrices(), same.matrices(), rtol=1e-6, atol=1e-6)
+
+
+@quick
+@given(
+    seed=st.integers(0, 1000),
+    ranks=st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 7)),
+    rows=st.sampled_from([2, 5, 60]),
+    inner=st.sampled_from([1, 3, 50]),
+    moments=st.booleans(),
+)
+def test_no_update_costs_loss(
+    seed: int, ranks: Ranks, rows: int, inner: int, moments: bool
+) -> None:
+    weights, products, grams = _problem(seed, rows=rows)
+    problem, _ = _whitened(products, grams) if moments else _whitened(weights, None)
+    ranks = clip_ranks(COUNT, ROWS, COLS, ranks)
+    now = _orthogonal_iteration(problem.free(), ranks, 0)
+    trace = [_loss(now, problem.products, problem.grams)]
+    for _ in range(3):
+        now = _update_left(problem, now)
+        trace.append(_loss(now, problem.products, problem.grams))
+        now = _update_right(problem, now, inner)
+        trace.append(_loss(now, problem.products, problem.grams))
+        seen = _Projected.of(problem, now)
+        now = _update_cores(seen, now, inner)
+        trace.append(_loss(now, problem.products, problem.grams))
+        now = _update_mixing(seen, now, inner)
+        trace.append(_loss(now, problem.products, problem.grams))
+        assert seen.loss(now) == pytest.approx(trace[-1])
+        eye = torch.eye(ranks[0]).double()
+        assert_close(now.mixing.mT @ now.mixing, eye)
+    steps = torch.tensor(trace).double().diff()
+    assert bool((steps <= 1e-9 * abs(trace[-1])).all()), trace
+
+
+def test_updates_are_least_squares() -> None:
+    _, products, grams = _problem()
+    problem, _ = _whitened(products, grams)
+    products, grams = problem.products, problem.grams
+    assert grams is not None
+    assert_close(grams.mean(0), torch.eye(COLS).double())
+    now = _orthogonal_iteration(problem.free(), (2, 3, 4), 0)
+    eye_rows, eye_cols = torch.eye(ROWS).double(), torch.eye(COLS).double()
+
+    halves = now.middles() @ now.right.T  # W' = U H
+    design = torch.stack([torch.kron(eye_rows, half.T.contiguous()) for half in halves])
+    left = _solutions(design, grams, products).reshape(ROWS, 3)
+    found = _update_left(problem, now)
+    assert_close(found.matrices(), left @ halves, rtol=1e-6, atol=1e-6)
+
+    halves = now.left @ now.middles()  # W' = H V^T
+    design = torch.stack([torch.kron(half, eye_cols) for half in halves])
+    right_t = _solutions(design, grams, products).reshape(4, COLS)
+    found = _update_right(problem, now, 500)
+    assert_close(found.matrices(), halves @ right_t, rtol=1e-6, atol=1e-6)
+
+    sides = torch.kron(now.left.contiguous(), now.right.contiguous())
+    design = torch.stack([torch.kron(mix[None].contiguous(), sides) for mix in now.mixing])
+    cores = _solutions(design, grams, products).reshape(2, 3, 4)
+    seen = _Projected.of(problem, now)
+    assert_close(_update_cores(seen, now, 500).cores, cores, rtol=1e-6, atol=1e-6)
+
+    flat = sides @ now.cores.flatten(1).T  # (out * d, r1)
+    each = [_solutions(flat[None], grams[i : i + 1], products[i : i + 1]) for i in range(COUNT)]
+    wanted = now.left @ (torch.stack(each) @ now.cores.flatten(1)).reshape(COUNT, 3, 4)
+    found = _update_mixing(seen, now, 500)
+    assert_close(found.matrices(), wanted @ now.right.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [(2, 3, 4), (1, 2, 2), (3, 2, 5)])
+def test_no_worse_than_orthogonal_iteration(ranks: Ranks) -> None:
+    weights = randn(COUNT, ROWS, COLS)
+    with tensorly.backend_context("pytorch", local_threadsafe=True):
+        wanted = tensorly.decomposition.tucker(weights, list(ranks), n_iter_max=5).to_tensor()
+    found = fit_tucker(weights, None, ranks, start=5)
+    reference = float((weights - wanted).square().sum())
+    assert float((weights - found.matrices()).square().sum()) <= reference * (1 + 1e-9)
+    rough = fit_tucker(weights, None, ranks, sweeps=0, start=5)
+    assert float((weights - rough.matrices()).square().sum()) == pytest.approx(reference)
+
+
+def test_moments_matter() -> None:
+    weights, products, grams = _problem()
+    found, free = fit_tucker(products, grams, (2, 3, 4)), fit_tucker(weights, None, (2, 3, 4))
+    best = float(-torch.linalg.solve(grams, products.mT).mT.mul(products).sum())
+    aware, blind = (_loss(fit, products, grams) - best for fit in (found, free))
+    assert 0 < aware < 0.7 * blind
+
+
+@pytest.mark.parametrize("moments", ["none", "shared", "own"])
+def test_a_converged_fit_is_stationary(moments: str) -> None:
+    weights, products, grams = _problem()
+    given_grams = {"none": None, "shared": grams[0], "own": grams}[moments]
+    products = weights if given_grams is None else products
+    found = fit_tucker(products, given_grams, (2, 3, 4), sweeps=2000, tolerance=0.0)
+    factors = [found.left, found.cores, found.right, found.mixing]
+    for factor in factors:
+        factor.requires_grad_()
+    dense = found.matrices()
+    seen = dense if given_grams is None else dense @ given_grams
+    grads = torch.autograd.grad((seen - 2 * products).mul(dense).sum(), factors)
+    for factor, grad in zip(factors, grads, strict=True):
+        relative = grad.norm() * factor.detach().norm() / products.mul(weights).sum()
+        assert float(relative) < 1e-4
+
+
+def test_a_single_matrix_has_no_mixing_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flipped(*args: Any) -> Tucker:  # the sign of a singular vector is the library's choice
+        found = _orthogonal_iteration(*args)
+        return replace(found, mixing=-found.mixing, cores=-found.cores)
+
+    monkeypatch.setattr("tcompress.linalg.tucker._orthogonal_iteration", flipped)
+    weight = randn(1, ROWS, COLS)
+    found = fit_tucker(weight, None, (1, 5, 5), sweeps=0)
+    assert_close(found.mixing, torch.ones(1, 1).double(), rtol=0, atol=0)
+    assert_close(found.matrices(), weight)
+
+
+def test_zero_matrices_are_fitted_by_zero() -> None:
+    found = fit_tucker(torch.zeros(COUNT, ROWS, COLS).double(), None, (2, 3, 4))
+    assert_close(found.matrices(), torch.zeros(COUNT, ROWS, COLS).double())
+
+
+def test_the_backend_of_tensorly_is_changed_for_one_call_and_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    def look() -> None:
+        seen.append(tensorly.get_backend())
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    def tucker(*args: Any, **options: Any) -> Any:
+        look()
+        elsewhere()
+        return original(*args, **options)
+
+    original = tensorly.decomposition.tucker
+    monkeypatch.setattr("tensorly.decomposition.tucker", tucker)
+    fit_tucker(randn(COUNT, ROWS, COLS), None, (2, 3, 4))
+    look()
+    elsewhere()
+    assert seen == ["pytorch", "numpy", "numpy", "numpy"]
+
+
+# ---------------------------------------------------------------- mixing weights of one layer
+
+
+@pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("moments", [False, True])
+def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: bool) -> None:
+    left, right, cores = randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2)
+    width = across * COLS
+    x = randn(50, width, seed=3) @ randn(width, width, seed=4)
+    new = x + 0.3 * randn(50, width, seed=5)
+    weight = randn(down * ROWS, width, seed=6)
+    if not moments:
+        x = new = torch.eye(width).double()
+    found = fit_mixing(weight @ x.T @ new, new.T @ new if moments else None, left, right, cores)
+    assert found.shape == (down, across, 2)
+    blocks = torch.stack([left @ core @ right.T for core in cores])  # (r1, out, d)
+    columns = []
+    for i in range(down):
+        for j in range(across):
+            for block in blocks:
+                dense = torch.zeros(down * ROWS, width).double()
+                dense[i * ROWS : (i + 1) * ROWS, j * COLS : (j + 1) * COLS] = block
+                columns.append((new @ dense.T).flatten())
+    wanted = torch.linalg.lstsq(torch.stack(columns, 1), (x @ weight.T).flatten()[:, None])
+    assert_close(found.flatten(), wanted.solution[:, 0], rtol=1e-6, atol=1e-6)
+    dense = mixed_weight(found, left, right, cores)
+    assert_close((new @ dense.T).flatten(), torch.stack(columns, 1) @ found.flatten())
+
+
+def test_mixing_agrees_with_the_joint_fit() -> None:
+    _, products, grams = _problem()
+    found = fit_tucker(products, grams, (2, 3, 4), sweeps=2, inner=200, tolerance=0.0)
+    for i in range(COUNT):
+        alone = fit_mixing(products[i], grams[i], found.left, found.right, found.cores)
+        assert_close(alone[0, 0], found.mixing[i], rtol=1e-5, atol=1e-6)

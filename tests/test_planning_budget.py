@@ -1,0 +1,244 @@
+"""The allocator, against exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from math import fsum, inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tcompress.errors import PlanError
+from tcompress.planning.budget import (
+    DENSE,
+    Allocation,
+    BudgetSite,
+    Option,
+    allocate,
+    allocate_for_loss,
+    uniform,
+)
+from tests.support.lproduct import quick
+
+
+def _site(
+    name: str, *options: tuple[int, float], dense: int = 100, stay: bool = True
+) -> BudgetSite:
+    return BudgetSite(
+        name, [Option(cost, loss, i) for i, (cost, loss) in enumerate(options)], dense, stay
+    )
+
+
+def _all_options(site: BudgetSite) -> list[Option]:
+    return [*site.options, *([Option(site.dense, 0.0, DENSE)] if site.may_stay else [])]
+
+
+def _everything(sites: list[BudgetSite]) -> list[tuple[int, float]]:
+    """Total cost and loss of every combination."""
+    return [
+        (sum(option.cost for option in chosen), fsum(option.loss for option in chosen))
+        for chosen in product(*map(_all_options, sites))
+    ]
+
+
+def _hull(site: BudgetSite) -> list[Option]:
+    """Options that no mixture of two others, at the same mean cost, beats."""
+    options = sorted(_all_options(site), key=lambda option: (option.cost, option.loss))
+    best = [o for i, o in enumerate(options) if all(o.loss < p.loss for p in options[:i])]
+    kept = []
+    for middle in best:
+        below = [o for o in best if o.cost < middle.cost]
+        above = [o for o in best if o.cost > middle.cost]
+        if all(
+            (a.loss - middle.loss) * (b.cost - middle.cost)
+            >= (middle.loss - b.loss) * (middle.cost - a.cost)
+            for a in below
+            for b in above
+        ):
+            kept.append(middle)
+    return kept
+
+
+def _check(found: Allocation, sites: list[BudgetSite]) -> None:
+    assert len(found.choices) == len(sites)
+    for choice, site in zip(found.choices, sites, strict=True):
+        assert choice in _all_options(site)
+    assert found.cost == sum(choice.cost for choice in found.choices)
+    assert found.loss == fsum(choice.loss for choice in found.choices)
+
+
+losses = st.integers(0, 400).map(lambda n: n / 8)
+options = st.lists(st.tuples(st.integers(0, 40), losses), min_size=1, max_size=6)
+some_sites = st.lists(
+    st.builds(
+        lambda given, dense, stay: _site("w", *given, dense=dense, stay=stay),
+        options,
+        st.integers(10, 60),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@quick
+@given(sites=some_sites, share=st.floats(0, 1))
+def test_allocation_is_within_one_step_of_the_optimum(
+    sites: list[BudgetSite], share: float
+) -> None:
+    combinations = _everything(sites)
+    least = min(cost for cost, _ in combinations)
+    budget = int(least + share * (max(cost for cost, _ in combinations) - least))
+    found = allocate(sites, budget)
+    _check(found, sites)
+    assert found.cost <= budget
+    optimum = min(loss for cost, loss in combinations if cost <= budget)
+    hulls = [_hull(site) for site in sites]
+    step = max(
+        (a.loss - b.loss for hull in hulls for a, b in pairwise(hull)),
+        default=0.0,
+    )
+    assert optimum <= found.loss <= optimum + step
+    if len(sites) == 1:
+        assert found.loss == optimum
+
+
+@quick
+@given(sites=some_sites, share=st.floats(0, 1))
+def test_smallest_cost_is_within_one_step_of_the_optimum(
+    sites: list[BudgetSite], share: float
+) -> None:
+    combinations = _everything(sites)
+    least = min(loss for _, loss in combinations)
+    allowed = least + share * (max(loss for _, loss in combinations) - least)
+    found = allocate_for_loss(sites, allowed)
+    _check(found, sites)
+    assert found.loss <= allowed * (1 + 1e-9)
+    optimum = min(cost for cost, loss in combinations if loss <= allowed)
+    hulls = [_hull(site) for site in sites]
+    step = max(
+        (b.cost - a.cost for hull in hulls for a, b in pairwise(hull)),
+        default=0,
+    )
+    assert optimum <= found.cost <= optimum + step
+    if len(sites) == 1:
+        assert found.cost == optimum
+
+
+def _vertices(sites: list[BudgetSite]) -> list[tuple[int, float]]:
+    """Total cost and loss where the best combination of hull steps ends exactly."""
+    hulls = [_hull(site) for site in sites]
+    steps = sorted(
+        ((a.loss - b.loss) / (b.cost - a.cost), b.cost - a.cost, a.loss - b.loss)
+        for hull in hulls
+        for a, b in pairwise(hull)
+    )
+    cost, loss = sum(h[0].cost for h in hulls), fsum(h[0].loss for h in hulls)
+    ends = [(cost, loss)]
+    while steps:
+        slope = steps[-1][0]
+        while steps and steps[-1][0] > slope * (1 - 1e-9):  # equal slopes in one go
+            _, more, less = steps.pop()
+            cost, loss = cost + more, loss - less
+        ends.append((cost, loss))
+    return ends
+
+
+@quick
+@given(sites=some_sites)
+def test_allocation_is_optimal_at_the_vertices(sites: list[BudgetSite]) -> None:
+    combinations = _everything(sites)
+    for cost, loss in _vertices(sites):
+        optimum = min(lost for spent, lost in combinations if spent <= cost)
+        assert loss == pytest.approx(optimum)
+        assert allocate(sites, cost).loss == pytest.approx(optimum)
+        assert allocate_for_loss(sites, loss).cost == min(
+            spent for spent, lost in combinations if lost <= loss + 1e-9
+        )
+
+
+def test_options_off_the_hull_take_what_is_left() -> None:
+    # The hull of `a` is 10 -> 50; 20 lies above it and is worth taking only with a remainder.
+    a = _site("a", (10, 8.0), (20, 7.5), (50, 1.0), stay=False)
+    b = _site("b", (10, 9.0), (30, 2.0), stay=False)
+    assert [c.label for c in allocate([a, b], 40).choices] == [0, 1]
+    assert [c.label for c in allocate([a, b], 50).choices] == [1, 1]
+    assert [c.label for c in allocate([a, b], 80).choices] == [2, 1]
+    assert [c.label for c in allocate_for_loss([a, b], 9.5).choices] == [1, 1]
+
+
+def test_steps_go_on_past_one_that_does_not_fit() -> None:
+    big = _site("big", (10, 100.0), (90, 20.0), (95, 19.0), stay=False)
+    coarse = _site("coarse", (10, 9.0), (30, 4.0), stay=False)
+    fine = [_site(name, (10, 9.0), (20, 5.0), stay=False) for name in "ab"]
+    # The step of `coarse` saves more than one of the fine ones, but less than both.
+    assert [c.cost for c in allocate([big, coarse, *fine], 60).choices] == [10, 10, 20, 20]
+    assert [c.cost for c in allocate([big, coarse, *fine], 65).choices] == [10, 10, 20, 20]
+    assert [c.cost for c in allocate([big, coarse, *fine], 80).choices] == [10, 30, 20, 20]
+
+
+def test_the_remainder_is_weighed_anew_after_every_move() -> None:
+    a = _site("a", (0, 1000.0), (20, 990.0), (100, 0.0), stay=False)
+    b = _site("b", (0, 1000.0), (10, 999.0), (30, 991.0), (100, 0.0), stay=False)
+    c = _site("c", (0, 1000.0), (10, 995.0), (100, 0.0), stay=False)
+    # After `a`, the remaining 10 buy 1 for `b`, whose 9 would have cost 30, but 5 for `c`.
+    assert [choice.cost for choice in allocate([a, b, c], 30).choices] == [20, 0, 10]
+
+
+def test_useless_options_are_never_chosen() -> None:
+    site = _site("a", (30, 9.0), (20, 5.0), (20, 4.0), (20, 4.0), (60, 4.0), (50, 1.0), dense=55)
+    seen = {allocate([site], budget).choices[0].label for budget in range(20, 200)}
+    assert seen == {2, 5, DENSE}  # of equal ones the first
+    assert {uniform([site], k / 100).choices[0].label for k in range(37, 120)} == seen
+
+
+def test_ties_go_to_the_first_site() -> None:
+    sites = [_site(name, (10, 4.0), (20, 2.0), stay=False) for name in "abc"]
+    for _ in range(3):
+        assert [c.cost for c in allocate(sites, 50).choices] == [20, 20, 10]
+        assert [c.cost for c in allocate_for_loss(sites, 8.0).choices] == [20, 20, 10]
+
+
+def test_staying_dense_is_an_option_of_its_own() -> None:
+    sites = [_site("a", (10, 4.0)), _site("b", (10, 4.0), stay=False)]
+    found = allocate(sites, 1000)
+    assert [c.label for c in found.choices] == [DENSE, 0]
+    assert (found.cost, found.loss) == (110, 4.0)
+    with pytest.raises(PlanError, match=r"lose 4 together, more than the 3.5 allowed"):
+        allocate_for_loss(sites, 3.5)
+
+
+def test_uniform_takes_the_largest_within_the_fraction() -> None:
+    sites = [
+        _site("a", (10, 9.0), (25, 3.0), (26, 2.0)),
+        _site("b", (10, 9.0), (100, 3.0), (101, 2.0), dense=400),
+    ]
+    assert [c.cost for c in uniform(sites, 0.25).choices] == [25, 100]
+    assert [c.cost for c in uniform(sites, 1.0).choices] == [100, 400]
+    assert uniform([_site("a", (29, 1.0))], 0.29).cost == 29  # 0.29 * 100 < 29 in binary
+    with pytest.raises(PlanError, match=r"smallest option of `a` costs 10, more than 0.05 of its"):
+        uniform(sites, 0.05)
+
+
+def test_a_budget_too_small_names_the_smallest() -> None:
+    sites = [_site("a", (1000, 1.0), dense=5000), _site("b", (2500, 1.0), dense=4000)]
+    with pytest.raises(PlanError) as caught:
+        allocate(sites, 3499)
+    assert "cost 3,500 together, more than the budget of 3,499" in caught.value.message
+    assert "allow at least 3,500" in (caught.value.hint or "")
+    assert allocate(sites, 3500).cost == 3500
+
+
+@pytest.mark.parametrize("option", [(-1, 1.0), (1, -1.0), (1, nan), (1, inf)])
+def test_bad_options_name_their_site(option: tuple[int, float]) -> None:
+    with pytest.raises(PlanError, match=r"an option of `q` \(label `1`\) has cost"):
+        allocate([_site("p", (1, 1.0)), _site("q", (1, 1.0), option)], 100)
+
+
+def test_a_site_without_options_is_refused() -> None:
+    with pytest.raises(PlanError, match="`q` has no options and may not stay dense"):
+        allocate([_site("q", stay=False)], 100)
+    assert allocate([_site("q")], 100).cost == 100
+    assert allocate([], 0) == Allocation((), 0, 0.0)
+    assert allocate_for_loss([], 0.0) == Allocation((), 0, 0.0)

@@ -20,6 +20,7 @@ from tcompress.linalg import tensortrain
 from tcompress.linalg.tensortrain import (
     balance_cores,
     contract_macs,
+    contract_moves,
     rebuild_macs,
     tt_apply,
     tt_shape,
@@ -265,6 +266,14 @@ def test_costs_are_the_multiply_adds_that_run(
         tt_to_matrix(cores)
     assert apply.get_total_flops() == 2 * 10 * contract_macs(*shape)
     assert rebuild.get_total_flops() == 2 * rebuild_macs(*shape)
+
+
+def test_numbers_are_moved_only_where_states_are_narrow() -> None:
+    assert contract_moves((32, 24), (24, 32), (96,)) == 0
+    # From the first core: 4 inputs become 5 outputs at 3 ranks, for the other 4 inputs.
+    assert contract_moves((4, 4), (5, 6), (3,)) == (4 + 5 * 3) * 4
+    # From the last core: 4 inputs at 3 ranks become 6 outputs, for the other 5 outputs.
+    assert contract_moves((4, 4), (6, 5), (3,)) == (4 * 3 + 6) * 5
 
 
 def test_contraction_starts_at_the_cheaper_end() -> None:

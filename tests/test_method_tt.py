@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.conversion.estimate import estimate
 from tcompress.linalg.ttcost import fit_bytes, fit_macs
@@ -152,7 +153,21 @@ def test_auto_is_one_of_the_two_ways_at_every_count() -> None:
 
 def test_a_tiny_rank_is_contracted_for_any_number_of_tokens() -> None:
     layout = layout_of(1024, 1024, name="qtt", rank=1)
-    assert KIND.pass_macs(layout, 10**6)[0] == 0
+    assert KIND.pass_macs(layout, 10**6) == (0, KIND.core_macs(layout))
+    assert KIND.core_macs(layout) < 1024 * 1024 / 10
+
+
+def test_gradients_make_contracting_dearer() -> None:
+    layout = layout_of(768, 768, rank=96)
+    tensors = {name: randn(*shape) for name, shape in KIND.tensors(layout).items()}
+    products = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counter:
+            KIND.core(randn(12, 768), tensors, layout)
+        products.append(counter.get_total_flops())
+    ways = [layout_of(768, 768, rank=96, apply=way) for way in ("contract", "rebuild")]
+    costs = [KIND.pass_macs(way, 12) for way in ways]
+    assert products == [2 * (once + 12 * each) for once, each in costs]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from tcompress.errors import FitError, InputError
 from tcompress.linalg.ttmodes import clip_ranks, full_ranks
 
-NARROW = 8  # rows below this width are gathered into one product
+NARROW = 24  # states narrower than this are gathered into one product
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -154,6 +154,22 @@ def _contract(state: Tensor, matrix: Tensor) -> Tensor:
 def contract_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
     """Counts the multiply-adds of `tt_apply` for one token."""
     return min(_apply_macs(in_modes, out_modes, ranks))
+
+
+def contract_moves(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+    """Counts the numbers that `tt_apply` gathers for one token where no gradients are wanted."""
+    first, last = _apply_macs(in_modes, out_modes, ranks)
+    bonds, moved = (1, *ranks, 1), 0
+    for n, (i, j) in enumerate(zip(out_modes, in_modes, strict=True)):
+        if first < last:
+            before, behind = math.prod(out_modes[:n]), math.prod(in_modes[n + 1 :])
+            sizes = bonds[n] * j + i * bonds[n + 1]
+        else:
+            before, behind = math.prod(in_modes[:n]), math.prod(out_modes[n + 1 :])
+            sizes = j * bonds[n + 1] + bonds[n] * i
+        if 1 < behind < NARROW:
+            moved += before * sizes * behind
+    return moved
 
 
 def _apply_macs(

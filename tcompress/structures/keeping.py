@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tcompress.structures.side import SideModule
 
-
 _Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
 """Where a tensor is looked up, the tensor, its address and its version."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from functools import lru_cache
+from math import inf, prod
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from tcompress.linalg.curvature import whitened_product
 from tcompress.linalg.tensortrain import (
     bond_tails,
     contract_macs,
+    contract_moves,
     rebuild_macs,
     tt_apply,
     tt_svd,
@@ -47,8 +49,8 @@ Modes = tuple[PositiveInt, ...]
 Way = Literal["auto", "contract", "rebuild"]
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
-IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients it has to move data
-COPY = 16  # one number of a weight that is rebuilt
+IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients all of it moves data
+COPY = 16  # one number that is moved
 ONCE = 3e6  # building a weight, however small
 
 
@@ -260,12 +262,17 @@ def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) ->
     """Whether to contract rather than rebuild, for so many tokens; None for very many."""
     if layout.apply != "auto":
         return layout.apply == "contract"
-    dense = layout.in_features * layout.out_features
-    more = price * contract_macs(*layout.shape) - dense  # for each token
     # A compiler that traces any number of tokens at once must not have it decide.
-    if not isinstance(tokens, int):
-        return more < 0
-    return tokens * more < rebuild_macs(*layout.shape) + COPY * dense + ONCE
+    count = tokens if isinstance(tokens, int) else inf
+    return count <= _most_to_contract(layout.shape, layout.in_features * layout.out_features, price)
+
+
+@lru_cache(maxsize=1024)  # every pass asks
+def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:
+    """Tokens up to which contracting costs no more than rebuilding."""
+    each = price * contract_macs(*shape) + COPY * contract_moves(*shape) - dense
+    once = rebuild_macs(*shape) + COPY * dense + ONCE
+    return once / each if each > 0 else inf
 
 
 def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:

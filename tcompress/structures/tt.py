@@ -46,7 +46,7 @@ Modes = tuple[PositiveInt, ...]
 Way = Literal["auto", "contract", "rebuild"]
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
-IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients all of it moves data
+IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it moves data
 COPY = 16  # one number that is moved
 ONCE = 3e6  # building a weight, however small
 

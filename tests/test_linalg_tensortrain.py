@@ -222,11 +222,12 @@ def test_contraction_equals_the_rebuilt_product(
 
 
 @shapes
-@pytest.mark.parametrize("narrow", [2, 100])
+@pytest.mark.parametrize("wide", [2, 100])
 def test_contraction_without_gradients(
-    shape: tuple[tuple[int, ...], ...], narrow: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[tuple[int, ...], ...], wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensortrain, "NARROW", narrow)
+    monkeypatch.setattr(tensortrain, "NARROW", wide)
+    monkeypatch.setattr(tensortrain, "WIDE", wide)
     cores = random_cores(shape)
     x = randn(5, math.prod(shape[0]))
     with torch.no_grad():

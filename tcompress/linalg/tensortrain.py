@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 from tcompress.errors import FitError, InputError
 from tcompress.linalg.ttmodes import clip_ranks, full_ranks
 
-NARROW = 24  # states narrower than this are gathered into one product
+NARROW, WIDE = 8, 24  # states in between are left in place for small cores only
+SMALL = 2**17  # numbers of a core that caches hold while every row reads it
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -146,9 +147,15 @@ def _contract(state: Tensor, matrix: Tensor) -> Tensor:
     if state.shape[-1] == 1:
         return (state.squeeze(-1) @ matrix.mT).unsqueeze(-1)
     # One product per row moves no data, but its gradient for the matrix would be one per row too.
-    if state.dim() == 3 and state.shape[-1] >= NARROW and not torch.is_grad_enabled():
+    in_place = _stays(state.shape[-1], matrix.numel())
+    if state.dim() == 3 and in_place and not torch.is_grad_enabled():
         return torch.bmm(matrix.expand(len(state), -1, -1), state)
     return torch.einsum("...akb,...mk->...amb", state, matrix)
+
+
+def _stays(width: int, core: int) -> bool:
+    """Whether a state of this width is multiplied where it lies, by a core of so many numbers."""
+    return width >= WIDE or (width >= NARROW and core <= SMALL)
 
 
 def contract_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
@@ -167,7 +174,7 @@ def contract_moves(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Seq
         else:
             before, behind = math.prod(in_modes[:n]), math.prod(out_modes[n + 1 :])
             sizes = j * bonds[n + 1] + bonds[n] * i
-        if 1 < behind < NARROW:
+        if behind > 1 and not _stays(behind, i * j * bonds[n] * bonds[n + 1]):
             moved += before * sizes * behind
     return moved
 

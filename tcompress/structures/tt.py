@@ -49,7 +49,7 @@ Modes = tuple[PositiveInt, ...]
 Way = Literal["auto", "contract", "rebuild"]
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
-IN_PLACE, GATHERED = 1.15, 2.2  # one of a contraction; with gradients all of it moves data
+IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it moves data
 COPY = 16  # one number that is moved
 ONCE = 3e6  # building a weight, however small
 
@@ -264,15 +264,19 @@ def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) ->
         return layout.apply == "contract"
     # A compiler that traces any number of tokens at once must not have it decide.
     count = tokens if isinstance(tokens, int) else inf
-    return count <= _most_to_contract(layout.shape, layout.in_features * layout.out_features, price)
+    # Compilers look through caches, and warn that they do.
+    most = _most_to_contract if torch.compiler.is_compiling() else _remembered
+    return count <= most(layout.shape, layout.in_features * layout.out_features, price)
 
 
-@lru_cache(maxsize=1024)  # every pass asks
 def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:
     """Tokens up to which contracting costs no more than rebuilding."""
     each = price * contract_macs(*shape) + COPY * contract_moves(*shape) - dense
     once = rebuild_macs(*shape) + COPY * dense + ONCE
     return once / each if each > 0 else inf
+
+
+_remembered = lru_cache(maxsize=1024)(_most_to_contract)  # every pass asks
 
 
 def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:

@@ -21,7 +21,7 @@ from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Refusal, structure, structures
 from tcompress.structures.linear import PartLayout, StructuredLinear
-from tests.support.structure_cases import CASES, LADDERS, REFUSALS, Case, all_cases
+from tests.support.structure_cases import CASES, LADDERS, REFUSALS, Case, all_cases, marked_cases
 from tests.support.structures import (
     REFERENCES,
     SIDES,
@@ -39,7 +39,7 @@ from tests.support.structures import (
 SLACK = 1e-9  # of relative errors: what is left of rounding in float64
 
 few = settings(deadline=None, derandomize=True, max_examples=4)
-every_case = pytest.mark.parametrize("case", all_cases(), ids=str)
+every_case = pytest.mark.parametrize("case", marked_cases(), ids=str)
 
 
 def test_every_registered_structure_has_cases() -> None:
@@ -222,7 +222,7 @@ def test_layouts_are_read_back_from_json(case: Case) -> None:
 # ---------------------------------------------------------------- fits
 
 
-@pytest.mark.parametrize("case", [case for case in all_cases() if case.exact], ids=str)
+@pytest.mark.parametrize("case", marked_cases(lambda case: case.exact), ids=str)
 def test_full_capacity_reproduces_every_weight(case: Case) -> None:
     layout, weight = case.layout(), randn(case.outputs, case.inputs)
     for moments in (None, make_moments(case.inputs, 40, noise=0.0)):
@@ -264,7 +264,7 @@ def test_fit_on_moments_is_never_worse_than_without(
     assert aware <= free + SLACK
 
 
-@pytest.mark.parametrize("case", [case for case in all_cases() if case.optimal], ids=str)
+@pytest.mark.parametrize("case", marked_cases(lambda case: case.optimal), ids=str)
 @pytest.mark.parametrize("rows", [0, 40], ids=["data-free", "moments"])
 def test_fit_is_an_optimum(case: Case, rows: int) -> None:
     layout, weight = case.layout(), randn(case.outputs, case.inputs)

@@ -92,11 +92,14 @@ class _Part:
     def target(self, term: int) -> Target:
         """What is left for one term."""
         m = self.moments
-        product = self.weight if m is None else self.weight @ m.cross
+        weight = self.weight
+        product = weight if m is None else weight @ m.cross
         for other, dense in enumerate(self.dense):
             if other != term and dense is not None:
-                product = product - (dense if m is None else dense @ m.gram)
-        return Target(product, None if m is None else m.gram, curvature=self.curvature)
+                weight = weight - dense
+                product = weight if m is None else product - dense @ m.gram
+        gram = None if m is None else m.gram
+        return Target(product, gram, curvature=self.curvature, weight=weight)
 
 
 def fit_layers(

@@ -96,12 +96,15 @@ class Target:
         gram: G, damped; None stands for the identity (data-free).  # (in, in)
         scale: E||W x||^2, which makes layers comparable where several share a side.
         curvature: S, damped; None stands for the identity.  # (out, out)
+        weight: What a data-free fit would aim at, for fits that only find a local optimum and
+            have to be no worse; None if it is not known, or is the product itself.  # (out, in)
     """
 
     product: Tensor
     gram: Tensor | None
     scale: float = 1.0
     curvature: Tensor | None = None
+    weight: Tensor | None = None
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

@@ -22,7 +22,7 @@ from tcompress.linalg.tensortrain import (
     tt_to_matrix,
 )
 from tcompress.linalg.ttcost import fit_bytes, fit_macs
-from tcompress.linalg.ttfit import fit_tt
+from tcompress.linalg.ttfit import fit_tt, tt_loss
 from tcompress.linalg.ttmodes import (
     clip_ranks,
     matrix_modes,
@@ -160,15 +160,24 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
     def fit(
         self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
-        start = target.product
-        if target.gram is not None:  # what a fit without limits would be
-            start = torch.linalg.solve(target.gram, start.mT).mT
-        cores = tt_svd(start, *layout.shape)
-        if not _is_settled(layout, target.gram is not None):
+        cores = tt_svd(_aim(target), *layout.shape)
+        if target.gram is not None or not _is_settled(layout):
             cores = fit_tt(target.product, target.gram, cores)
+        if target.gram is not None and target.weight is not None:
+            cores = self._no_worse(cores, target, layout)
         if target.curvature is not None:
             cores = fit_tt(target.product, target.gram, cores, CURVED_SWEEPS, target.curvature)
         return {f"core{n}": core for n, core in enumerate(cores)}
+
+    @staticmethod
+    def _no_worse(cores: list[Tensor], target: Target, layout: TTLayout) -> list[Tensor]:
+        """Starts from the fit without data instead, in the rare case that it is better."""
+        if _is_settled(layout):
+            return cores  # they started from it
+        assert target.weight is not None
+        free = fit_tt(target.weight, None, tt_svd(target.weight, *layout.shape))
+        one, two = (tt_loss(target.product, target.gram, found) for found in (cores, free))
+        return cores if bool(one <= two) else fit_tt(target.product, target.gram, free)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
         """Fits one size, and takes the others from what the SVDs of the chain cut off.
@@ -186,14 +195,13 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         return [min(constant, scale * _cut(tails, layout)) for layout in layouts]
 
     def fit_flops(self, layout: TTLayout, *, calibrated: bool) -> float:
-        start = svd_flops(layout.out_features, layout.in_features)
-        if _is_settled(layout, calibrated):
-            return start
+        sweeps = int(calibrated) + int(not _is_settled(layout))
         separates = prod(layout.out_modes) == layout.out_features
-        return start + 2.0 * fit_macs(*layout.shape, separates=separates)
+        start = svd_flops(layout.out_features, layout.in_features)
+        return start + 2.0 * sweeps * fit_macs(*layout.shape, separates=separates)
 
     def fit_bytes(self, layout: TTLayout, *, calibrated: bool) -> int:
-        return 0 if _is_settled(layout, calibrated) else fit_bytes(*layout.shape)
+        return 0 if _is_settled(layout) and not calibrated else fit_bytes(*layout.shape)
 
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
@@ -202,6 +210,15 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         return {
             name: torch.randn(shape, generator=generator) * spread for name, shape in shapes.items()
         }
+
+
+def _aim(target: Target) -> Tensor:
+    """The weight that a fit without data and without limits would be."""
+    if target.gram is None:
+        return target.product
+    if target.weight is not None:
+        return target.weight
+    return torch.linalg.solve(target.gram, target.product.mT).mT
 
 
 def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:
@@ -251,11 +268,11 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     return ranks
 
 
-def _is_settled(layout: TTLayout, weighted: bool) -> bool:
-    """Whether the SVD that a fit starts from is the optimum already."""
+def _is_settled(layout: TTLayout) -> bool:
+    """Whether the SVD that a fit starts from is the optimum where there is no data."""
     sizes = prod(layout.in_modes), prod(layout.out_modes)
     padded = sizes != (layout.in_features, layout.out_features)
-    return len(layout.in_modes) == 2 and not weighted and not padded
+    return len(layout.in_modes) == 2 and not padded
 
 
 def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:

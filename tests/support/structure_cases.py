@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import pytest
 
 from tcompress.structures import Layout, Site, Structure, structure, structures
 
@@ -109,30 +112,36 @@ def _tt_cases() -> list[Case]:
     return [
         _tt("2-cores", rank=3, **near),
         _tt("3-cores", order=3, rank=4, **near),
-        _tt("4-cores", order=4, rank=2, **near),
         _tt("contract", rank=3, apply="contract", side="out", **near),
         _tt("rebuild", rank=3, apply="rebuild", **near),
-        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **near),
         # An outer product is no product of matrices to torch's counter: not rebuilt.
         _tt("rank-1", rank=1, apply="contract", **near),
+        _tt("budget", budget=200, side="both", **near),
+        _tt("prime", inputs=17, outputs=23, rank=3, **near),
+        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **near),
+        _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **near),
+        _tt("full", rank=99, exact=True),
+        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
+    ]  # fmt: skip
+
+
+def _more_tt_cases() -> list[Case]:
+    near: dict[str, Any] = {"optimal": False}
+    return [
+        _tt("4-cores", order=4, rank=2, **near),
+        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **near),
         _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **near),
         _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **near),
         _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **near),
         _tt("ranks", order=3, rank=[2, 5], **near),
-        _tt("budget", budget=200, side="both", **near),
-        _tt("prime", inputs=17, outputs=23, rank=3, **near),
         _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **near),
         _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **near,
             apply="contract"),
-        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **near),
         _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **near),
-        _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **near),
         _tt("qtt-rank", name="qtt", rank=4, **near),
         _tt("qtt-budget", name="qtt", budget=250, **near),
-        _tt("full", rank=99, exact=True),
         _tt("full-3-cores", order=3, rank=999, exact=True),
         _tt("full-prime", inputs=7, outputs=11, rank=99, exact=True),
-        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
     ]  # fmt: skip
 
 
@@ -219,6 +228,19 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
 }
 
 
+MORE: dict[str, list[Case]] = {"tt": _more_tt_cases()}
+"""Rows for the full grid: combinations of what the others have one by one."""
+
+
 def all_cases() -> list[Case]:
     """Rows of every registered structure."""
     return [case for kind in structures() for case in CASES[kind.name]]
+
+
+def marked_cases(wanted: Callable[[Case], bool] = lambda _: True) -> list[Any]:
+    """All rows as parameters of a test, those for the full grid marked so."""
+    more = [case for rows in MORE.values() for case in rows]
+    return [
+        *(case for case in all_cases() if wanted(case)),
+        *(pytest.param(case, marks=pytest.mark.grid) for case in more if wanted(case)),
+    ]

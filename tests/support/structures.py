@@ -251,7 +251,7 @@ def target_of(weight: Tensor, moments: Moments | None) -> Target:
     if moments is None:
         return Target(weight, None, float(weight.square().sum()))
     scale = float((weight @ moments.dense).mul(weight).sum())
-    return Target(weight @ moments.cross, moments.gram, scale)
+    return Target(weight @ moments.cross, moments.gram, scale, weight=weight)
 
 
 def fitted_weight(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Before torch is imported: workers that each use all cores wait for one another most of the time.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 
 def pytest_configure() -> None:

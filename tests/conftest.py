@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # Before torch is imported: workers that each use all cores wait for one another most of the time.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -14,3 +17,14 @@ def pytest_configure() -> None:
     """Lets Ctrl-C through: a shell's background jobs, as on build machines, start without it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of floats depend on how many threads share them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

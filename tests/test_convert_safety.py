@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tcompress.artifact import shards
@@ -25,14 +24,7 @@ from tests.support.interrupted import (
 )
 from tests.support.tiny import build
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums of floats depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class OutputProbe:
         if not vectors:
             raise DataError(
                 f"a `{type(output).__name__}` has no scores and no states",
-                "leave out what needs output moments: allocate uniformly",
+                "give every layer the same fraction: `--allocation uniform`",
             )
         mask = batch.get("attention_mask")
         if self._pooling is not None and mask is not None:

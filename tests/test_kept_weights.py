@@ -132,6 +132,17 @@ def test_layers_that_share_an_input_follow_its_owner(name: str) -> None:
     assert name == "to float16 and back" or not torch.allclose(before, after)
 
 
+def test_a_cast_of_the_owner_that_leaves_no_other_trace() -> None:
+    trio, x = Trio("fitted").eval(), randn(5, WIDTH)
+    tcompress.keep_weights(trio)
+    before = quietly(trio.k, x)
+    trio.q._apply(lambda tensor: tensor.data.mul_(0.5))  # same address, same version
+    after = quietly(trio.k, x)
+    tcompress.keep_weights(trio, keep=False)
+    assert_close(after, quietly(trio.k, x))
+    assert not torch.allclose(before, after)
+
+
 def test_other_tensors_for_one_call() -> None:
     layer, x = kept_layer(), randn(5, 16)
     other = {name: 2 * tensor for name, tensor in layer.state_dict().items()}

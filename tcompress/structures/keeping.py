@@ -38,8 +38,8 @@ class KeptWeight:
                 or (version is not None and tensor._version != version)
             ):
                 return None
-        for side, taught in self._sides:
-            if side.taught != taught:
+        for side, changes in self._sides:
+            if side.changes != changes:
                 return None
         return self._weight
 
@@ -67,7 +67,7 @@ class KeptWeight:
         with torch.inference_mode(False), torch.no_grad():
             self._weight = build()
         self._sources = [(*item, item[2].data_ptr(), _version(item[2])) for item in sources]
-        self._sides = [(item, item.taught) for item in modules if isinstance(item, SideModule)]
+        self._sides = [(item, item.changes) for item in modules if isinstance(item, SideModule)]
         return self._weight
 
 

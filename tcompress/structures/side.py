@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,11 @@ class SideModule(nn.Module):
         device: Device of the stored tensors.
 
     Attributes:
-        taught: Number of passes that gradients flowed through.
+        changes: Counts what may change tensors without changing their versions or addresses:
+            passes that gradients flowed through, casts and moves.
     """
 
-    taught: int = 0
+    changes: int = 0
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class SideModule(nn.Module):
         training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         compiling = torch.compiler.is_compiling()
         if training and not compiling:
-            self.taught += 1
+            self.changes += 1
         if training or compiling:
             return self._structure.operator(tensors, self.layout, self.side, like)
         stamp = (like.dtype, like.device)
@@ -113,6 +114,10 @@ class SideModule(nn.Module):
             rows = rows.reshape(-1, rows.shape[-1])
             return self._structure.encode(rows, operator, self.layout)
         return self._structure.decode(rows, operator, self.layout)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.changes += 1  # a cast may find the address that its first tensor left
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves caches behind: they hold weak references."""

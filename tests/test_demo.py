@@ -6,6 +6,7 @@ import json
 import math
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tcompress.demo import (
 )
 from tcompress.errors import InputError
 from tests.support.cli import run
+from tests.support.conversions import few_steps
 from tests.support.model_folders import WORDS, model_folder
 
 
@@ -49,7 +51,10 @@ def test_perplexity_is_that_of_each_text_on_its_own(data: DemoData) -> None:
     assert perplexity(model, tokenizer, data.texts) == pytest.approx(expected, rel=1e-5)
 
 
-def test_demo_converts_with_every_variant(data: DemoData, tmp_path: Path) -> None:
+def test_demo_converts_with_every_variant(
+    data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_steps(monkeypatch)
     report = run_demo(data, tmp_path / "models")
     assert [row.label for row in report.rows] == ["dense", *(item.label for item in VARIANTS)]
     assert (report.fitting_stories, report.measured_stories) == (FITTING_STORIES, 20)
@@ -71,6 +76,7 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demo.shipped_data", lambda: nullcontext(data))
     monkeypatch.setattr("tcompress.demo.VARIANTS", VARIANTS[:2])
+    few_steps(monkeypatch)
     done = run("demo", "--keep-dir", tmp_path / "kept")
     assert done.code == 0
     assert "perplexity" in done.out
@@ -96,10 +102,14 @@ def test_what_ships() -> None:
     assert 1e6 < size < 4e6
 
 
-def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
+def test_more_parameters_are_better_with_what_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     low_rank = [item for item in VARIANTS if item.folder.startswith("svd")]
+    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", 12)
     with shipped_data() as data:
-        rows = {row.label: row for row in run_demo(data, tmp_path / "models", low_rank).rows}
+        few = replace(data, texts=data.texts[:40])
+        rows = {row.label: row for row in run_demo(few, tmp_path / "models", low_rank).rows}
     half, quarter = rows["svd, half"], rows["svd, a quarter"]
     assert rows["dense"].perplexity < half.perplexity < quarter.perplexity
     assert half.error is not None

@@ -15,6 +15,7 @@ import transformers
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import ArtifactError, FitError, InputError
 from tcompress.exporting.dense import dense_weight, export_dense
+from tests.support.conversions import few_steps
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
 from tests.support.tiny import TINY
@@ -54,7 +55,10 @@ def logits(family: str, folder: Path, inputs: dict[str, torch.Tensor]) -> torch.
     return found
 
 
-def test_exports_compute_the_same_without_tcompress(tmp_path: Path) -> None:
+def test_exports_compute_the_same_without_tcompress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_steps(monkeypatch)
     cases = []
     for family, options in RECIPES.items():
         folder = converted(family, tmp_path, **options).folder

@@ -167,14 +167,20 @@ def test_accelerate_offload(
 LOW = {torch.float16: 0.05, torch.bfloat16: 0.3}  # results are of size 3
 
 
-@pytest.mark.parametrize("dtype", LOW)
+CAST = [
+    ("bert", "dct"), ("llama", "fitted"), ("gpt2", "residual"), ("gemma3", "dft"),
+    ("mixtral", "tubal_rank"), ("t5", "svd"), ("vit", "fitted"), ("whisper", "dct"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("family", "option"),
+    ("family", "option", "dtype"),
     [
-        ("bert", "dct"), ("llama", "fitted"), ("gpt2", "residual"), ("gemma3", "dft"),
-        ("mixtral", "tubal_rank"), ("t5", "svd"), ("vit", "fitted"), ("whisper", "dct"),
+        pytest.param(*pair, dtype, marks=[] if (place + turn) % 2 else pytest.mark.grid)
+        for place, pair in enumerate(CAST)
+        for turn, dtype in enumerate(LOW)
     ],
-)  # fmt: skip
+)
 def test_load_in_another_dtype(
     family: str, option: str, dtype: torch.dtype, models: Models
 ) -> None:
@@ -212,10 +218,9 @@ def test_cast_after_loading(family: str, option: str, dtype: torch.dtype, models
     assert outputs(model, made.inputs())[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("option", ["fitted", "svd"])
+@pytest.mark.parametrize(("option", "dtype"), [("fitted", "float16"), ("svd", "bfloat16")])
 def test_convert_to_another_dtype(
-    dtype: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_steps(monkeypatch)
     made = make("llama", tmp_path, option, aware=True, dtype=dtype)
@@ -228,7 +233,10 @@ def test_convert_to_another_dtype(
     assert distance(outputs(again, made.inputs()), outputs(model, made.inputs())) == 0
 
 
-@pytest.mark.parametrize(("family", "aware"), [("llama", False), ("gpt2", True), ("mixtral", True)])
+AWARE_EXPERTS = pytest.param("mixtral", True, marks=pytest.mark.grid)
+
+
+@pytest.mark.parametrize(("family", "aware"), [("llama", False), ("gpt2", True), AWARE_EXPERTS])
 def test_shards(family: str, aware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few_steps(monkeypatch)
     whole = make(family, tmp_path / "one", "fitted", aware=aware)

@@ -195,14 +195,25 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("changes", "wanted"), MIXED)
-def test_inputs_are_shared_among_equals_only(
-    changes: dict[str, Any], wanted: dict[str, Any], planned: Planned, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_plans_share_inputs_among_equals_only(
+    changes: dict[str, Any], wanted: dict[str, Any], planned: Planned
+) -> None:
     plan = planned("llama", method=FITTED, **changes)
     owners = {role: (1, f"0 {x}_proj") for role, x in wanted.items() if isinstance(x, str)}
     found = {role: share for role, share in _shares(plan).items() if role in ("q", "k", "v")}
     assert found == {**wanted, **owners}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(case, marks=pytest.mark.grid if at % 2 else [])
+        for at, (case, _) in enumerate(MIXED)
+    ],
+)
+def test_inputs_are_shared_as_planned(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few_steps(monkeypatch)
     made = make("llama", tmp_path, aware=True, method=FITTED, **changes)
     assert_wired(made)

@@ -19,6 +19,7 @@ from tcompress.errors import ArtifactError, InputError
 from tcompress.reporting.model import ModelReport, report_of
 from tcompress.source import WeightStore
 from tcompress.source.shards import SafetensorsShard
+from tests.support.conversions import few_steps
 from tests.support.converted import converted, recipe
 from tests.support.tiny import TINY, build
 
@@ -187,16 +188,30 @@ def test_the_json_reads_back(tmp_path: Path) -> None:
 TT = {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "t5"])
+MACS_OF: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "dct": {},
+    "fitted": {"method": FITTED},
+    "svd": {"method": {"name": "svd"}, "target": 0.5},
+    "tt": TT,
+}
+COUNTED = {"llama": ("dense", "fitted", "tt"), "gpt2": ("dct",), "phi3": ("fitted",)}
+COUNTED["t5"] = ("dense", "svd")
+
+
 @pytest.mark.parametrize(
-    "options",
-    [None, {}, {"method": FITTED}, {"method": {"name": "svd"}, "target": 0.5}, TT],
-    ids=["dense", "dct", "fitted", "svd", "tt"],
+    ("family", "option"),
+    [
+        pytest.param(family, option, marks=[] if option in often else pytest.mark.grid)
+        for family, often in COUNTED.items()
+        for option in MACS_OF
+    ],
 )
 def test_multiply_adds_are_those_that_run(
-    tmp_path: Path, family: str, options: dict[str, Any] | None
+    tmp_path: Path, family: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    length = 12
+    few_steps(monkeypatch)
+    length, options = 12, MACS_OF[option]
     if options is None:
         folder = tmp_path / family
         build(family).save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Refusal, structure, structures
+from tcompress.structures.base import predicted_loss
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tests.support.structure_cases import CASES, LADDERS, REFUSALS, Case, all_cases, marked_cases
 from tests.support.structures import (
@@ -262,6 +264,22 @@ def test_fit_on_moments_is_never_worse_than_without(
     aware = moments.error(weight, fitted_weight(layout, weight, moments, operators))
     free = moments.error(weight, fitted_weight(layout, weight, None, operators))
     assert aware <= free + SLACK
+
+
+@every_case
+def test_a_fit_that_goes_on_is_no_worse(case: Case) -> None:
+    layout, weight = case.layout(), randn(case.outputs, case.inputs)
+    moments, operators = make_moments(case.inputs, 40), random_operators(layout)
+    root = randn(case.outputs, case.outputs, seed=3)
+    target = replace(target_of(weight, moments), curvature=root @ root.mT + torch.eye(len(root)))
+    kind = structure(layout.structure)
+    before = kind.fit(target, layout, operators)
+    after = kind.fit(replace(target, start=before), layout, operators)
+    one, two = (
+        predicted_loss(kind.dense(tensors, layout, operators), target, 0.0)
+        for tensors in (before, after)
+    )
+    assert two <= one + SLACK * abs(one)
 
 
 @pytest.mark.parametrize("case", marked_cases(lambda case: case.optimal), ids=str)

@@ -89,17 +89,30 @@ class _Part:
         seen = weight if self.moments is None else weight @ self.moments.dense
         return max(float(seen.mul(weight).sum()), torch.finfo(torch.float64).tiny)
 
+    @cached_property
+    def _product(self) -> Tensor:
+        """W C, which every round of a sum starts from."""
+        assert self.moments is not None
+        return self.weight @ self.moments.cross
+
     def target(self, term: int) -> Target:
         """What is left for one term."""
         m = self.moments
         weight = self.weight
-        product = weight if m is None else weight @ m.cross
+        product = weight if m is None else self._product
         for other, dense in enumerate(self.dense):
             if other != term and dense is not None:
                 weight = weight - dense
                 product = weight if m is None else product - dense @ m.gram
         gram = None if m is None else m.gram
-        return Target(product, gram, curvature=self.curvature, weight=weight)
+        return Target(
+            product, gram, curvature=self.curvature, weight=weight, start=self._fitted(term)
+        )
+
+    def _fitted(self, term: int) -> dict[str, Tensor]:
+        """The term's own tensors of the last round, as they are stored."""
+        tensors = self.tensors[term]
+        return {name: tensor.double() for name, tensor in tensors.items() if "." not in name}
 
 
 def fit_layers(

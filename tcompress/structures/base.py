@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -98,6 +98,8 @@ class Target:
         curvature: S, damped; None stands for the identity.  # (out, out)
         weight: What a data-free fit would aim at, for fits that only find a local optimum and
             have to be no worse; None if it is not known, or is the product itself.  # (out, in)
+        start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
+            from; it then ends no worse. Empty for a first fit.
     """
 
     product: Tensor
@@ -105,6 +107,7 @@ class Target:
     scale: float = 1.0
     curvature: Tensor | None = None
     weight: Tensor | None = None
+    start: Tensors = field(default_factory=dict)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

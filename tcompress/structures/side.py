@@ -117,7 +117,7 @@ class SideModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.changes += 1  # a cast may find the address that its first tensor left
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves caches behind: they hold weak references."""

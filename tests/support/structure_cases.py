@@ -59,8 +59,22 @@ def _lprod(name: str, kind: str, **rest: Any) -> Case:
     return Case("lprod", name, {"p": 4, "transform": kind, **rest}, **own)
 
 
+ALIKE = (("identity", "in"), ("haar", "in"), ("hadamard", "out"), ("random", "both"))
+"""Transforms that differ in their numbers only: each is tried in one place."""
+
+
+def _placed(*, rare: bool) -> list[Case]:
+    alike = {kind for kind, _ in ALIKE}
+    return [
+        _lprod(f"{kind}-{side}", kind, side=side)
+        for kind in KINDS
+        for side in PLACES
+        if (kind in alike and (kind, side) not in ALIKE) is rare
+    ]
+
+
 def _lprod_cases() -> list[Case]:
-    rows = [_lprod(f"{kind}-{side}", kind, side=side) for kind in KINDS for side in PLACES]
+    rows = _placed(rare=False)
     # Stages that the transform of the tubes folds into (4 divides b), and odd counts that do not.
     rows += [
         _lprod("fitted-b4-in", "fitted", side="in", block=4),
@@ -228,7 +242,7 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
 }
 
 
-MORE: dict[str, list[Case]] = {"tt": _more_tt_cases()}
+MORE: dict[str, list[Case]] = {"lprod": _placed(rare=True), "tt": _more_tt_cases()}
 """Rows for the full grid: combinations of what the others have one by one."""
 
 

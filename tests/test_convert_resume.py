@@ -25,6 +25,7 @@ from tests.support.interrupted import (
     run,
     several_files,
 )
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +68,12 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("aware", "moment", "begun"), MOMENTS)
+RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.run.write_index")
+
+
+@pytest.mark.parametrize(
+    ("aware", "moment", "begun"), tiered(MOMENTS, lambda row: row[1] not in RARER)
+)
 def test_killed_and_run_again(
     aware: bool,
     moment: tuple[str, int] | str,

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tcompress.demo import (
-    FITTING_STORIES,
     VARIANTS,
     DemoData,
     perplexity,
@@ -26,14 +24,14 @@ from tests.support.cli import run
 from tests.support.conversions import few_steps
 from tests.support.model_folders import WORDS, model_folder
 
+FITTING = 10
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
     """A tiny model that knows nothing, and texts of different lengths."""
     draw = random.Random(0)
-    texts = tuple(
-        " ".join(draw.choices(WORDS, k=draw.randint(5, 40))) for _ in range(FITTING_STORIES + 20)
-    )
+    texts = tuple(" ".join(draw.choices(WORDS, k=draw.randint(5, 40))) for _ in range(FITTING + 20))
     return DemoData(model_folder("llama", tmp_path_factory.mktemp("demo") / "llama"), texts)
 
 
@@ -55,9 +53,10 @@ def test_demo_converts_with_every_variant(
     data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_steps(monkeypatch)
+    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", FITTING)
     report = run_demo(data, tmp_path / "models")
     assert [row.label for row in report.rows] == ["dense", *(item.label for item in VARIANTS)]
-    assert (report.fitting_stories, report.measured_stories) == (FITTING_STORIES, 20)
+    assert (report.fitting_stories, report.measured_stories) == (FITTING, 20)
     dense, *others = report.rows
     assert (dense.kept, dense.error) == (1.0, None)
     for row, variant in zip(others, VARIANTS, strict=True):
@@ -76,6 +75,7 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demo.shipped_data", lambda: nullcontext(data))
     monkeypatch.setattr("tcompress.demo.VARIANTS", VARIANTS[:2])
+    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", FITTING)
     few_steps(monkeypatch)
     done = run("demo", "--keep-dir", tmp_path / "kept")
     assert done.code == 0
@@ -102,14 +102,11 @@ def test_what_ships() -> None:
     assert 1e6 < size < 4e6
 
 
-def test_more_parameters_are_better_with_what_ships(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
     low_rank = [item for item in VARIANTS if item.folder.startswith("svd")]
-    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", 12)
     with shipped_data() as data:
-        few = replace(data, texts=data.texts[:40])
-        rows = {row.label: row for row in run_demo(few, tmp_path / "models", low_rank).rows}
+        rows = {row.label: row for row in run_demo(data, tmp_path / "models", low_rank).rows}
     half, quarter = rows["svd, half"], rows["svd, a quarter"]
     assert rows["dense"].perplexity < half.perplexity < quarter.perplexity
     assert half.error is not None

@@ -18,6 +18,7 @@ from tcompress.exporting.dense import dense_weight, export_dense
 from tests.support.conversions import few_steps
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY
 
 SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
@@ -55,13 +56,19 @@ def logits(family: str, folder: Path, inputs: dict[str, torch.Tensor]) -> torch.
     return found
 
 
+OFTEN = "gpt2 vit qwen3_moe electra"
+
+
+@pytest.mark.parametrize(
+    "families", tiered([OFTEN, "bert llama t5 mixtral phi3"], lambda row: row == OFTEN)
+)
 def test_exports_compute_the_same_without_tcompress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    families: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_steps(monkeypatch)
     cases = []
-    for family, options in RECIPES.items():
-        folder = converted(family, tmp_path, **options).folder
+    for family in families.split():
+        folder = converted(family, tmp_path, **RECIPES[family]).folder
         inputs = TINY[family].inputs(batch=2, length=8, seed=1)
         written = export_dense(folder, tmp_path / f"{family}-plain")
         expected = logits(family, folder, inputs)

@@ -31,6 +31,7 @@ from tests.support.conversions import (
     recipe,
     structured,
 )
+from tests.support.tiers import tiered
 
 Models = Callable[[str, str], Made]
 
@@ -102,7 +103,10 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "option", "block"), OFFLOADED)
+@pytest.mark.parametrize(
+    ("family", "option", "block"),
+    tiered(OFFLOADED, lambda row: row[0] in ("bert", "mixtral", "t5")),
+)
 def test_a_block_on_disk(
     family: str, option: str, block: str, models: Models, tmp_path: Path
 ) -> None:
@@ -173,13 +177,12 @@ CAST = [
 ]  # fmt: skip
 
 
+CASTS = [(*pair, dtype) for pair in CAST for dtype in LOW]
+
+
 @pytest.mark.parametrize(
     ("family", "option", "dtype"),
-    [
-        pytest.param(*pair, dtype, marks=[] if (place + turn) % 2 else pytest.mark.grid)
-        for place, pair in enumerate(CAST)
-        for turn, dtype in enumerate(LOW)
-    ],
+    tiered(CASTS, lambda row: CASTS.index(row) % 4 in (0, 3)),
 )
 def test_load_in_another_dtype(
     family: str, option: str, dtype: torch.dtype, models: Models
@@ -233,10 +236,10 @@ def test_convert_to_another_dtype(
     assert distance(outputs(again, made.inputs()), outputs(model, made.inputs())) == 0
 
 
-AWARE_EXPERTS = pytest.param("mixtral", True, marks=pytest.mark.grid)
+SHARDED = [("llama", False), ("gpt2", True), ("mixtral", True)]
 
 
-@pytest.mark.parametrize(("family", "aware"), [("llama", False), ("gpt2", True), AWARE_EXPERTS])
+@pytest.mark.parametrize(("family", "aware"), tiered(SHARDED, lambda row: row[0] != "mixtral"))
 def test_shards(family: str, aware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few_steps(monkeypatch)
     whole = make(family, tmp_path / "one", "fitted", aware=aware)

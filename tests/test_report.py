@@ -21,6 +21,7 @@ from tcompress.source import WeightStore
 from tcompress.source.shards import SafetensorsShard
 from tests.support.conversions import few_steps
 from tests.support.converted import converted, recipe
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
@@ -201,11 +202,10 @@ COUNTED["t5"] = ("dense", "svd")
 
 @pytest.mark.parametrize(
     ("family", "option"),
-    [
-        pytest.param(family, option, marks=[] if option in often else pytest.mark.grid)
-        for family, often in COUNTED.items()
-        for option in MACS_OF
-    ],
+    tiered(
+        [(family, option) for family in COUNTED for option in MACS_OF],
+        lambda row: row[1] in COUNTED[row[0]],
+    ),
 )
 def test_multiply_adds_are_those_that_run(
     tmp_path: Path, family: str, option: str, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from tcompress.structures import Site, structure
 from tests.support.sharing import METHODS, WIDTH, Trio
 from tests.support.structures import make_layer, randn, reference_of
+from tests.support.tiers import tiered
 
 
 def _step(optimiser: type[torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], None]:
@@ -96,7 +97,11 @@ def test_training_after_inference_mode(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "grad"), [*((name, True) for name in METHODS), ("dct", False), ("fitted", False)]
+    ("method", "grad"),
+    tiered(
+        [*((name, True) for name in METHODS), ("dct", False), ("fitted", False)],
+        lambda row: row[0] in ("lowrank", "fitted", "tt"),
+    ),
 )
 def test_compiles_into_one_graph(method: str, grad: bool) -> None:
     torch._dynamo.reset()

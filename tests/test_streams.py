@@ -23,6 +23,7 @@ from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures.experts import StructuredExperts
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 
@@ -246,10 +247,7 @@ def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed:
 RARER = ("llama", "clip", "bart", "whisper")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.grid if case in RARER else []) for case in LENGTHS],
-)
+@pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
 def test_padding_is_left_out(case: str, tmp_path: Path) -> None:
     family = case.partition(",")[0]
     build(family).save_pretrained(tmp_path / "dense")

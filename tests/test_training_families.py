@@ -14,6 +14,7 @@ from tests.support.conversions import structured
 from tests.support.evaluation import (
     one_thread,
 )
+from tests.support.tiers import tiered
 from tests.support.tiny import build
 from tests.support.training import (
     batch_of,
@@ -40,7 +41,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OFTEN = ("bert", "deberta-v2", "gpt2", "mixtral", "t5", "vit", "clip_text_model")
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, lambda row: row in OFTEN))
 def test_families(family: str, tmp_path: Path) -> None:
     """Gradients reach every rewritten layer, and the result of a step loads."""
     folder, data = small(family, tmp_path), texts(tmp_path)

@@ -18,9 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
+from tcompress.linalg.ttfit import fit_tt
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
-from tcompress.structures import lprod
+from tcompress.structures import lprod, tt
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tests.support.tiny import TINY, build
@@ -99,8 +100,9 @@ def threads() -> int:
 
 
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop fits of a transform early, where their quality does not matter."""
+    """Stop fits that go on in steps early, where their quality does not matter."""
     monkeypatch.setattr(lprod, "fit_rotation", partial(fit_rotation, steps=4))
+    monkeypatch.setattr(tt, "fit_tt", lambda *args: fit_tt(*args[:3], 1, *args[4:]))
 
 
 def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:

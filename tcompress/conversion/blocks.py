@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tcompress.anatomy import Anatomy, Block
 from tcompress.calibrate.skeleton import Skeleton
-from tcompress.calibrate.streams import Stream, intercept_blocks
+from tcompress.calibrate.streams import Stream, common_block, intercept_blocks
 from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
@@ -105,7 +105,7 @@ class BlockFitter:
                 stream.start()
             left = set(self._blocks)
             while left and self._dense[0].call is not None:
-                name = self._block_at(streams)
+                name = common_block(streams)
                 if name not in left:
                     raise _runs_twice(name)
                 left.discard(name)
@@ -117,15 +117,6 @@ class BlockFitter:
         finally:
             for stream in streams:
                 stream.close()
-
-    def _block_at(self, streams: Sequence[Stream]) -> str:
-        names = {stream.call.block if stream.call else "" for stream in streams}
-        if len(names) > 1:
-            raise DataError(
-                f"forward passes differ in their blocks: {', '.join(sorted(names))}",
-                "convert this model without data: `--calib none`",
-            )
-        return names.pop()
 
     def _block(
         self,

@@ -53,9 +53,7 @@ def _conversion(manifest: Manifest) -> str:
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
-        done.append(
-            f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}"
-        )
+        done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     return f"""Converted by [tcompress](https://pypi.org/project/tcompress/) \
 {manifest.tool_version}: {"; ".join(done)}.

@@ -24,7 +24,7 @@ from tcompress.calibrate.data import CalibrationData
 from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Call, Stream, common_block, intercept_blocks
 from tcompress.conversion.capture import first_tensor
-from tcompress.conversion.probe import OutputProbe, probe_of
+from tcompress.conversion.probe import probe_of
 from tcompress.errors import DataError, FitError
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.progress import Progress, Silent
@@ -46,7 +46,6 @@ def block_losses(
     data: CalibrationData,
     device: torch.device,
     gone: Gone = frozenset(),
-    progress: Progress | None = None,
 ) -> tuple[BlockLoss, ...]:
     """Measures what every block is worth: the loss of dropping it.
 
@@ -58,7 +57,6 @@ def block_losses(
         data: Calibration data; what is held out is not looked at.
         device: Where to compute.
         gone: Blocks that are dropped already; losses are those of all together.
-        progress: Hears how far it is.
 
     Returns:
         The blocks that are left, in the model's order.
@@ -69,7 +67,7 @@ def block_losses(
     """
     anatomy = anatomy_of(source.meta_model())
     left = [block.name for block in anatomy.blocks if block.name not in gone]
-    walk = DepthWalk(source, anatomy, data, device, progress or Silent())
+    walk = DepthWalk(source, anatomy, data, device)
     return walk.losses(left, gone)
 
 
@@ -95,7 +93,7 @@ def choose_blocks(
     """
     progress = progress or Silent()
     anatomy = anatomy_of(source.meta_model())
-    walk = DepthWalk(source, anatomy, data, device, progress)
+    walk = DepthWalk(source, anatomy, data, device)
     asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
     fixed = {
         f"{path}.{index}"
@@ -116,9 +114,19 @@ def choose_blocks(
         asked[_stack(least.path)] -= 1
         chosen.append(least)
         progress.advance(1, least.path)
-    gone = frozenset(item.path for item in chosen)
-    stacks = tuple(_without(stack, gone) for stack in depth.stacks)
-    return DepthPlan(stacks=stacks, chosen="measured", dropped=tuple(chosen))
+    return depth_without(depth.stacks, chosen)
+
+
+def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> DepthPlan:
+    """Plans to drop these blocks.
+
+    Args:
+        stacks: All stacks of the dense model.
+        dropped: What goes, in the order in which it was chosen.
+    """
+    gone = frozenset(item.path for item in dropped)
+    left = tuple(_without(stack, gone) for stack in stacks)
+    return DepthPlan(stacks=left, chosen="measured", dropped=tuple(dropped))
 
 
 def _stack(block: str) -> str:
@@ -147,7 +155,6 @@ class DepthWalk:
         anatomy: Its blocks.
         data: Calibration data; what is held out is not looked at.
         device: Where to compute.
-        progress: Hears of the blocks at work.
     """
 
     def __init__(
@@ -156,16 +163,16 @@ class DepthWalk:
         anatomy: Anatomy,
         data: CalibrationData,
         device: torch.device,
-        progress: Progress,
     ) -> None:
         blocks = [block.name for block in anatomy.blocks]
         self._skeleton = Skeleton(source, blocks, device)
         self._skeleton.load_rest()
         self._own = intercept_blocks(self._skeleton.model, blocks)
         self._probe = probe_of(source)
-        self._progress = progress
         self._sizes = {
-            name: sum(item.numel() for item in self._skeleton.model.get_submodule(name).parameters())
+            name: sum(
+                item.numel() for item in self._skeleton.model.get_submodule(name).parameters()
+            )
             for name in blocks
         }
         batches, self._scale = _some_of(data)
@@ -193,7 +200,9 @@ class DepthWalk:
 
     def _changes(self, ways: Sequence[Gone]) -> list[float]:
         """Runs the dense model beside all these ways, and compares what they put out."""
-        passes = [[self._pass(batch, way) for way in (frozenset(), *ways)] for batch in self._batches]
+        passes = [
+            [self._pass(batch, way) for way in (frozenset(), *ways)] for batch in self._batches
+        ]
         totals = [0.0] * len(ways)
         streams = [item.stream for group in passes for item in group]
         try:
@@ -262,16 +271,17 @@ def _handed_on(call: Call, answer: Any) -> Any:
 
 
 def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
-    """Enough batches to compare on, and how many times as many samples there are."""
+    """Enough batches to compare on, and how many times as many samples there are.
+
+    Batches are sorted by length, so they are taken at equal distances.
+    """
     holdout = frozenset(data.holdout)
     seen = [batch for index, batch in enumerate(data.batches) if index not in holdout]
     sizes = [len(next(iter(batch.values()))) for batch in seen]
-    used = total = 0
-    for size in sizes:
-        if total >= SAMPLES:
-            break
-        used, total = used + 1, total + size
-    return seen[:used], sum(sizes) / max(1, total)
+    count = min(len(seen), -(-SAMPLES // max(sizes)))
+    chosen = [int((index + 0.5) * len(seen) / count) for index in range(count)]
+    scale = sum(sizes) / sum(sizes[index] for index in chosen)
+    return [seen[index] for index in chosen], scale
 
 
 def _rows(value: Tensor) -> int:

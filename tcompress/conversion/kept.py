@@ -95,6 +95,7 @@ class FitWorkplace(Workplace):
     def keep_depth(self, depth: DepthPlan) -> None:
         """Stores which blocks stay."""
         self._keep("depth", depth)
+        self.note("depth")
 
     def depth(self) -> DepthPlan | None:
         """Reads which blocks stay, as an interrupted run had chosen them."""

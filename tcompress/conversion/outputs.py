@@ -123,5 +123,7 @@ def copied_value(source: SourceModel, item: Stored) -> Tensor:
         low, high = torch.aminmax(tensor)
         if bool(torch.isnan(low)) or bool(torch.isnan(high)):
             name = source.store.name_inside(item.key)
-            raise FitError(f"tensor `{name}` of the source holds NaN", "repair the checkpoint first")
+            raise FitError(
+                f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
+            )
     return tensor.to(item.dtype)

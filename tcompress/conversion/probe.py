@@ -70,9 +70,7 @@ class OutputProbe:
         pairs = zip(first[0] or first[1], second[0] or second[1], strict=True)
         return sum(float(measure(one, two, batch)) for one, two in pairs)
 
-    def _parts(
-        self, output: Any, batch: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Scores of an output; where it has none, the vectors that count."""
         scores = [getattr(output, name, None) for name in _SCORES]
         found = [item for item in scores if item is not None]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from tcompress.conversion.survey import Survey
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.planning.depth import cut_to, with_depth
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
@@ -159,16 +158,18 @@ class _Job:
     def settle_depth(self, place: FitWorkplace) -> None:
         """Lets data choose blocks, if it is asked to; from then on the source is the cut model."""
         depth = self.plan.depth
-        if depth is not None and depth.chosen == "later" and self.data is not None:
-            depth = place.depth()
-            if depth is None:
-                open_ = self.plan.depth
-                depth = choose_blocks(self.dense, open_, self.data, self.device, self.progress)
-                place.keep_depth(depth)
+        if depth is not None and depth.chosen == "later":
+            depth = place.depth() or self._choose(depth, place)
         self.source = cut_to(self.dense, depth)
         if depth is not self.plan.depth:
             plan = make_plan(self.recipe.within_blocks, self.source, self.plan.method)
             self.plan = with_depth(plan, depth, self.dense)
+
+    def _choose(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
+        assert self.data is not None
+        chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
+        place.keep_depth(chosen)
+        return chosen
 
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""

@@ -173,7 +173,9 @@ def _wrong_list(wanted: Sequence[int], stack: StackPlan) -> list[str]:
         listed_ = ", ".join(map(str, outside))
         problems.append(f"there is no block {listed_}: `{stack.name}` has 0 to {blocks - 1}")
     if list(wanted) != sorted(set(wanted)):
-        problems.append(f"`keep_layers` is {text}, expected are different blocks in ascending order")
+        problems.append(
+            f"`keep_layers` is {text}, expected are different blocks in ascending order"
+        )
     if not problems and len(wanted) == blocks:
         problems.append(f"`keep_layers` keeps all {where}")
     return problems

@@ -118,7 +118,7 @@ class _Planner:
         recipe = self.recipe
         if any(matches(pattern, names) for pattern in recipe.keep):
             return None
-        choice: Choice | None = Choice(recipe.method, recipe.residual_rank, recipe.target)
+        choice: Choice | None = _usual(recipe)
         for rule in recipe.layers:
             if matches(rule.match, names):
                 choice = None if rule.keep else _overridden(choice, recipe, rule)
@@ -190,8 +190,13 @@ def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
     )
 
 
+def _usual(recipe: Convert) -> Choice:
+    assert recipe.method is not None  # without one no layer is planned
+    return Choice(recipe.method, recipe.residual_rank, recipe.target)
+
+
 def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
-    base = choice or Choice(recipe.method, recipe.residual_rank, recipe.target)
+    base = choice or _usual(recipe)
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
     return Choice(rule.method or base.method, rank, rule.target or base.target)
 

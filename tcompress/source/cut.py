@@ -39,8 +39,8 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
     cut, model = _shallower(source, kept)
     problems = [*_unlike_blocks(whole, model, kept), *_unlike_rest(whole, model, kept)]
     # DeBERTa sends what its first block reads and returns through a convolution.
-    first = any(indices[0] for indices in kept.values())
-    if first and getattr(source.config, "conv_kernel_size", 0) and _family(source) == "deberta-v2":
+    width = getattr(source.config, "conv_kernel_size", 0)
+    if width and _family(source) == "deberta-v2" and any(indices[0] for indices in kept.values()):
         problems.append("a convolution belongs to its first block: keep block 0")
     if problems:
         raise _refusal(source, problems)

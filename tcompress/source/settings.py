@@ -130,5 +130,3 @@ def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
 
 def _is_dense(owner: Any, index: int, step: int) -> bool:
     return index in (owner.mlp_only_layers or ()) or (index + 1) % step != 0
-
-

@@ -109,20 +109,55 @@ def test_a_model_without_structures_is_plain(tmp_path: Path) -> None:
     assert manifest.plan.saved == manifest.plan.block_parameters // 2
 
 
-def test_with_data_blocks_are_fitted_in_the_cut_model(tmp_path: Path) -> None:
-    """The same as converting a model that was cut by hand, to the last bit."""
+def test_fits_aim_at_the_whole_model(tmp_path: Path) -> None:
+    """Outputs of the dense block, from what the blocks before it leave of its input."""
+    tiny = deep("llama")
+    dense, source = _saved(tiny, tmp_path / "dense")
+    recipe = _recipe(keep_layers=[1, 3], calibration={"source": "builtin"}, **SVD)
+    recipe = recipe.model_copy(update={"allocation": "uniform"})
+    data = drawn(tiny)
+    done = convert(source, recipe, tmp_path / "out", data=data)
+    small: Any = AutoModelForCausalLM.from_pretrained(done.folder)
+    for name, now, was in (("self_attn.q_proj", 0, 1), ("mlp.up_proj", 1, 3)):
+        wanted, made = (
+            torch.cat(
+                [_output(model, f"model.layers.{index}.{name}", item) for item in data.batches[:2]]
+            )
+            for model, index in ((dense, was), (small, now))
+        )
+        error = float((wanted - made).square().sum() / wanted.square().sum())
+        fit = done.manifest.fit[f"model.layers.{now}.{name}.weight"]
+        assert fit["calibration"] == pytest.approx(error, rel=1e-3)
+
+
+def _output(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Outputs of a layer for tokens that are not padding."""
+    found: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: found.append(output)
+    )
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    return found[0][batch["attention_mask"].bool()]
+
+
+def test_what_is_left_makes_up_for_what_is_gone(tmp_path: Path) -> None:
+    """Fitted to the whole model, outputs are nearer to its own than fitted to the cut one."""
     tiny = deep("llama")
     dense, source = _saved(tiny, tmp_path / "dense")
     aware = {"calibration": {"source": "builtin"}, **SVD}
-    cut: Any = without(dense, "model.layers", (1, 3))
+    cut: Any = without(dense, "model.layers", (0, 3))
     cut.config.num_hidden_layers = 2
     cut.save_pretrained(tmp_path / "cut")
-    one = convert(source, _recipe(keep_layers=[1, 3], **aware), tmp_path / "one", data=drawn(tiny))
-    two = convert(str(tmp_path / "cut"), _recipe(**aware), tmp_path / "two", data=drawn(tiny))
-    assert one.manifest.plan.layers == two.manifest.plan.layers
-    assert one.manifest.fit == two.manifest.fit
-    name = "model.safetensors"
-    assert contents(one.folder)[name] == contents(two.folder)[name]
+    data = drawn(tiny, 9)
+    whole = convert(source, _recipe(keep_layers=[0, 3], **aware), tmp_path / "one", data=data)
+    alone = convert(str(tmp_path / "cut"), _recipe(**aware), tmp_path / "two", data=data)
+    moved = [
+        _divergence(dense, AutoModelForCausalLM.from_pretrained(done.folder), data.batches[8:])
+        for done in (whole, alone)
+    ]
+    assert moved[0] < moved[1]
 
 
 def test_generation_with_a_cache(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from torch import Tensor
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.calibrate.skeleton import Skeleton
-from tcompress.calibrate.streams import Call, Stream, common_block, intercept_blocks
-from tcompress.conversion.capture import first_tensor
+from tcompress.calibrate.streams import Stream, common_block, intercept_blocks
+from tcompress.conversion.capture import handed_on
 from tcompress.conversion.probe import probe_of
-from tcompress.errors import DataError, FitError
+from tcompress.errors import FitError
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.progress import Progress, Silent
 from tcompress.source import SourceModel
@@ -243,7 +243,7 @@ class DepthWalk:
                 with torch.no_grad():
                     made[before] = self._own[name](*call.args, **call.kwargs)
             answer = made[before]
-            item.stream.answer(_handed_on(call, answer) if name in item.gone else answer)
+            item.stream.answer(handed_on(call, answer) if name in item.gone else answer)
 
     def _compared(self, group: Sequence[_Pass]) -> Iterator[float]:
         dense = group[0].output.pop()
@@ -255,19 +255,6 @@ class DepthWalk:
                     "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
                 )
             yield change
-
-
-def _handed_on(call: Call, answer: Any) -> Any:
-    """What a block returns, with the state that it was given in place of its own."""
-    state = first_tensor(*call.args, **call.kwargs)
-    own = answer[0] if isinstance(answer, tuple | list) else answer
-    if state.shape != own.shape:
-        raise DataError(
-            f"block `{call.block}` turns {list(state.shape)} into {list(own.shape)}, so that it "
-            "cannot be left out",
-            "name the blocks to keep: `--keep-layers`",
-        )
-    return (state, *answer[1:]) if isinstance(answer, tuple | list) else state
 
 
 def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:

@@ -202,6 +202,7 @@ class _Job:
             curvatures=place.curvature,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
+            whole=self.dense,
         )
         for result in fitter.run(
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")

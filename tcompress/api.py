@@ -16,7 +16,7 @@ from tcompress.inspection import inspect_model as inspect
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
-from tcompress.recipe import Convert, method_names, parse_recipe
+from tcompress.recipe import Convert, default_method, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
 from tcompress.recipe.schema import Finetune
 from tcompress.reporting.model import report_of as report
@@ -25,6 +25,9 @@ from tcompress.structures import structures
 from tcompress.structures.linear import keep_weights
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
+
+_BLOCKS = frozenset(("keep_layers", "drop_layers"))
+_NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
 
 __all__ = [
     "bench",
@@ -42,7 +45,7 @@ __all__ = [
 def convert(
     model: str,
     *,
-    method: str | Mapping[str, Any] = "lprod",
+    method: str | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     recipe: str | Convert | None = None,
     calibration: str | Mapping[str, Any] | None = None,
@@ -56,7 +59,8 @@ def convert(
 
     Args:
         model: Folder, short name or hub id.
-        method: Name of the method, or its options with `name`.
+        method: Name of the method, or its options with `name`, or `none` to rewrite no layer;
+            default `lprod`, and `none` where blocks are dropped and nothing is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
         calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
@@ -75,7 +79,7 @@ def convert(
     """
     settled = _settled(recipe, method, calibration, options)
     source = SourceModel.open(model, revision=revision, token=token)
-    folder = Path(output or default_output_name(model, settled.method.name))
+    folder = Path(output or default_output_name(model, settled.label.replace(" + ", "-")))
     return run_conversion(source, settled, folder, force=force, progress=progress)
 
 
@@ -120,7 +124,7 @@ def finetune(
 def plan(
     model: str,
     *,
-    method: str | Mapping[str, Any] = "lprod",
+    method: str | Mapping[str, Any] | None = None,
     recipe: str | Convert | None = None,
     calibration: str | Mapping[str, Any] | None = None,
     revision: str | None = None,
@@ -138,7 +142,7 @@ def plan(
 
 def _settled(
     recipe: str | Convert | None,
-    method: str | Mapping[str, Any],
+    method: str | Mapping[str, Any] | None,
     calibration: str | Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Convert:
@@ -146,12 +150,14 @@ def _settled(
         return recipe
     if recipe is not None:
         return parse_recipe(*find_recipe(recipe)).convert
-    own = {"name": method} if isinstance(method, str) else dict(method)
-    if own.get("name") not in method_names():
-        known = ", ".join(f"`{name}`" for name in method_names())
+    if method is None:
+        method = default_method(bool(_BLOCKS & set(options)) and set(options) <= _NOT_LAYERS)
+    own = dict(method) if isinstance(method, Mapping) else {"name": method or "none"}
+    if own.get("name") not in (*method_names(), "none"):
+        known = ", ".join(f"`{name}`" for name in (*method_names(), "none"))
         raise RecipeError(f"unknown method `{own.get('name')}`; known methods are {known}")
     fields = _fields_of(own["name"])
-    chosen: dict[str, Any] = {"method": own}
+    chosen: dict[str, Any] = {"method": None if own == {"name": "none"} else own}
     for name, value in options.items():
         if name in Convert.model_fields:
             chosen[name] = value
@@ -170,4 +176,4 @@ def _fields_of(name: str) -> list[str]:
     for item in structures():
         if name in item.spec.model_fields["name"].annotation.__args__:
             return [field for field in item.spec.model_fields if field != "name"]
-    raise RecipeError(f"unknown method `{name}`")
+    return []

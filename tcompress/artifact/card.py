@@ -13,10 +13,11 @@ def model_card(manifest: Manifest) -> str:
     name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
     base = "" if name else f"base_model: {manifest.source.id}\n"
     shown, tags = name or manifest.source.id, "- tcompress\n"
-    if plan.layers:
+    if plan.layers or plan.depth:
         title, tags = f"{shown}, compressed with `{plan.method}`", tags + "- compressed\n"
-        body = _conversion(manifest)
-        loading = "Without `import tcompress`, loading stops with an error. "
+        body, loading = _conversion(manifest), "It loads without tcompress. "
+        if plan.layers:
+            loading = "Without `import tcompress`, loading stops with an error. "
     else:
         title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
     first = "import tcompress\n" if plan.layers else ""
@@ -41,26 +42,39 @@ model = AutoModel.from_pretrained("PATH")
 
 def _conversion(manifest: Manifest) -> str:
     plan = manifest.plan
-    errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
-    mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
-    kind = "held-out output error" if manifest.calibration.name != "none" else "weight error"
-    saved = plan.dense_rewritten - plan.structured_rewritten
-    rows = [
-        ("rewritten layers", f"{len(plan.layers)}", f"{len(plan.layers)}"),
-        ("their parameters", f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"),
-        ("all parameters", f"{plan.parameters:,}", f"{plan.parameters - saved:,}"),
-    ]
+    rows = [("all parameters", f"{plan.parameters:,}", f"{plan.parameters - plan.saved:,}")]
+    done = []
+    if plan.layers:
+        rows = [
+            ("rewritten layers", f"{len(plan.layers)}", f"{len(plan.layers)}"),
+            ("their parameters", f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"),
+            *rows,
+        ]
+        done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
+    if plan.depth is not None:
+        rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
+        done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
-    after = " before training" if manifest.training else ""
     return f"""Converted by [tcompress](https://pypi.org/project/tcompress/) \
-{manifest.tool_version}: {plan.kept:.1%} of the rewritten layers' parameters are kept.
+{manifest.tool_version}: {"; ".join(done)}.
 
 | | dense | compressed |
 |---|---|---|
 {table}
 
 Calibration: {manifest.calibration.name} ({manifest.calibration.samples} samples). \
-Mean relative {kind} of the rewritten layers{after}: {mean}. {_trained(manifest)}"""
+{_errors(manifest)}{_trained(manifest)}"""
+
+
+def _errors(manifest: Manifest) -> str:
+    """What the rewritten layers lost."""
+    if not manifest.plan.layers:
+        return ""
+    errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
+    mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
+    kind = "held-out output error" if manifest.calibration.name != "none" else "weight error"
+    after = " before training" if manifest.training else ""
+    return f"Mean relative {kind} of the rewritten layers{after}: {mean}. "
 
 
 def _trained(manifest: Manifest) -> str:

@@ -21,12 +21,21 @@ class _Section(BaseModel):
 
 
 class SourceFacts(_Section):
-    """The dense model that was converted."""
+    """The dense model that was converted.
+
+    Attributes:
+        id: Hub id, or folder.
+        revision: Commit on the hub.
+        fingerprint: Identifies its weights.
+        bytes: Bytes of its tensors.
+        config: Its `config.json`, where that of the converted model has other numbers.
+    """
 
     id: str
     revision: str | None = None
     fingerprint: str
     bytes: int
+    config: dict[str, Any] | None = None
 
 
 class CalibrationFacts(_Section):

@@ -60,6 +60,12 @@ class Artifact:
         config = _read_config(folder)
         section = _section(config)
         if section is None:
+            if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
+                raise ArtifactError(
+                    f"`{folder}` has fewer blocks than its source, but no rewritten layer: it is a "
+                    "plain model already",
+                    "use it as it is; it needs no tcompress",
+                )
             raise ArtifactError(
                 f"`{folder}` is a model that was not converted by tcompress",
                 f"convert it first: `tcompress convert {folder}`",

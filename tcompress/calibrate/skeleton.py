@@ -38,9 +38,15 @@ class Skeleton:
                 module.config.use_cache = False  # type: ignore[union-attr]
         for buffer_name, buffer in list(self.model.named_buffers()):
             _place(self.model, buffer_name, buffer.to(device))
-        inside = tuple(f"{name}." for name in blocks)
-        skipped = (*inside, *(f"{name}." for name in self._heads()))
+        self._inside = tuple(f"{name}." for name in blocks)
+        skipped = (*self._inside, *(f"{name}." for name in self._heads()))
         self.load(name for name in self._stored_names() if not name.startswith(skipped))
+
+    def load_rest(self) -> None:
+        """Loads the output head too, where it has weights of its own."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        empty = [name for name, item in named if item.is_meta]
+        self.load(name for name in empty if not name.startswith(self._inside))
 
     def _heads(self) -> list[str]:
         head = self.model.get_output_embeddings()  # type: ignore[operator]

@@ -11,12 +11,14 @@ one thread runs at any time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tcompress.errors import DataError
 
 
 class _Stop(BaseException):
@@ -100,6 +102,21 @@ class Stream:
             self._error = error
         finally:
             self._main.release()
+
+
+def common_block(streams: Sequence[Stream]) -> str:
+    """Returns the block at which all these passes wait.
+
+    Raises:
+        DataError: They do not run the same blocks in the same order.
+    """
+    names = {stream.call.block if stream.call else "" for stream in streams}
+    if len(names) > 1:
+        raise DataError(
+            f"forward passes differ in their blocks: {', '.join(sorted(names))}",
+            "convert this model without data: `--calib none`",
+        )
+    return names.pop()
 
 
 _CURRENT = threading.local()

@@ -37,8 +37,8 @@ _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet")
 
 
 def methods(incomplete: str) -> list[str]:
-    """Offers methods."""
-    return _starting(METHODS, incomplete)
+    """Offers methods, and to rewrite no layer."""
+    return _starting((*METHODS, "none"), incomplete)
 
 
 def allocations(incomplete: str) -> list[str]:

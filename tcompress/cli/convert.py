@@ -14,6 +14,8 @@ EPILOG = opt.examples(
     "tcompress convert bert-base --method lprod --p 4",
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
     "tcompress convert minilm --method tt --order 3 --rank 24,48",
+    "tcompress convert minilm --keep-layers 1,3,5",
+    "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
@@ -36,6 +38,8 @@ def convert(
     allocation: opt.Allocation = None,
     residual_rank: opt.ResidualRank = None,
     keep: opt.Keep = None,
+    keep_layers: opt.KeepLayers = None,
+    drop_layers: opt.DropLayers = None,
     calib: opt.Calib = None,
     calib_samples: opt.CalibSamples = None,
     calib_columns: opt.CalibColumns = None,

@@ -73,7 +73,8 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="`lprod`, `svd`, `tt`, ...; see `tcompress methods`. Default `lprod`.",
+        help="`lprod`, `svd`, `tt`, ...; see `tcompress methods`. Default `lprod`; `none`, which "
+        "rewrites no layer, where only blocks are dropped.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
     ),
@@ -155,6 +156,26 @@ Keep = Annotated[
         metavar="PATTERN",
         help="Leave these layers dense: a name, `*` wildcards, a role such as `down`, or `re:` "
         "and an expression. Repeatable; added to the recipe's.",
+        rich_help_panel=METHOD,
+    ),
+]
+KeepLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-layers",
+        metavar="[STACK:]N,N,...",
+        help="Drop whole blocks, all but these, counted from 0: `1,3,5` or `0-5,11`. With a "
+        "method, or alone. Where a model has several stacks: `decoder:0,2`, repeatable.",
+        rich_help_panel=METHOD,
+    ),
+]
+DropLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drop-layers",
+        metavar="[STACK:]N",
+        help="Drop N whole blocks: those that change the model's output least on calibration "
+        "data; without data, at equal distances.",
         rich_help_panel=METHOD,
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
 from tcompress.errors import RecipeError
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from tcompress.recipe import Convert, Recipe
     from tcompress.structures import Spec
 
-DEFAULT_METHOD = "lprod"
+NO_METHOD = "none"
+"""Rewrite no layer."""
 
 METHOD_OPTIONS = ("p", "transform", "block", "stages", "tubal_rank", "rank", "order", "apply")
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
@@ -28,7 +30,8 @@ _CALIBRATION = {
     "damping": "damping",
     "seed": "seed",
 }
-_CONVERT = ("target", "allocation", "residual_rank", "dtype", "device", "max_shard_size")
+_LAYERS = ("target", "allocation", "residual_rank")
+_CONVERT = (*_LAYERS, "dtype", "device", "max_shard_size")
 
 
 def flag(field: str) -> str:
@@ -54,10 +57,11 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
-    kind = _method_class(given.get("method") or base.get("method", {}).get("name"))
+    blocks = _blocks(given)
     data = {
         **base,
-        "method": _method(given, base.get("method", {}), kind),
+        **blocks,
+        "method": _method(given, base.get("method") or {}, cuts=_cuts({**base, **blocks})),
         "calibration": base["calibration"] | _calibration(given),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
         **{name: given[name] for name in _CONVERT if name in given},
@@ -93,7 +97,7 @@ def default_output(model: str, convert: Convert) -> str:
 def _suffix(convert: Convert) -> str:
     """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
     method: Any = convert.method
-    words = [str(method.name)]
+    words = [] if method is None else [str(method.name)]
     for field, letter in (("p", "p"), ("tubal_rank", "k"), ("order", "o"), ("rank", "r")):
         value = getattr(method, field, None)
         if value is not None:
@@ -106,18 +110,42 @@ def _suffix(convert: Convert) -> str:
         words.append(f"plus{convert.residual_rank}")
     if convert.target is not None:
         words.append(f"{100 * convert.target:g}")
+    for verb, blocks in (("keep", convert.keep_layers), ("drop", convert.drop_layers)):
+        if blocks is not None:
+            words.append(f"{verb}{_number_of(blocks)}")
     return "-".join(words)
 
 
-def _method_class(name: str | None) -> type[Spec]:
+def _number_of(blocks: Any) -> int:
+    """Counts the blocks that are named, in all stacks."""
+    if isinstance(blocks, Mapping):
+        return sum(map(_number_of, blocks.values()))
+    return blocks if isinstance(blocks, int) else len(blocks)
+
+
+def _blocks(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of blocks; either option takes the place of both in a recipe."""
+    found: dict[str, Any] = {}
+    if given.get("keep_layers"):
+        found |= {"keep_layers": kept_blocks(given["keep_layers"]), "drop_layers": None}
+    if given.get("drop_layers"):
+        found["drop_layers"] = dropped_blocks(given["drop_layers"])
+        found.setdefault("keep_layers", None)
+    return found
+
+
+def _cuts(data: Mapping[str, Any]) -> bool:
+    return any(data.get(name) is not None for name in ("keep_layers", "drop_layers"))
+
+
+def _method_class(name: str) -> type[Spec]:
     from tcompress.recipe import method_names
     from tcompress.structures import structures
 
-    name = name or DEFAULT_METHOD
     for item in structures():
         if name in _names(item.spec):
             return item.spec
-    known = method_names()
+    known = (*method_names(), NO_METHOD)
     listed = ", ".join(f"`{word}`" for word in known)
     hint = suggestion(name, known) or "see `tcompress methods`"
     raise RecipeError(f"unknown method `{name}`; methods are {listed}", hint)
@@ -128,9 +156,19 @@ def _names(spec: type[Spec]) -> tuple[str, ...]:
     return names
 
 
-def _method(given: Mapping[str, Any], base: Mapping[str, Any], kind: type[Spec]) -> dict[str, Any]:
+def _method(
+    given: Mapping[str, Any], base: Mapping[str, Any], *, cuts: bool
+) -> dict[str, Any] | None:
+    from tcompress.recipe import default_method
+
     chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
-    name = given.get("method") or base.get("name") or DEFAULT_METHOD
+    about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep"))
+    name = given.get("method") or base.get("name") or default_method(cuts and not about_layers)
+    if name in (None, NO_METHOD):
+        if chosen:
+            raise RecipeError(f"{_flags(chosen)} needs a method", "such as `--method lprod`")
+        return None
+    kind = _method_class(name)
     wrong = [option for option in chosen if option not in kind.model_fields]
     if wrong:
         raise _not_applicable(wrong, name, kind)
@@ -224,7 +262,7 @@ def _fragment(
 def _check_size(convert: Convert) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
     method: Any = convert.method
-    if not method.has_size and convert.target is None:
+    if method is not None and not method.has_size and convert.target is None:
         raise RecipeError(
             f"method `{method.name}` needs a size: give `--target` or `--rank`",
             "`--target 0.25` keeps a quarter of the rewritten layers' parameters",

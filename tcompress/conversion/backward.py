@@ -123,7 +123,7 @@ class BackwardWalk:
     ) -> None:
         self._blocks = {block.name: block for block in anatomy.blocks}
         self._skeleton = Skeleton(source, list(self._blocks), device)
-        self._load_rest()
+        self._skeleton.load_rest()
         self._own = intercept_blocks(self._skeleton.model, list(self._blocks))
         self._probe = probe
         self._folder = folder
@@ -159,14 +159,6 @@ class BackwardWalk:
                 item.stream.close()
                 for visit in item.visits:
                     visit.file.unlink(missing_ok=True)
-
-    def _load_rest(self) -> None:
-        """Loads the output head too, where it has weights of its own."""
-        inside = tuple(f"{name}." for name in self._blocks)
-        named = self._skeleton.model.named_parameters(remove_duplicate=False)
-        self._skeleton.load(
-            [name for name, item in named if item.is_meta and not name.startswith(inside)]
-        )
 
     def _recording(self, output: list[Any]) -> Callable[..., None]:
         def forward(**batch: Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.anatomy import Anatomy, Block
+from tcompress.anatomy import Anatomy, Block, anatomy_of
 from tcompress.calibrate.skeleton import Skeleton
-from tcompress.calibrate.streams import Stream, intercept_blocks
-from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
+from tcompress.calibrate.streams import Stream, common_block, intercept_blocks
+from tcompress.conversion.capture import first_tensor, handed_on, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.sums import SplitSums
@@ -53,6 +53,8 @@ class BlockFitter:
         curvatures: Gives moments of the output gradients of a block's layers, by layer name.
         dtype_of: Dtype in which a layer is stored.
         device: Where to compute.
+        whole: The dense model with all its blocks, where `source` lacks some. Its states are
+            aimed at, so that what is left makes up for blocks that are gone.
     """
 
     def __init__(
@@ -67,16 +69,21 @@ class BlockFitter:
         curvatures: Callable[[str], Mapping[str, Tensor]] = lambda _: {},
         dtype_of: Callable[[LayerPlan], torch.dtype],
         device: torch.device,
+        whole: SourceModel | None = None,
     ) -> None:
         self._source = source
-        self._blocks = {block.name: block for block in anatomy.blocks}
+        self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
         self._damping = damping
         self._curvatures = curvatures
         self._dtype_of = dtype_of
         self._holdout = frozenset(holdout)
         self._device = device
-        self._skeleton = Skeleton(source, list(self._blocks), device)
-        self._own = intercept_blocks(self._skeleton.model, list(self._blocks))
+        dense = whole or source
+        names = [block.name for block in anatomy_of(dense.meta_model()).blocks]
+        self._skeleton = Skeleton(dense, names, device)
+        own = intercept_blocks(self._skeleton.model, names)
+        self._own = {block.name: own[name] for name, block in self._blocks.items()}
+        self._gone = {name: own[name] for name in names if name not in self._blocks}
         keymap = source.keymap
         self._paths = {entry.name: keymap.runtime_name(entry.name) or "" for entry in entries}
         self._entries = {(self._paths[entry.name], entry.parameter): entry for entry in entries}
@@ -105,27 +112,33 @@ class BlockFitter:
                 stream.start()
             left = set(self._blocks)
             while left and self._dense[0].call is not None:
-                name = self._block_at(streams)
+                name = common_block(streams)
+                if name in self._gone:
+                    self._pass_by(name)
+                    continue
                 if name not in left:
                     raise _runs_twice(name)
                 left.discard(name)
-                result = done(name)
+                block = self._blocks[name]
+                result = done(block.name)
                 fresh = result is None
-                result = self._block(self._blocks[name], result, progress, last=not left)
+                result = self._block(block, result, progress, last=not left)
                 if fresh:
                     yield result
         finally:
             for stream in streams:
                 stream.close()
 
-    def _block_at(self, streams: Sequence[Stream]) -> str:
-        names = {stream.call.block if stream.call else "" for stream in streams}
-        if len(names) > 1:
-            raise DataError(
-                f"forward passes differ in their blocks: {', '.join(sorted(names))}",
-                "convert this model without data: `--calib none`",
-            )
-        return names.pop()
+    def _pass_by(self, name: str) -> None:
+        """Goes past a block that only the dense model has."""
+        self._skeleton.load_block(name)
+        with torch.no_grad():
+            for stream in (*self._dense, *self._new):
+                call = stream.call
+                assert call is not None
+                answer = self._gone[name](*call.args, **call.kwargs)
+                stream.answer(answer if stream in self._dense else handed_on(call, answer))
+        self._skeleton.drop_block(name)
 
     def _block(
         self,
@@ -135,7 +148,8 @@ class BlockFitter:
         *,
         last: bool,
     ) -> BlockResult:
-        dense = self._skeleton.load_block(block.name)
+        before = self._source.original_name(block.name)
+        dense = self._skeleton.load_block(before)
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
         experts = [layer.name for layer in block.layers if layer.kind == "experts"]
@@ -153,7 +167,7 @@ class BlockFitter:
         routing.replay_in(new)
         self._advance(self._dense, self._own[block.name], routing)
         self._advance(self._new, new.forward, routing)
-        self._skeleton.drop_block(block.name)
+        self._skeleton.drop_block(before)
         return stored or result
 
     def _check_end(self, block: str) -> None:
@@ -167,7 +181,7 @@ class BlockFitter:
             stream.answer(answer)
         except Exception:  # the output head, which holds no weights: the end was reached
             return
-        if stream.call is not None:
+        if stream.call is not None and stream.call.block not in self._gone:
             raise _runs_twice(stream.call.block)
 
     def _groups(self, block: Block) -> Iterator[Group]:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcompress.calibrate.streams import Call
+from tcompress.errors import DataError
+
 
 class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
@@ -45,6 +48,27 @@ def run_to_input(
 def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
     """Returns the first tensor argument: the input of a linear layer."""
     return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+
+
+def handed_on(call: Call, answer: Any) -> Any:
+    """Returns what a block that is left out would return: the state that it was given.
+
+    Args:
+        call: Its call.
+        answer: What it returns itself; all but its state is kept, such as position biases.
+
+    Raises:
+        DataError: It changes the shape of the state.
+    """
+    state = first_tensor(*call.args, **call.kwargs)
+    own = answer[0] if isinstance(answer, tuple | list) else answer
+    if state.shape != own.shape:
+        raise DataError(
+            f"block `{call.block}` turns {list(state.shape)} into {list(own.shape)}, so that it "
+            "cannot be left out",
+            "name the blocks to keep: `--keep-layers`",
+        )
+    return (state, *answer[1:]) if isinstance(answer, tuple | list) else state
 
 
 def token_rows(

@@ -32,6 +32,9 @@ or, if that is more, the largest tensor that is carried over. All experts of a l
 A sample is taken to be `TOKENS` tokens of the built-in text, or a quarter of the longest length
 allowed of other text; pictures and sounds have as many as their model makes of them.
 
+**Memory of choosing blocks**, where data does: everything outside the blocks and the largest one
+in float32, and activations of at most 128 samples for every block, up to 1 GiB.
+
 **Time.** Floating-point operations divided by `FLOPS` (per thread, or of a GPU): with data, every
 group of a block runs both streams through half of the block, and the block once more at the end;
 moments take 3 x 2 x tokens x width^2. A backward pass runs every block twice and back, and takes
@@ -52,7 +55,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.conversion.depth import MOST_BYTES, SAMPLES
+from tcompress.planning.depth import cut_to
+from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
@@ -95,16 +100,21 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         source: The dense model.
         recipe: Calibration data, dtype of the output and device.
     """
+    whole, source = source, cut_to(source, plan.depth)
     work = _Work.of(plan, source, recipe)
-    memory = max(work.largest_copy, max(map(work.fit_memory, work.groups)))
-    if work.rows:
+    memory = max([work.largest_copy, *map(work.fit_memory, work.groups)])
+    if work.rows and work.groups:
         memory = work.stream_memory() + max(
             work.fit_memory(group) + work.moment_memory(group) for group in work.groups
         )
     flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
-    if recipe.surveys:
+    if recipe.surveys and work.groups:
         memory = max(memory, work.survey_memory())
         flops += work.survey_flops()
+    if plan.depth is not None and plan.depth.chosen == "later":
+        rows = _rows(source, recipe.calibration) * min(1, SAMPLES / recipe.calibration.samples)
+        memory = max(memory, _choice_memory(whole, plan.depth, rows))
+        flops += _choice_flops(plan, plan.depth, rows)
     moved = source.store.total_bytes + work.disk
     return Estimate(
         memory_bytes=memory,
@@ -231,6 +241,22 @@ class _Work:
 
     def _width(self) -> int:
         return max(entry.in_features for entry in self.groups[0])
+
+
+def _choice_memory(source: SourceModel, depth: DepthPlan, rows: float) -> int:
+    """The model but for its blocks, the largest of them, and the activations of all ways."""
+    model = source.keymap.model
+    names = [f"{item.path}.{index}" for item in depth.stacks for index in range(item.blocks)]
+    blocks = [_parameters(model.get_submodule(name)) for name in names]
+    width = getattr(source.config.get_text_config(), "hidden_size", 0)
+    activations = min(MOST_BYTES, int(4 * rows * width * (len(blocks) + 1)))
+    return 4 * (_parameters(model) - sum(blocks) + max(blocks)) + activations
+
+
+def _choice_flops(plan: Plan, depth: DepthPlan, rows: float) -> float:
+    """For each block that is dropped, half of what is left as often as there are blocks left."""
+    passes = sum(left / 2 for left in range(depth.kept + 1, depth.blocks + 1))
+    return 2 * plan.block_parameters * passes * rows
 
 
 def _groups(layers: Sequence[LayerPlan]) -> Iterator[Group]:

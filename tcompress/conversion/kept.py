@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import DepthPlan, Plan
 
 
 class FitWorkplace(Workplace):
@@ -84,14 +85,27 @@ class FitWorkplace(Workplace):
 
     def keep_plan(self, plan: Plan) -> None:
         """Stores the plan with its final sizes."""
-        beside = self.folder / "plan.tmp"
-        beside.write_text(plan.model_dump_json(), encoding="utf-8")
-        beside.rename(self.folder / "plan.json")
+        self._keep("plan", plan)
 
     def plan(self) -> Plan | None:
         """Reads the plan that an interrupted run had settled on."""
         path = self.folder / "plan.json"
         return Plan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+
+    def keep_depth(self, depth: DepthPlan) -> None:
+        """Stores which blocks stay."""
+        self._keep("depth", depth)
+        self.note("depth")
+
+    def depth(self) -> DepthPlan | None:
+        """Reads which blocks stay, as an interrupted run had chosen them."""
+        path = self.folder / "depth.json"
+        return DepthPlan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+
+    def _keep(self, name: str, facts: BaseModel) -> None:
+        beside = self.folder / f"{name}.tmp"
+        beside.write_text(facts.model_dump_json(), encoding="utf-8")
+        beside.rename(self.folder / f"{name}.json")
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"

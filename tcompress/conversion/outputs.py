@@ -122,7 +122,8 @@ def copied_value(source: SourceModel, item: Stored) -> Tensor:
     if tensor.is_floating_point() and tensor.numel():
         low, high = torch.aminmax(tensor)
         if bool(torch.isnan(low)) or bool(torch.isnan(high)):
+            name = source.store.name_inside(item.key)
             raise FitError(
-                f"tensor `{item.key}` of the source holds NaN", "repair the checkpoint first"
+                f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
             )
     return tensor.to(item.dtype)

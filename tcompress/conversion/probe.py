@@ -50,10 +50,32 @@ class OutputProbe:
         Raises:
             DataError: The output has nothing that could be compared.
         """
+        scores, vectors = self._parts(output, batch)
+        if scores:
+            return [(item, self._outcome(item, batch)) for item in scores]
+        return [(item, _masked(self._direction(item), batch)) for item in vectors]
+
+    def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
+        """Measures how far an output is from the dense model's, in the unit of predicted losses.
+
+        That is the mean over drawn gradients of the squared product with the change: twice the
+        Kullback-Leibler divergence of scores (to second order), else the squared distance; a sum
+        over the batch, padding left out.
+
+        Raises:
+            DataError: The output has nothing that could be compared.
+        """
+        first, second = self._parts(dense, batch), self._parts(other, batch)
+        measure = _divergence if first[0] else _distance
+        pairs = zip(first[0] or first[1], second[0] or second[1], strict=True)
+        return sum(float(measure(one, two, batch)) for one, two in pairs)
+
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Scores of an output; where it has none, the vectors that count."""
         scores = [getattr(output, name, None) for name in _SCORES]
-        found = [(item, self._outcome(item, batch)) for item in scores if item is not None]
+        found = [item for item in scores if item is not None]
         if found:
-            return found
+            return found, []
         states = [getattr(output, name, None) for name in _STATES]
         vectors = [item for item in states if item is not None]
         if not vectors:
@@ -63,9 +85,8 @@ class OutputProbe:
             )
         mask = batch.get("attention_mask")
         if self._pooling is not None and mask is not None:
-            embedding = self._pooling(vectors[0], mask)
-            return [(embedding, self._direction(embedding))]
-        return [(item, _masked(self._direction(item), batch)) for item in vectors]
+            return [], [self._pooling(vectors[0], mask)]
+        return [], vectors
 
     def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """One-hot outcome less probabilities; a single score is taken as it is."""
@@ -80,6 +101,18 @@ class OutputProbe:
 
     def _direction(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._generator).to(like)
+
+
+def _divergence(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    if dense.shape[-1] == 1:
+        return _distance(dense, other, batch)
+    one, two = dense.float().log_softmax(-1), other.float().log_softmax(-1)
+    return _masked(2 * one.exp() * (one - two), batch).sum(dtype=torch.float64)
+
+
+def _distance(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    change = (dense.float() - other.float()).square()
+    return _masked(change, batch).sum(dtype=torch.float64)
 
 
 def _masked(gradient: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +27,15 @@ from tcompress.artifact.shards import Stored, plan_shards, write_index, write_sh
 from tcompress.artifact.workplace import check_output, identity_of
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.blocks import BlockFitter, BlockResult
+from tcompress.conversion.depth import choose_blocks
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
 from tcompress.conversion.survey import Survey
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
-from tcompress.planning.entries import Plan
+from tcompress.planning.depth import cut_to, with_depth
+from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
@@ -98,6 +99,7 @@ def convert(
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, output, progress or Silent(), data)
     with job.workplace() as place:
+        job.settle_depth(place)
         job.settle_sizes(place)
         job.fit_blocks(place)
         checksums = job.write(place)
@@ -119,13 +121,11 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
-        if self.data is None and self.recipe.calibration.source != "none":
+        self.dense = self.source  # with all its blocks
+        if not self.plan.reads_data:
+            self.data = None
+        elif self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration)
-        self.block_of = {
-            layer.name: block.name
-            for block in anatomy_of(self.source.meta_model()).blocks
-            for layer in block.layers
-        }
 
     @contextmanager
     def workplace(self) -> Iterator[FitWorkplace]:
@@ -155,17 +155,39 @@ class _Job:
             place.close()
             raise
 
+    def settle_depth(self, place: FitWorkplace) -> None:
+        """Lets data choose blocks, if it is asked to; from then on the source is the cut model."""
+        depth = self.plan.depth
+        if depth is not None and depth.chosen == "later":
+            depth = place.depth() or self._choose(depth, place)
+        self.source = cut_to(self.dense, depth)
+        if depth is not self.plan.depth:
+            plan = make_plan(self.recipe.within_blocks, self.source, self.plan.method)
+            self.plan = with_depth(plan, depth, self.dense)
+
+    def _choose(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
+        assert self.data is not None
+        chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
+        place.keep_depth(chosen)
+        return chosen
+
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
-        if self.data is not None and self.recipe.surveys:
-            survey = Survey(self.source, self.recipe, self.plan, self.data, place, self.device)
-            self.plan = survey.run(self.progress)
+        recipe, depth = self.recipe.within_blocks, self.plan.depth
+        if self.data is not None and self.plan.layers and recipe.surveys:
+            survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
+            self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
+        self.block_of = {
+            layer.name: block.name
+            for block in anatomy_of(self.source.meta_model()).blocks
+            for layer in block.layers
+        }
 
     def fit_blocks(self, place: FitWorkplace) -> None:
         """Fits all blocks on calibration data, if there is any."""
-        if self.data is None:
+        if self.data is None or not self.plan.layers:
             return
         anatomy = anatomy_of(self.source.meta_model())
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
@@ -180,6 +202,7 @@ class _Job:
             curvatures=place.curvature,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
+            whole=self.dense,
         )
         for result in fitter.run(
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
@@ -265,7 +288,8 @@ class _Job:
                 id=self.source.id,
                 revision=self.source.revision,
                 fingerprint=self.source.store.fingerprint(),
-                bytes=self.source.store.total_bytes,
+                bytes=self.dense.store.total_bytes,
+                config=None if self.plan.depth is None else self.dense.settings,
             ),
             recipe=self.recipe.model_dump(mode="json"),
             plan=self.plan,
@@ -291,11 +315,10 @@ class _Job:
         return manifest
 
     def _write_config(self, folder: Path) -> None:
-        raw: dict[str, Any] = json.loads(
-            (self.source.folder / "config.json").read_text(encoding="utf-8")
-        )
+        raw = dict(self.source.settings)
         if self.recipe.dtype is not None:
             raw.pop("torch_dtype", None)
             raw["dtype"] = self.recipe.dtype
-        raw["quantization_config"] = quantization_section(self.plan.layers)
+        if self.plan.layers:  # else it is a plain model
+            raw["quantization_config"] = quantization_section(self.plan.layers)
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -213,8 +213,8 @@ library_name: transformers
 # Dense form of {origin}, compressed{method}
 
 [tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
-{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again: the model \
-is as large as before, computes what the compressed one computes within rounding, and needs \
+{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and are as \
+large as before: the model computes what the compressed one computes within rounding, and needs \
 nothing but Transformers.
 
 ```python

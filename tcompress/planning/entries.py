@@ -106,6 +106,84 @@ class Left(_Entry):
     reason: str
 
 
+class StackPlan(_Entry):
+    """What stays of one stack of blocks.
+
+    Attributes:
+        name: What it is called, such as `decoder`.
+        path: Its module path.
+        blocks: Number of blocks of the dense model.
+        kept: Those that stay, from 0.
+    """
+
+    name: str
+    path: str
+    blocks: int
+    kept: tuple[int, ...]
+
+
+class BlockLoss(_Entry):
+    """What dropping one block costs.
+
+    Attributes:
+        path: Its module path in the dense model.
+        loss: Change of what the model puts out, summed over the calibration data, in the unit of
+            predicted losses.
+        parameters: Its parameters.
+    """
+
+    path: str
+    loss: float
+    parameters: int
+
+
+class DepthPlan(_Entry):
+    """Which blocks stay.
+
+    Attributes:
+        stacks: All stacks of the model, in its order.
+        chosen: Who chose: the recipe (`asked`), the change that blocks make on data (`measured`),
+            equal distances (`spread`), or nobody yet (`later`; the blocks named stand in).
+        dropped: In the order in which they were chosen, with the loss of all up to each.
+    """
+
+    stacks: tuple[StackPlan, ...]
+    chosen: Literal["asked", "measured", "spread", "later"]
+    dropped: tuple[BlockLoss, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the dense model."""
+        return sum(stack.blocks for stack in self.stacks)
+
+    @property
+    def kept(self) -> int:
+        """Number of blocks that stay."""
+        return sum(len(stack.kept) for stack in self.stacks)
+
+    @property
+    def which(self) -> str:
+        """The kept blocks in words, such as `1, 3, 5`."""
+        if self.chosen == "later":
+            return "chosen when converting"
+        lists = {stack.name: ", ".join(map(str, stack.kept)) for stack in self.stacks}
+        if len(lists) == 1:
+            return next(iter(lists.values()))
+        return "; ".join(f"{name} {numbers}" for name, numbers in lists.items())
+
+    @property
+    def stands_for(self) -> tuple[int, ...]:
+        """For each block the dense one whose output it should give, counted over all stacks.
+
+        The last one of a stack stands for the last one.
+        """
+        found, start = [], 0
+        for stack in self.stacks:
+            found += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]
+            start += stack.blocks
+        return tuple(found)
+
+
 class Plan(_Entry):
     """What a conversion will do.
 
@@ -117,6 +195,8 @@ class Plan(_Entry):
         method: Name of the method.
         parameters: Parameters of the whole dense model.
         block_parameters: Parameters of all blocks, with biases and norms.
+        dropped_parameters: Those of them in blocks that are dropped.
+        depth: Which blocks stay, where some are dropped.
         warnings: What the user should know.
     """
 
@@ -127,6 +207,8 @@ class Plan(_Entry):
     method: str = ""
     parameters: int = 0
     block_parameters: int = 0
+    dropped_parameters: int = 0
+    depth: DepthPlan | None = None
     warnings: tuple[str, ...] = Field(default=())
 
     @property
@@ -140,6 +222,18 @@ class Plan(_Entry):
         return sum(layer.parameters for layer in self.layers)
 
     @property
+    def reads_data(self) -> bool:
+        """Whether calibration data matters, where there is any."""
+        return bool(self.layers) or (self.depth is not None and self.depth.chosen == "later")
+
+    @property
+    def saved(self) -> int:
+        """Parameters that the whole model loses."""
+        return self.dense_rewritten - self.structured_rewritten + self.dropped_parameters
+
+    @property
     def kept(self) -> float:
-        """Kept fraction of the rewritten weights' parameters."""
+        """Kept fraction of the rewritten weights' parameters; all where none is rewritten."""
+        if not self.layers:
+            return 1.0
         return self.structured_rewritten / max(1, self.dense_rewritten)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
+from tcompress.planning.depth import cut_to, plan_depth, with_depth
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.match import matches, nearest
 from tcompress.recipe.schema import Convert, LayerRule, structure_of
@@ -91,7 +92,7 @@ class _Planner:
         if converted and layer.kind != "experts":
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
-        choice = self._choice((name, stored, layer.name, layer.weight_name, layer.role))
+        choice = self.choices.get(stored) or self._choice(_names(self.source, layer, name))
         if choice is None:
             raise Refusal(KEPT)
         parts = tuple(
@@ -115,11 +116,9 @@ class _Planner:
 
     def _choice(self, names: Sequence[str]) -> Choice | None:
         recipe = self.recipe
-        if names[1] in self.choices:
-            return self.choices[names[1]]
         if any(matches(pattern, names) for pattern in recipe.keep):
             return None
-        choice: Choice | None = Choice(recipe.method, recipe.residual_rank, recipe.target)
+        choice: Choice | None = _usual(recipe)
         for rule in recipe.layers:
             if matches(rule.match, names):
                 choice = None if rule.keep else _overridden(choice, recipe, rule)
@@ -171,9 +170,14 @@ def plan_terms(
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
     """Tells whether the recipe has words of its own for a layer, so that no budget sizes it."""
-    name = source.keymap.checkpoint_prefix(layer.name)
-    names = (name, f"{name}.{layer.parameter}", layer.name, layer.weight_name, layer.role)
+    names = _names(source, layer, source.keymap.checkpoint_prefix(layer.name))
     return any(matches(rule.match, names) for rule in recipe.layers)
+
+
+def _names(source: SourceModel, layer: Layer, name: str) -> tuple[str, ...]:
+    """What patterns of a recipe may call a layer; blocks are numbered as in the whole model."""
+    names = (name, f"{name}.{layer.parameter}", layer.name, layer.weight_name)
+    return (*map(source.original_name, names), layer.role)
 
 
 def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
@@ -186,8 +190,13 @@ def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
     )
 
 
+def _usual(recipe: Convert) -> Choice:
+    assert recipe.method is not None  # without one no layer is planned
+    return Choice(recipe.method, recipe.residual_rank, recipe.target)
+
+
 def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
-    base = choice or Choice(recipe.method, recipe.residual_rank, recipe.target)
+    base = choice or _usual(recipe)
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
     return Choice(rule.method or base.method, rank, rule.target or base.target)
 
@@ -248,22 +257,29 @@ def make_plan(
     """
     model = source.meta_model()
     anatomy = anatomy_of(model)
-    _check_patterns(recipe, model, source)
+    if not source.renumbered:  # a pattern may be about blocks that are dropped
+        _check_patterns(recipe, model, source)
+    depth = plan_depth(recipe, source)
+    label = method_label or recipe.label
+    if depth is not None:
+        cut = cut_to(source, depth)
+        return with_depth(make_plan(recipe.within_blocks, cut, label, choices), depth, source)
     planner = _Planner(recipe, source, anatomy, choices)
-    planner.run()
-    if not planner.layers:
-        raise _nothing_to_do(planner)
+    if recipe.method is not None:  # else no layer is rewritten
+        planner.run()
+        if not planner.layers:
+            raise _nothing_to_do(planner)
     blocks = {block.name for block in anatomy.blocks}
     return Plan(
         layers=tuple(planner.layers),
         left=tuple(planner.left)
         + tuple(
             Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
-            for item in anatomy.refused
+            for item in (anatomy.refused if recipe.method else ())
         ),
         source=source.id,
         family=anatomy.family,
-        method=method_label or recipe.method.name,
+        method=label,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         block_parameters=sum(
             parameter.numel()

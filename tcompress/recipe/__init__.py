@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LayerRule,
         MethodSpec,
         Recipe,
+        default_method,
         method_names,
         structure_of,
     )
@@ -32,6 +33,7 @@ __all__ = [
     "Recipe",
     "change_recipe",
     "copy_recipe",
+    "default_method",
     "dump_recipe",
     "find_recipe",
     "json_schema",
@@ -53,6 +55,7 @@ _HOMES = {
     "Recipe": "schema",
     "change_recipe": "load",
     "copy_recipe": "library",
+    "default_method": "schema",
     "dump_recipe": "load",
     "find_recipe": "library",
     "json_schema": "docs",

@@ -6,7 +6,7 @@ import operator
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tcompress.structures import Spec, Structure, structures
 
@@ -69,10 +69,27 @@ class LayerRule(_Model):
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
 
-class Convert(_Model):
-    """How a dense model becomes a structured one."""
+BlockIndex = Annotated[int, Field(ge=0)]
+BlockCount = Annotated[int, Field(gt=0)]
 
-    method: MethodSpec = Field(description="structure of the rewritten layers")
+
+class Convert(_Model):
+    """How a dense model becomes a smaller one: structured layers, fewer blocks, or both."""
+
+    method: MethodSpec | None = Field(
+        None,
+        description="structure of the rewritten layers; without one only blocks are dropped",
+    )
+    keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = Field(
+        None,
+        description="blocks that stay, from 0, such as `[1, 3, 5]`; by stack where there are "
+        "several, such as `{decoder: [0, 2]}`",
+    )
+    drop_layers: BlockCount | dict[str, BlockCount] | None = Field(
+        None,
+        description="number of blocks to drop, those whose loss changes the model least on "
+        "calibration data; by stack where there are several",
+    )
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
     )
@@ -98,6 +115,35 @@ class Convert(_Model):
     max_shard_size: str = Field(
         "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
     )
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> Convert:
+        if self.keep_layers is not None and self.drop_layers is not None:
+            raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
+        if self.method is None:
+            if not self.cuts:
+                raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
+            alone = ("target", "residual_rank", "keep", "layers")
+            given = [f"`{name}`" for name in alone if getattr(self, name)]
+            if given:
+                raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
+        return self
+
+    @property
+    def cuts(self) -> bool:
+        """Whether blocks are dropped."""
+        return self.keep_layers is not None or self.drop_layers is not None
+
+    @property
+    def label(self) -> str:
+        """What is done, for people: the method, `depth`, or both."""
+        words = [] if self.method is None else [self.method.name]
+        return " + ".join([*words, *(["depth"] if self.cuts else [])])
+
+    @property
+    def within_blocks(self) -> Convert:
+        """The same without dropping blocks: what is done to a model that was cut already."""
+        return self.model_copy(update={"keep_layers": None, "drop_layers": None})
 
     @property
     def by_loss(self) -> bool:
@@ -157,8 +203,8 @@ class Finetune(_Model):
     )
     teacher_blocks: tuple[int, ...] = Field(
         (),
-        description="teacher block, from 0, that each block imitates; default one to one, or at "
-        "equal distances",
+        description="teacher block, from 0, that each block imitates; default one to one, the one "
+        "that it was where blocks were dropped, or at equal distances",
     )
     objectives: dict[ObjectiveName, float] = Field(
         {}, description="weights of the terms of the loss; default by task and teacher"
@@ -262,6 +308,15 @@ class Recipe(_Model):
 def structure_of(spec: Spec) -> Structure[Any, Any]:
     """Returns the structure that a method's options belong to."""
     return next(item for item in structures() if isinstance(spec, item.spec))
+
+
+def default_method(only_blocks: bool) -> str | None:
+    """Returns the method of a conversion that names none.
+
+    Args:
+        only_blocks: Whether blocks are dropped, and nothing is said of layers.
+    """
+    return None if only_blocks else "lprod"
 
 
 def method_names() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rich.text import Text
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
 from tcompress.reporting.model import layer_report
-from tcompress.reporting.rows import Row, amount, calibration_text, rows_of, size
+from tcompress.reporting.rows import Row, amount, calibration_text, depth_row, rows_of, size
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 from tcompress.reporting.words import (
     bytes_text,
@@ -64,13 +64,13 @@ def render_plan(
         source_bytes: Bytes of the source's tensors.
         per_layer: Show every layer.
     """
-    saved = plan.dense_rewritten - plan.structured_rewritten
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
-        ("all blocks", plan.block_parameters, plan.block_parameters - saved),
-        ("whole model", plan.parameters, plan.parameters - saved),
+        ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved),
+        ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
-    rows = [amount(name, Amount.of(dense, now)) for name, dense, now in amounts]
+    rows = [] if plan.depth is None else [depth_row(plan.depth)]
+    rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
         rows.append(Row("peak memory", f"about {bytes_text(estimate.memory_bytes)}"))
@@ -78,7 +78,9 @@ def render_plan(
     table = _amount_table(rows, "now", "after")
     layers = [layer_report(entry) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
-    parts: list[RenderableType] = [title, table, layer_table(layers, per_layer=per_layer)]
+    parts: list[RenderableType] = [title, table]
+    if layers:
+        parts.append(layer_table(layers, per_layer=per_layer))
     if plan.left:
         parts.append(left_table(plan.left))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]

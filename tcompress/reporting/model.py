@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -109,21 +109,42 @@ def bytes_of_files(store: WeightStore) -> int:
 
 def _dense(name: str, length: int, trust: bool) -> ModelReport:
     source = SourceModel.open(name, trust_remote_code=trust)
-    model = source.meta_model()
-    anatomy = anatomy_of(model)
+    # Of a dense model that tcompress trained, or from which it dropped blocks.
+    manifest = read_manifest(source.folder)
+    now = _Counted.of(source)
+    dense = _before(source, manifest) or now
     size = bytes_of_files(source.store)
-    manifest = read_manifest(source.folder)  # of a dense model that tcompress trained
+    cut = manifest is not None and manifest.plan.depth is not None
     return ModelReport(
         name=name,
-        family=anatomy.family,
-        method="dense",
+        family=now.anatomy.family,
+        method=manifest.plan.method if manifest is not None and cut else "dense",
         source=source.id if manifest is None else manifest.source.id,
         created=None if manifest is None else manifest.created,
-        parameters=_parameters(model, anatomy, ()),
-        bytes_on_disk=Amount.of(size, size),
-        macs_per_token=_macs(model, anatomy, {}, length),
+        parameters=_parameters(dense, now, ()),
+        bytes_on_disk=Amount.of(manifest.source.bytes if manifest and cut else size, size),
+        macs_per_token=_macs(dense, now, {}, length),
         **_recorded(manifest),
     )
+
+
+class _Counted(NamedTuple):
+    """A model without weights, to count."""
+
+    model: PreTrainedModel
+    anatomy: Anatomy
+
+    @classmethod
+    def of(cls, source: SourceModel) -> _Counted:
+        model = source.meta_model()
+        return cls(model, anatomy_of(model))
+
+
+def _before(source: SourceModel, manifest: Manifest | None) -> _Counted | None:
+    """The dense model, where one that has all its layers dense has fewer blocks."""
+    if manifest is None or manifest.source.config is None:
+        return None
+    return _Counted.of(source.with_settings(manifest.source.config))
 
 
 def _recorded(manifest: Manifest | None) -> dict[str, Any]:
@@ -136,19 +157,21 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "speed": tuple(manifest.speed),
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
+        "depth": manifest.plan.depth,
     }
 
 
 def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> ModelReport:
-    model = _dense_model(artifact, trust)
-    anatomy = anatomy_of(model)
-    planned = _planned(artifact, model)
+    source = SourceModel.open(str(artifact.folder), trust_remote_code=trust, converted=True)
     manifest = artifact.manifest
+    now = _Counted.of(source)
+    dense = _before(source, manifest) or now
+    planned = _planned(artifact, now.model)
     layers = tuple(
         layer_report(
             entry,
             errors,
-            experts_per_token(model.config, entry.experts),
+            experts_per_token(now.model.config, entry.experts),
             _dtype(artifact, entry).itemsize,
             length,
         )
@@ -157,15 +180,15 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
     first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
     return ModelReport(
         name=name,
-        family=anatomy.family,
+        family=now.anatomy.family,
         method=first if manifest is None else manifest.plan.method,
         source=None if manifest is None else manifest.source.id,
         created=None if manifest is None else manifest.created,
-        parameters=_parameters(model, anatomy, artifact.layers),
+        parameters=_parameters(dense, now, artifact.layers),
         bytes_on_disk=_bytes(artifact),
-        macs_per_token=_macs(model, anatomy, planned, length),
+        macs_per_token=_macs(dense, now, planned, length),
         layers=layers,
-        left=_left(anatomy, planned) if manifest is None else manifest.plan.left,
+        left=_left(now.anatomy, planned) if manifest is None else manifest.plan.left,
         errors=mean_errors(layers),
         calibration=None if manifest is None else manifest.calibration,
         **_recorded(manifest),
@@ -174,13 +197,6 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
 
 def _dtype(artifact: Artifact, entry: LayerPlan) -> torch.dtype:
     return artifact.store.dtype(f"{entry.name}.{entry.parameter}")
-
-
-def _dense_model(artifact: Artifact, trust: bool) -> PreTrainedModel:
-    """Builds the dense model of a converted one, on the meta device."""
-    return SourceModel.open(
-        str(artifact.folder), trust_remote_code=trust, converted=True
-    ).meta_model()
 
 
 def _planned(artifact: Artifact, model: PreTrainedModel) -> Planned:
@@ -206,30 +222,32 @@ def _errors(artifact: Artifact) -> list[dict[str, float]]:
     return [manifest.fit.get(key, {}) for key in keys]
 
 
-def _parameters(
-    model: PreTrainedModel, anatomy: Anatomy, layers: Iterable[LayerPlan]
-) -> Parameters:
+def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> Parameters:
+    """Counts a model and the dense one that it was, which may have had more blocks."""
     layers = tuple(layers)
     rewritten = Amount.of(
         sum(entry.dense_parameters for entry in layers),
         sum(entry.parameters for entry in layers),
     )
     saved = rewritten.dense - rewritten.now
-    total, blocks = all_parameters(model), block_parameters(model, anatomy)
-    embeddings = embedding_parameters(model, anatomy)
-    other = total - blocks - embeddings
+    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved)
+    blocks = Amount.of(block_parameters(*dense), block_parameters(*now) - saved)
+    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now))
     return Parameters(
-        embeddings=Amount.of(embeddings, embeddings),
-        blocks=Amount.of(blocks, blocks - saved),
+        embeddings=embeddings,
+        blocks=blocks,
         rewritten=rewritten,
-        other=Amount.of(other, other),
-        total=Amount.of(total, total - saved),
+        other=Amount.of(
+            total.dense - blocks.dense - embeddings.dense, total.now - blocks.now - embeddings.now
+        ),
+        total=total,
     )
 
 
-def _macs(model: PreTrainedModel, anatomy: Anatomy, planned: Planned, length: int) -> Macs:
-    dense, now = macs_per_token(model, anatomy, planned, length)
-    macs: Macs = Macs.of(dense, now, length=length)
+def _macs(dense: _Counted, now: _Counted, planned: Planned, length: int) -> Macs:
+    before, _ = macs_per_token(*dense, {}, length)
+    _, after = macs_per_token(*now, planned, length)
+    macs: Macs = Macs.of(before, after, length=length)
     return macs
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tcompress.artifact.manifest import Metric, Speed
+from tcompress.planning.entries import DepthPlan
 from tcompress.reporting.tree import Amount, ModelReport
 from tcompress.reporting.words import (
     bytes_text,
@@ -47,6 +48,10 @@ def rows_of(
         rows += [Row("family", report.family), Row("method", report.method)]
         rows.append(Row("calibration", calibration_text(report)))
     parts = report.parameters
+    if report.depth is not None:
+        rows.append(depth_row(report.depth))
+    elif facts:
+        rows.append(Row("blocks"))
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif facts:  # keeps its place beside models that have some
@@ -65,6 +70,12 @@ def rows_of(
     return rows + _records(report, (report, *others))
 
 
+def depth_row(depth: DepthPlan) -> Row:
+    """A line about the blocks that stay."""
+    kept = f"{depth.kept / depth.blocks:.1%}"
+    return Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)
+
+
 def calibration_text(report: ModelReport) -> str:
     """Says what the fit looked at."""
     facts = report.calibration
@@ -78,10 +89,10 @@ def calibration_text(report: ModelReport) -> str:
 def healed_text(report: ModelReport) -> str:
     """Says whether a model was trained after its conversion, and for how long."""
     if not report.training:
-        return "no" if report.layers else ""
+        return "no" if report.is_smaller else ""
     steps = sum(run.steps for run in report.training)
     minutes = time_text(sum(run.seconds for run in report.training))
-    return f"{'yes, ' if report.layers else ''}{steps:,} steps, {minutes}"
+    return f"{'yes, ' if report.is_smaller else ''}{steps:,} steps, {minutes}"
 
 
 def amount(label: str, amount: Amount) -> Row:
@@ -100,7 +111,7 @@ def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     """What was done and measured after the conversion."""
     rows = []
     if any(item.training or item.speed for item in shown) and healed_text(report):
-        label = "healed" if any(item.layers for item in shown) else "trained"
+        label = "healed" if any(item.is_smaller for item in shown) else "trained"
         rows.append(Row(label, healed_text(report)))
     labels = metric_labels(report.metrics)
     for label, metric in zip(labels, report.metrics, strict=True):

@@ -48,6 +48,7 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
         Line("method", _cells(reports, _method)),
         Line("parameters", _cells(reports, lambda r: _amount(r.parameters.total))),
         Line("of them rewritten", _cells(reports, _rewritten)),
+        Line("blocks", _cells(reports, _blocks)),
         Line("bytes on disk", _cells(reports, _bytes)),
         Line(f"multiply-adds per token, T={length}", _cells(reports, _macs)),
         *(Line(f"mean {error_name(kind)}", _errors(reports, kind)) for kind in kinds),
@@ -78,6 +79,11 @@ def _amount(amount: Amount) -> Cell:
 
 def _rewritten(report: ModelReport) -> Cell:
     return _amount(report.parameters.rewritten) if report.parameters.rewritten.dense else Cell()
+
+
+def _blocks(report: ModelReport) -> Cell:
+    depth = report.depth
+    return Cell() if depth is None else Cell(f"{depth.kept} of {depth.blocks}", depth.which)
 
 
 def _bytes(report: ModelReport) -> Cell:

@@ -31,7 +31,7 @@ def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.
     """
-    return [report if report.layers else _filled(report, reports) for report in reports]
+    return [report if report.is_smaller else _filled(report, reports) for report in reports]
 
 
 def _filled(dense: ModelReport, reports: Sequence[ModelReport]) -> ModelReport:

@@ -28,7 +28,7 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
     metrics = main_metrics(reports)
     if len(reports) == 1:
         return _alone(reports[0], metrics[0])
-    small = [index for index, report in enumerate(reports) if report.layers]
+    small = [index for index, report in enumerate(reports) if report.is_smaller]
     measured = [index for index in small if metrics[index] is not None]
     if not measured:
         if not small:
@@ -43,7 +43,7 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
 
 def _alone(report: ModelReport, metric: Metric | None) -> str:
     """What one model keeps: weights, quality, time."""
-    if not report.layers:
+    if not report.is_smaller:
         known = "" if metric is None else f": {metric.name} {value_text(metric.value)}"
         return f"is dense{known}."
     parts = report.parameters

@@ -307,7 +307,7 @@ def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
         FitError: If it is not finite.
     """
     value = read_parameter(store, keymap, param_name)
-    return require_finite(value, keymap.sources(param_name).keys[0])
+    return require_finite(value, store.name_inside(keymap.sources(param_name).keys[0]))
 
 
 def _converted(

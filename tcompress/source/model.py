@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ class SourceModel:
         model_class: Class of the model, from `architectures` in the configuration.
         store: Its weights.
         trust_remote_code: Whether the model's own Python code may run.
+        settings: Content of `config.json`.
+        renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
+            with those that they had before.
     """
 
     id: str
@@ -44,6 +47,8 @@ class SourceModel:
     model_class: type[PreTrainedModel]
     store: WeightStore = field(repr=False)
     trust_remote_code: bool = False
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    renumbered: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def open(
@@ -84,7 +89,22 @@ class SourceModel:
             model_class=_model_class(config, folder, token, trust_remote_code),
             store=WeightStore.open(folder),
             trust_remote_code=trust_remote_code,
+            settings=raw,
         )
+
+    def with_settings(self, settings: dict[str, Any]) -> SourceModel:
+        """Describe the model by another `config.json`; the weights stay the same."""
+        config = type(self.config).from_dict(deepcopy(settings))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return replace(self, config=config, settings=settings)
+
+    def original_name(self, name: str) -> str:
+        """Give the name that something had before the model was cut."""
+        for now, before in self.renumbered:
+            if name.startswith(now) and name[len(now) : len(now) + 1] in ("", "."):
+                return before + name.removeprefix(now)
+        return name
 
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""

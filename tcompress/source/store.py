@@ -31,10 +31,17 @@ class WeightStore:
     Use `WeightStore.open`. No file stays open or mapped between reads of safetensors.
     """
 
-    def __init__(self, folder: Path, shards: Mapping[str, Shard], where: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shards: Mapping[str, Shard],
+        where: Mapping[str, str],
+        inside: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self._shards = dict(shards)
         self._where = dict(where)
+        self._inside = dict(inside or {})  # names in the files, where they differ
         self._last: Shard | None = None
 
     @classmethod
@@ -64,6 +71,22 @@ class WeightStore:
         if problems:
             raise _joined(folder, problems)
         return cls(folder, shards, where)
+
+    def renamed(self, names: Mapping[str, str]) -> WeightStore:
+        """Give a view of these weights that holds some tensors only, under other names.
+
+        Its fingerprint is that of the files, so the same as before.
+
+        Args:
+            names: Names in this store by the new ones.
+        """
+        where = {new: self._where[old] for new, old in names.items()}
+        inside = {new: self.name_inside(old) for new, old in names.items()}
+        return WeightStore(self.folder, self._shards, where, inside)
+
+    def name_inside(self, key: str) -> str:
+        """Name of a tensor in its file; another one only in a renamed view."""
+        return self._inside.get(key, key)
 
     def keys(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -111,7 +134,7 @@ class WeightStore:
             SourceError: If there is no such tensor or the file changed since opening.
         """
         shape = self._info(key).shape
-        return self._shard(key).read(key, 0, shape[0] if shape else 0)
+        return self._shard(key).read(self.name_inside(key), 0, shape[0] if shape else 0)
 
     def slice(self, key: str, start: int, stop: int) -> Tensor:
         """Read the rows `start` to `stop` of a tensor's first dimension, nothing else.
@@ -128,7 +151,7 @@ class WeightStore:
                 hint="a slice counts rows of the first dimension from 0",
             )
         start, stop = min(start, shape[0]), min(stop, shape[0])
-        return self._shard(key).read(key, start, stop)
+        return self._shard(key).read(self.name_inside(key), start, stop)
 
     def fingerprint(self) -> str:
         """Identify these weights cheaply, without reading them.
@@ -157,7 +180,7 @@ class WeightStore:
                 f"the checkpoint in `{self.folder}` has no tensor `{key}`",
                 hint=f"near names are {listed(near)}" if near else "see `keys()` for its names",
             )
-        return self._shards[self._where[key]].infos[key]
+        return self._shards[self._where[key]].infos[self.name_inside(key)]
 
 
 def _no_weights(folder: Path) -> SourceError:

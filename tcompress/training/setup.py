@@ -17,6 +17,7 @@ from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError
 from tcompress.integration.models import has_head, load_model
+from tcompress.planning.entries import DepthPlan
 from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
@@ -105,7 +106,8 @@ def set_up(
         _check_one_stack(anatomy)
     teacher_observer = None
     if teacher is not None:
-        teacher_observer = _observed(teacher, anatomy, options, projections=projections)
+        depth = None if manifest is None else manifest.plan.depth
+        teacher_observer = _observed(teacher, anatomy, options, depth, projections=projections)
         _check_logits(model, teacher_observer.model, names)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -131,12 +133,17 @@ def set_up(
 
 
 def _observed(
-    teacher: SourceModel, student: Anatomy, options: Finetune, *, projections: bool
+    teacher: SourceModel,
+    student: Anatomy,
+    options: Finetune,
+    depth: DepthPlan | None,
+    *,
+    projections: bool,
 ) -> Observer:
     """Loads the teacher."""
     model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
     anatomy = skeleton_anatomy(teacher, model)
-    chosen = blocks_to_imitate(student, anatomy, options.teacher_blocks)
+    chosen = blocks_to_imitate(student, anatomy, options.teacher_blocks, depth)
     return Observer(model, anatomy, chosen, projections=projections)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError, SourceError
+from tcompress.planning.entries import DepthPlan
 from tcompress.reading.inputs import inputs_of, longest_text
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
@@ -30,7 +31,7 @@ def find_teacher(
         return None
     if asked != "source":
         return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
-    if manifest is None or not manifest.plan.layers:
+    if manifest is None or not (manifest.plan.layers or manifest.plan.depth):
         return None
     facts = manifest.source
     try:
@@ -51,16 +52,26 @@ def find_teacher(
     return source
 
 
-def blocks_to_imitate(student: Anatomy, teacher: Anatomy, asked: Sequence[int]) -> list[int]:
+def blocks_to_imitate(
+    student: Anatomy, teacher: Anatomy, asked: Sequence[int], depth: DepthPlan | None = None
+) -> list[int]:
     """The teacher's block for each block of the student.
 
-    One to one where there are as many; otherwise as asked, or at equal distances with the last
-    one on the last.
+    As asked; else one to one where there are as many, the blocks that the student's stand for
+    where blocks were dropped, and otherwise at equal distances with the last one on the last.
+
+    Args:
+        student: The student's blocks.
+        teacher: The teacher's.
+        asked: Blocks of the teacher, or none.
+        depth: Which of the source's blocks the student has.
 
     Raises:
         InputError: What was asked is not possible.
     """
     own, others = len(student.blocks), len(teacher.blocks)
+    if not asked and depth is not None and (depth.kept, depth.blocks) == (own, others):
+        return list(depth.stands_for)
     if not asked:
         if own > others:
             raise InputError(

@@ -1,0 +1,70 @@
+"""Which blocks to keep or drop, as options say it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tcompress.errors import RecipeError
+
+_RUN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+
+
+def kept_blocks(texts: Sequence[str]) -> Any:
+    """Reads `1,3,5`, `0-5,11`, or several such as `decoder:0,2`; returns what a recipe would say.
+
+    Raises:
+        RecipeError: It is none of these.
+    """
+    return _by_stack("--keep-layers", texts, _indices, "block numbers such as `1,3,5` or `0-5,11`")
+
+
+def dropped_blocks(texts: Sequence[str]) -> Any:
+    """Reads `3`, or several such as `decoder:2`; returns what a recipe would say.
+
+    Raises:
+        RecipeError: It is none of these.
+    """
+    return _by_stack("--drop-layers", texts, _count, "a number of blocks such as `3`")
+
+
+def _by_stack(option: str, texts: Sequence[str], read: Any, allowed: str) -> Any:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, colon, numbers = text.rpartition(":")
+        value = read(numbers)
+        if value is None or (colon and not name):
+            raise RecipeError(
+                f"`{option}` is `{text}`, allowed are {allowed}, for one stack of several "
+                f"`STACK:{allowed.split('`')[1]}`",
+                "see `tcompress convert --help`",
+            )
+        if name in found:
+            raise RecipeError(f"`{option}` is given twice for one stack", "join them with commas")
+        found[name] = value
+    if "" not in found:
+        return found
+    if len(found) > 1:
+        raise RecipeError(
+            f"`{option}` is given with a stack and without", "name the stack in each: `STACK:...`"
+        )
+    return found[""]
+
+
+def _indices(text: str) -> tuple[int, ...] | None:
+    found: list[int] = []
+    for word in text.split(","):
+        match = _RUN.fullmatch(word.strip())
+        if match is None:
+            return None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            return None
+        found += range(first, last + 1)
+    return tuple(found)
+
+
+def _count(text: str) -> int | None:
+    word = text.strip()
+    return int(word) if word.isascii() and word.isdecimal() else None

@@ -1,0 +1,192 @@
+"""Which blocks of a model stay: what a recipe asks for, in terms of the model's stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tcompress.anatomy import Anatomy, anatomy_of
+from tcompress.errors import PlanError
+from tcompress.planning.entries import DepthPlan, Plan, StackPlan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tcompress.source.cut import cut_blocks, fixed_blocks
+from tcompress.source.text import listed
+
+
+def stacks_of(anatomy: Anatomy) -> tuple[StackPlan, ...]:
+    """Lists the stacks of a model, with all their blocks.
+
+    A stack is called by the part of its path that tells it from the others, such as `decoder`.
+    """
+    members: dict[str, list[str]] = {}
+    for block in anatomy.blocks:
+        path, _, number = block.name.rpartition(".")
+        members.setdefault(path, []).append(number)
+    return tuple(
+        StackPlan(
+            name=_name(path, list(members)),
+            path=path,
+            blocks=len(numbers),
+            kept=tuple(range(len(numbers))),
+        )
+        for path, numbers in members.items()
+    )
+
+
+def _name(path: str, others: Sequence[str]) -> str:
+    steps = path.split(".")
+    for index, step in enumerate(steps):
+        if any(other.split(".")[index : index + 1] != [step] for other in others):
+            return step
+    return path
+
+
+def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
+    """Plans which blocks stay; no weight is read.
+
+    Blocks that data will choose are stood in for by others at equal distances.
+
+    Args:
+        recipe: What to do.
+        source: The model.
+
+    Raises:
+        PlanError: The model has no such blocks; all problems are in one message.
+    """
+    if not recipe.cuts:
+        return None
+    whole = stacks_of(anatomy_of(source.keymap.model))
+    if not whole:
+        raise PlanError("no blocks were found in this model, so none can be dropped")
+    kept = recipe.keep_layers is not None
+    asked = _by_stack(recipe.keep_layers if kept else recipe.drop_layers, whole, kept=kept)
+    _check(asked, whole, kept=kept)
+    stacks = tuple(
+        stack
+        if stack.name not in asked
+        else stack.model_copy(update={"kept": _stay(asked[stack.name], stack, source)})
+        for stack in whole
+    )
+    chosen = "asked" if kept else "spread" if recipe.calibration.source == "none" else "later"
+    return DepthPlan(stacks=stacks, chosen=chosen)
+
+
+def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:
+    """Describes the model with the blocks that stay; the same model where all do.
+
+    Raises:
+        PlanError: Blocks cannot be dropped from this model.
+    """
+    if depth is None:
+        return source
+    stacks = (stack for stack in depth.stacks if len(stack.kept) < stack.blocks)
+    return cut_blocks(source, {stack.path: stack.kept for stack in stacks})
+
+
+def with_depth(plan: Plan, depth: DepthPlan | None, source: SourceModel) -> Plan:
+    """Completes the plan of a cut model.
+
+    Args:
+        plan: The plan, in which the cut model is the dense one.
+        depth: Which blocks stay; with None the plan is complete.
+        source: The whole model.
+    """
+    if depth is None:
+        return plan
+    model = source.keymap.model
+    blocks = [block.name for block in anatomy_of(model).blocks]
+    inside = sum(item.numel() for name in blocks for item in _parameters(model, name))
+    total = sum(item.numel() for item in model.parameters())
+    return plan.model_copy(
+        update={
+            "depth": depth,
+            "parameters": total,
+            "block_parameters": inside,
+            "dropped_parameters": plan.dropped_parameters or total - plan.parameters,
+        }
+    )
+
+
+def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
+    """Chooses blocks at equal distances, the last one among them.
+
+    Args:
+        blocks: Number of blocks.
+        count: How many to choose.
+        first: Whether the first one is among them, if there is more than one.
+    """
+    if not first or count == 1:
+        return tuple((index + 1) * blocks // count - 1 for index in range(count))
+    return tuple(index * (blocks - 1) // (count - 1) for index in range(count))
+
+
+def _stay(asked: Any, stack: StackPlan, source: SourceModel) -> tuple[int, ...]:
+    if not isinstance(asked, int):
+        return tuple(asked)
+    count = stack.blocks - asked
+    if fixed_blocks(source, stack.path):
+        return (0,) if count == 1 else spread(stack.blocks, count)
+    return spread(stack.blocks, count, first=False)
+
+
+def _by_stack(asked: Any, stacks: Sequence[StackPlan], *, kept: bool) -> dict[str, Any]:
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    if len(stacks) == 1:
+        return {stacks[0].name: asked}
+    names = [stack.name for stack in stacks]
+    option = "--keep-layers" if kept else "--drop-layers"
+    numbers = asked if isinstance(asked, int) else ",".join(map(str, asked))
+    raise PlanError(
+        f"this model has {len(stacks)} stacks of blocks: "
+        + ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in stacks),
+        f"say which one is meant, such as `{option} {names[-1]}:{numbers}`",
+    )
+
+
+def _check(asked: Mapping[str, Any], stacks: Sequence[StackPlan], *, kept: bool) -> None:
+    known = {stack.name: stack for stack in stacks}
+    problems = [
+        f"there is no stack `{name}`; stacks are {listed(list(known))}"
+        for name in asked
+        if name not in known
+    ]
+    for name, wanted in asked.items():
+        if name in known:
+            problems += (_wrong_list if kept else _wrong_count)(wanted, known[name])
+    if problems:
+        raise PlanError(
+            "; ".join(problems),
+            "`tcompress inspect` lists the blocks, which count from 0",
+        )
+
+
+def _wrong_list(wanted: Sequence[int], stack: StackPlan) -> list[str]:
+    blocks, where = stack.blocks, f"of the {stack.blocks} blocks of `{stack.name}`"
+    if not wanted:
+        return [f"`keep_layers` keeps none {where}"]
+    text = ", ".join(map(str, wanted))
+    problems = []
+    outside = sorted({index for index in wanted if not 0 <= index < blocks})
+    if outside:
+        listed_ = ", ".join(map(str, outside))
+        problems.append(f"there is no block {listed_}: `{stack.name}` has 0 to {blocks - 1}")
+    if list(wanted) != sorted(set(wanted)):
+        problems.append(
+            f"`keep_layers` is {text}, expected are different blocks in ascending order"
+        )
+    if not problems and len(wanted) == blocks:
+        problems.append(f"`keep_layers` keeps all {where}")
+    return problems
+
+
+def _wrong_count(wanted: int, stack: StackPlan) -> list[str]:
+    if 1 <= wanted < stack.blocks:
+        return []
+    most = stack.blocks - 1
+    return [f"{wanted} blocks of `{stack.name}` are to be dropped, allowed are 1 to {most}"]
+
+
+def _parameters(model: Any, name: str) -> Any:
+    return model.get_submodule(name).parameters()

@@ -1,0 +1,70 @@
+"""Tiny models with several blocks in each stack, and the same without some of them, by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tcompress.anatomy import anatomy_of
+from tcompress.calibrate.data import CalibrationData
+from tests.support.tiny import TINY, TinyModel
+
+_COUNTS = (
+    "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
+
+
+def deep(family: str, blocks: int = 4, **options: Any) -> TinyModel:
+    """A tiny model with so many blocks in each stack."""
+    tiny = TINY[family]
+    return replace(tiny, options={**_deeper(tiny.options, blocks), **options})
+
+
+def _deeper(options: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    return {
+        key: blocks
+        if key in _COUNTS
+        else _deeper(value, blocks)
+        if isinstance(value, Mapping)
+        else value
+        for key, value in options.items()
+    }
+
+
+def stacks(model: nn.Module) -> list[str]:
+    """Module paths of the stacks."""
+    names = [block.name for block in anatomy_of(model).blocks]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def without(model: nn.Module, path: str, kept: Sequence[int]) -> nn.Module:
+    """A copy of a model with some blocks of a stack, put together by hand; no cache works."""
+    model = copy.deepcopy(model)
+    stack = model.get_submodule(path)
+    blocks = [stack.get_submodule(str(index)) for index in kept]
+    first = stack.get_submodule("0")
+    if kept[0] and first is not blocks[0] and path.endswith(".block"):  # of t5: its first one
+        own, other = blocks[0].layer[0].SelfAttention, first.layer[0].SelfAttention
+        own.relative_attention_bias = other.relative_attention_bias
+        own.has_relative_attention_bias = True
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, nn.ModuleList(blocks))
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None and len(kinds) > len(kept):
+            config.layer_types = [kinds[index] for index in kept]
+        if config is not None:
+            config.use_cache = False
+    return model.eval()
+
+
+def drawn(tiny: TinyModel, batches: int = 3) -> CalibrationData:
+    """Batches of a model's inputs; the last one is held out."""
+    made = [tiny.inputs(4, 8, seed) for seed in range(batches)]
+    return CalibrationData(made, [batches - 1], "tiny", 4 * batches, 32 * batches, "deep")

@@ -1,0 +1,354 @@
+"""Models with fewer blocks: what is written is what is left of the dense model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from tcompress.anatomy import anatomy_of
+from tcompress.conversion.depth import block_losses, choose_blocks
+from tcompress.conversion.run import Converted, convert
+from tcompress.planning.depth import plan_depth, spread, stacks_of
+from tcompress.planning.entries import StackPlan
+from tcompress.planning.planner import make_plan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tests.support.conversions import calibration, densified, distance, outputs, structured
+from tests.support.depth import deep, drawn, stacks, without
+from tests.support.interrupted import contents, convert_until_killed
+from tests.support.tiny import TINY, TinyModel, build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SVD: dict[str, Any] = {"method": {"name": "svd"}, "target": 0.5}
+NONE: dict[str, Any] = {"calibration": {"source": "none"}}
+
+# Of ModernBERT and of a DeBERTa with a convolution the first block has to stay.
+KEPT = {"modernbert": (0, 2)}
+USUAL = ("bert", "gpt2", "gemma3", "qwen3_moe", "t5", "bart", "clip", "vit", "modernbert")
+
+
+def _saved(tiny: TinyModel, folder: Path) -> tuple[nn.Module, SourceModel]:
+    model: Any = tiny.build()
+    model.save_pretrained(folder)
+    return model, SourceModel.open(str(folder))
+
+
+def _recipe(**changes: Any) -> Convert:
+    return Convert.model_validate({**NONE, **changes})
+
+
+def _asked(source: SourceModel, path: str, kept: tuple[int, ...]) -> Any:
+    """What a recipe says to keep these blocks of one stack."""
+    names = {stack.path: stack.name for stack in _stacks(source)}
+    return kept if len(names) == 1 else {names[path]: list(kept)}
+
+
+def _stacks(source: SourceModel) -> tuple[StackPlan, ...]:
+    return stacks_of(anatomy_of(source.meta_model()))
+
+
+def _assert_left(family: str, folder: Path, **changes: Any) -> None:
+    tiny = deep(family)
+    dense, source = _saved(tiny, folder / "dense")
+    aware = "calibration" in changes
+    for path in stacks(dense):
+        kept = KEPT.get(family, (1, 3))
+        asked = _asked(source, path, kept)
+        output = folder / f"small-{path}"
+        data = drawn(tiny) if aware else None
+        done = convert(source, _recipe(keep_layers=asked, **changes), output, data=data)
+        cut = without(dense, path, kept)
+        model, info = type(dense).from_pretrained(output, output_loading_info=True)  # type: ignore[attr-defined]
+        assert {name: found for name, found in info.items() if found} == {}
+        assert len(structured(model)) == len(done.manifest.plan.layers)
+        assert bool(structured(model)) is ("method" in changes)
+        model.config.use_cache = False
+        inputs = tiny.inputs(2, 8, 50)
+        expected = outputs(densified(model, cut), inputs)
+        assert distance(outputs(model, inputs), expected) <= (1e-4 if structured(model) else 0)
+        depth = done.manifest.plan.depth
+        assert depth is not None
+        assert {item.path: item.kept for item in depth.stacks}[path] == kept
+
+
+@pytest.mark.parametrize("family", USUAL)
+def test_what_is_left_computes_as_before(family: str, tmp_path: Path) -> None:
+    _assert_left(family, tmp_path)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("aware", [False, True])
+def test_with_a_structure(family: str, aware: bool, tmp_path: Path) -> None:
+    more = {"calibration": {"source": "builtin"}} if aware else {}
+    _assert_left(family, tmp_path, **SVD, **more)
+
+
+def test_a_model_without_structures_is_plain(tmp_path: Path) -> None:
+    _, source = _saved(deep("bert"), tmp_path / "dense")
+    done = convert(source, _recipe(keep_layers=[0, 2]), tmp_path / "out")
+    config = json.loads((done.folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["num_hidden_layers"] == 2
+    assert AutoModel.from_pretrained(done.folder).config.num_hidden_layers == 2
+    card = (done.folder / "README.md").read_text()
+    assert "4 -> 2 blocks, from 0: 0, 2" in card
+    assert "import tcompress" not in card
+    manifest = done.manifest
+    assert manifest.calibration.name == "none"  # nothing was to be fitted, so nothing was read
+    assert manifest.plan.method == "depth"
+    assert manifest.plan.saved == manifest.plan.block_parameters // 2
+
+
+def test_fits_aim_at_the_whole_model(tmp_path: Path) -> None:
+    """Outputs of the dense block, from what the blocks before it leave of its input."""
+    tiny = deep("llama")
+    dense, source = _saved(tiny, tmp_path / "dense")
+    recipe = _recipe(keep_layers=[1, 3], calibration={"source": "builtin"}, **SVD)
+    recipe = recipe.model_copy(update={"allocation": "uniform"})
+    data = drawn(tiny)
+    done = convert(source, recipe, tmp_path / "out", data=data)
+    small: Any = AutoModelForCausalLM.from_pretrained(done.folder)
+    for name, now, was in (("self_attn.q_proj", 0, 1), ("mlp.up_proj", 1, 3)):
+        wanted, made = (
+            torch.cat(
+                [_output(model, f"model.layers.{index}.{name}", item) for item in data.batches[:2]]
+            )
+            for model, index in ((dense, was), (small, now))
+        )
+        error = float((wanted - made).square().sum() / wanted.square().sum())
+        fit = done.manifest.fit[f"model.layers.{now}.{name}.weight"]
+        assert fit["calibration"] == pytest.approx(error, rel=1e-3)
+
+
+def _output(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Outputs of a layer for tokens that are not padding."""
+    found: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: found.append(output)
+    )
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    return found[0][batch["attention_mask"].bool()]
+
+
+def test_what_is_left_makes_up_for_what_is_gone(tmp_path: Path) -> None:
+    """Fitted to the whole model, outputs are nearer to its own than fitted to the cut one."""
+    tiny = deep("llama")
+    dense, source = _saved(tiny, tmp_path / "dense")
+    aware = {"calibration": {"source": "builtin"}, **SVD}
+    cut: Any = without(dense, "model.layers", (0, 3))
+    cut.config.num_hidden_layers = 2
+    cut.save_pretrained(tmp_path / "cut")
+    data = drawn(tiny, 9)
+    whole = convert(source, _recipe(keep_layers=[0, 3], **aware), tmp_path / "one", data=data)
+    alone = convert(str(tmp_path / "cut"), _recipe(**aware), tmp_path / "two", data=data)
+    moved = [
+        _divergence(dense, AutoModelForCausalLM.from_pretrained(done.folder), data.batches[8:])
+        for done in (whole, alone)
+    ]
+    assert moved[0] < moved[1]
+
+
+def test_generation_with_a_cache(tmp_path: Path) -> None:
+    _, source = _saved(deep("llama"), tmp_path / "dense")
+    done = convert(source, _recipe(keep_layers=[0, 3], **SVD), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(done.folder)
+    ids = TINY["llama"].inputs(1, 8, 3)["input_ids"]
+    made = [
+        model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=cache)
+        for cache in (True, False)
+    ]
+    assert made[0].shape[1] > ids.shape[1]
+    assert torch.equal(*made)
+
+
+# Choosing
+
+
+def _without_effect(model: nn.Module, index: int) -> None:
+    """Make a block of a Llama hand on what it reads."""
+    block: Any = model.get_submodule(f"model.layers.{index}")
+    with torch.no_grad():
+        block.self_attn.o_proj.weight.zero_()
+        block.mlp.down_proj.weight.zero_()
+
+
+def test_losses_are_those_of_models_without_the_block(tmp_path: Path) -> None:
+    tiny = deep("bert", 3)
+    dense, source = _saved(tiny, tmp_path)
+    data = drawn(tiny)
+    found = block_losses(source, data, torch.device("cpu"))
+    assert [item.path for item in found] == [f"bert.encoder.layer.{index}" for index in range(3)]
+    for index, item in enumerate(found):
+        kept = [other for other in range(3) if other != index]
+        cut = without(dense, "bert.encoder.layer", kept)
+        assert item.loss == pytest.approx(_divergence(dense, cut, data.batches[:2]), rel=1e-4)
+        block = dense.get_submodule(item.path)
+        assert item.parameters == sum(part.numel() for part in block.parameters())
+    gone = frozenset({found[0].path})
+    after = block_losses(source, data, torch.device("cpu"), gone)
+    cut = without(dense, "bert.encoder.layer", (2,))
+    assert [item.path for item in after] == [item.path for item in found[1:]]
+    assert after[0].loss == pytest.approx(_divergence(dense, cut, data.batches[:2]), rel=1e-4)
+
+
+def _divergence(dense: Any, cut: Any, batches: Any) -> float:
+    """Twice the Kullback-Leibler divergence, summed over tokens that are not padding."""
+    total = 0.0
+    for batch in batches:
+        with torch.no_grad():
+            one, two = (model(**batch).logits.log_softmax(-1) for model in (dense, cut))
+        rows = 2 * (one.exp() * (one - two)).sum(-1)
+        total += float(rows[batch["attention_mask"].bool()].sum())
+    return total
+
+
+def test_memory_bounds_how_many_run_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = deep("bert", 3)
+    _, source = _saved(tiny, tmp_path)
+    together = block_losses(source, drawn(tiny), torch.device("cpu"))
+    monkeypatch.setattr("tcompress.conversion.depth.MOST_BYTES", 1)
+    assert block_losses(source, drawn(tiny), torch.device("cpu")) == together
+
+
+def test_few_samples_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = deep("bert", 3)
+    _, source = _saved(tiny, tmp_path)
+    monkeypatch.setattr("tcompress.conversion.depth.SAMPLES", 4)
+    half = block_losses(source, drawn(tiny), torch.device("cpu"))
+    data = replace(drawn(tiny), holdout=[0, 2])
+    one = block_losses(source, data, torch.device("cpu"))
+    assert [item.loss for item in half] == pytest.approx([2 * item.loss for item in one])
+
+
+def test_blocks_without_effect_go_first(tmp_path: Path) -> None:
+    tiny = deep("llama", 5)
+    dense: Any = tiny.build()
+    for index in (1, 3):
+        _without_effect(dense, index)
+    dense.save_pretrained(tmp_path / "dense")
+    recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
+    done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
+    depth = done.manifest.plan.depth
+    assert depth is not None
+    assert (depth.chosen, depth.stacks[0].kept) == ("measured", (0, 2, 4))
+    assert [item.loss for item in depth.dropped] == pytest.approx([0, 0], abs=1e-6)
+    assert done.manifest.calibration.name == "tiny"
+    model = AutoModelForCausalLM.from_pretrained(done.folder)
+    inputs = tiny.inputs(2, 8, 50)
+    with torch.no_grad():
+        assert (model(**inputs).logits - dense(**inputs).logits).abs().max() <= 1e-5
+
+
+def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> None:
+    """Alone each of them changes little; what is chosen second is judged without the first."""
+    tiny = deep("llama", 4)
+    _, source = _saved(tiny, tmp_path)
+    recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
+    depth = plan_depth(recipe, source)
+    assert depth is not None
+    chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu")).dropped
+    first = block_losses(source, drawn(tiny), torch.device("cpu"))
+    assert chosen[0] == min(first, key=lambda item: item.loss)
+    gone = frozenset({chosen[0].path})
+    second = block_losses(source, drawn(tiny), torch.device("cpu"), gone)
+    assert chosen[1] == min(second, key=lambda item: item.loss)
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper", "clip", "vit", "modernbert"])
+def test_stacks_of_other_models(family: str, tmp_path: Path) -> None:
+    """Position biases of a first block, blocks that must stay, pictures and sounds."""
+    tiny = deep(family, 3)
+    dense, source = _saved(tiny, tmp_path / "dense")
+    names = [stack.name for stack in _stacks(source)]
+    asked: Any = 1 if len(names) == 1 else dict.fromkeys(names, 1)
+    recipe = _recipe(drop_layers=asked, calibration={"source": "builtin"})
+    done = convert(source, recipe, tmp_path / "out", data=drawn(tiny))
+    depth = done.manifest.plan.depth
+    assert depth is not None
+    assert [len(stack.kept) for stack in depth.stacks] == [2] * len(names)
+    cut = dense
+    for stack in depth.stacks:
+        cut = without(cut, stack.path, stack.kept)
+    model = type(dense).from_pretrained(done.folder)  # type: ignore[attr-defined]
+    model.config.use_cache = False
+    inputs = tiny.inputs(2, 8, 50)
+    assert distance(outputs(model, inputs), outputs(cut, inputs)) == 0
+
+
+def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
+    assert spread(6, 3, first=False) == (1, 3, 5)
+    assert spread(12, 1) == (11,)
+    assert spread(12, 6) == (0, 2, 4, 6, 8, 11)
+    _, source = _saved(deep("modernbert"), tmp_path)
+    plan = make_plan(_recipe(drop_layers=2), source)
+    assert plan.depth is not None
+    assert (plan.depth.chosen, plan.depth.stacks[0].kept) == ("spread", (0, 3))
+
+
+# Going on after a kill
+
+
+MOMENTS: tuple[tuple[str, int] | str, ...] = (
+    ("choosing blocks", 1),
+    "tcompress.conversion.kept.FitWorkplace.keep_depth",
+    ("fitting blocks", 2),
+    ("writing", 20),
+)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    dense: Any = build("bert")
+    dense.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
+    made: list[Converted] = []
+
+    def once() -> Converted:
+        if not made:
+            output = tmp_path_factory.mktemp("whole") / "out"
+            made.append(convert(str(bert), RESUMED, output, data=calibration("bert")))
+        return made[0]
+
+    return once
+
+
+RESUMED = _recipe(drop_layers=1, max_shard_size="20KB", calibration={"source": "builtin"}, **SVD)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_run_again(
+    moment: tuple[str, int] | str, bert: Path, whole: Callable[[], Converted], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    convert_until_killed(bert, RESUMED, output, "bert", moment)
+    assert not output.exists()
+    convert(str(bert), RESUMED, output, data=calibration("bert"))
+    assert contents(output) == contents(whole().folder)
+
+
+def test_the_choice_is_not_made_again(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    convert_until_killed(bert, RESUMED, output, "bert", ("fitting blocks", 2))
+    monkeypatch.setattr("tcompress.conversion.run.choose_blocks", None)
+    assert convert(str(bert), RESUMED, output, data=calibration("bert")).resumed

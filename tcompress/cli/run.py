@@ -44,21 +44,10 @@ ModelOption = Annotated[
 ]
 
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a value of the recipe, such as `finetune.steps=200`. Repeatable.",
-        rich_help_panel=opt.METHOD,
-    ),
-]
-
-
 def run(
     recipe: RecipeName,
     model: ModelOption = None,
-    changes: SetOption = None,
+    changes: opt.Changes = None,
     output: opt.Output = None,
     force: opt.Force = False,
     revision: opt.Revision = None,

@@ -12,7 +12,6 @@ from tcompress.cli import complete
 from tcompress.cli import options as opt
 from tcompress.cli.errors import THRESHOLD, USAGE, Interrupted
 from tcompress.cli.job import Access, Manner, open_source, relative
-from tcompress.cli.run import SetOption
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def sweep(
     bench: BenchFlag = False,
     allocation: opt.Allocation = None,
     keep: opt.Keep = None,
-    changes: SetOption = None,
+    changes: opt.Changes = None,
     calib: opt.Calib = None,
     calib_samples: opt.CalibSamples = None,
     calib_columns: opt.CalibColumns = None,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         keep_weights,
         plan,
         report,
+        sweep,
     )
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "keep_weights",
     "plan",
     "report",
+    "sweep",
 ]
 
 register_when_ready()

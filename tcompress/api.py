@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
 from tcompress.recipe import Convert, default_method, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
-from tcompress.recipe.schema import Finetune
+from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
 from tcompress.reporting.model import report_of as report
 from tcompress.source import SourceModel, default_output_name
 from tcompress.structures import structures
 from tcompress.structures.linear import keep_weights
+from tcompress.sweeping.cells import default_methods
+from tcompress.sweeping.outcome import Swept
+from tcompress.sweeping.run import sweep as run_sweep
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
@@ -39,6 +42,7 @@ __all__ = [
     "keep_weights",
     "plan",
     "report",
+    "sweep",
 ]
 
 
@@ -119,6 +123,78 @@ def finetune(
     settled = recipe or Finetune.model_validate(options)
     folder = Path(output or default_output_name(model, settled.task or "healed"))
     return run_training(model, settled, folder, force=force, token=token, progress=progress)
+
+
+def sweep(
+    model: str,
+    *,
+    methods: Sequence[str | Mapping[str, Any]] = (),
+    targets: Sequence[float] = (0.5, 0.25),
+    task: str | None = None,
+    data: str | Path | None = None,
+    finetune: Mapping[str, Any] | None = None,
+    bench: bool | Mapping[str, Any] = False,
+    keep_models: bool = True,
+    output: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    calibration: str | Mapping[str, Any] | None = None,
+    force: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Swept:
+    """Compares methods and sizes: converts, heals, measures and times a model in each way.
+
+    Called again with the same output, only what depends on changed settings is done again.
+
+    Args:
+        model: Folder, short name or hub id.
+        methods: Names, which take options that suit the target, or options with `name`; default
+            one method of each structure.
+        targets: Kept fractions of the rewritten layers' parameters.
+        task: What quality is, as `evaluate` takes it; default an error of the conversion.
+        data: Data to measure on.
+        finetune: Fields of `Finetune` to heal every model with; default no healing.
+        bench: Whether to time every model, or fields of a recipe's `bench`.
+        keep_models: Whether models are kept once they are measured.
+        output: Folder to write; default the model's name and `-sweep`.
+        recipe: A recipe with `sweep` instead of the other options: name, file, or `Recipe`.
+        calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
+        force: Do all cells again, also in a folder that holds something else.
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        **options: Options of all conversions, such as `keep=["down"]`.
+
+    Returns:
+        All models beside the dense one, and why others are missing.
+
+    Raises:
+        InputError: Something given cannot be used, or no cell can be done.
+    """
+    if isinstance(recipe, str):
+        recipe = parse_recipe(*find_recipe(recipe))
+    if recipe is None:
+        if (task is None) != (data is None):
+            raise RecipeError("`task` and `data` belong together: one of them is missing")
+        measured = (
+            () if task is None else (Evaluate.model_validate({"task": task, "data": str(data)}),)
+        )
+        named = {"methods": methods or default_methods(), "targets": targets}
+        recipe = Recipe(
+            recipe_version=1,
+            convert=_settled(None, "lprod", calibration, options),
+            finetune=None if finetune is None else Finetune.model_validate(finetune),
+            evaluate=measured,
+            bench=Bench.model_validate(bench if isinstance(bench, Mapping) else {})
+            if bench
+            else None,
+            sweep=Sweep.model_validate({**named, "keep_models": keep_models}),
+        )
+    source = SourceModel.open(model, revision=revision, token=token)
+    folder = Path(output or recipe.output or default_output_name(model, "sweep"))
+    return run_sweep(recipe, source, folder, force=force, token=token, progress=progress)
 
 
 def plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from tcompress.artifact.workplace import check_output
 from tcompress.benching.run import Bench, Settings, bench
 from tcompress.conversion.run import convert
 from tcompress.errors import InputError
+from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.scores import ModelScores
 from tcompress.evaluation.threshold import Threshold
 from tcompress.progress import Progress, Silent
+from tcompress.recipe.schema import Bench as BenchOptions
 from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target, write_html
 from tcompress.reporting.together import reports_of
@@ -71,6 +73,7 @@ def run_recipe(
     source: SourceModel,
     output: Path,
     *,
+    converted: Path | None = None,
     force: bool = False,
     token: str | None = None,
     progress: Progress | None = None,
@@ -78,13 +81,14 @@ def run_recipe(
 ) -> Outcome:
     """Does everything that a recipe says.
 
-    Where something is trained, the converted model is kept beside the result, in a folder whose
-    name ends in `-converted`. Run again, finished stages are not repeated.
+    Where something is trained, the converted model is kept beside the result. Run again, finished
+    stages are not repeated.
 
     Args:
         recipe: What to do.
         source: The dense model.
         output: Folder of the finished model.
+        converted: Folder of the model before training; default the output's name and `-converted`.
         force: Replace folders that hold something else.
         token: Access token for the hub.
         progress: Hears how far it is.
@@ -94,9 +98,12 @@ def run_recipe(
         InputError: Something in the recipe cannot be used; the message says what to do.
     """
     output = Path(output).expanduser().absolute()
-    run = _Run(recipe, source, output, force, token, progress or Silent(), say or _mute)
+    before = output
+    if recipe.finetune is not None:
+        before = converted or output.with_name(f"{output.name}-converted")
+    outcome = Outcome(output, before)
+    run = _Run(recipe, source, outcome, force, token, progress or Silent(), say or _mute)
     run.check()
-    outcome = run.outcome
     run.convert()
     run.finetune()
     run.measure()
@@ -112,17 +119,11 @@ def run_recipe(
 class _Run:
     recipe: Recipe
     source: SourceModel
-    output: Path
+    outcome: Outcome
     force: bool
     token: str | None
     progress: Progress
     say: Say
-
-    def __post_init__(self) -> None:
-        converted = self.output
-        if self.recipe.finetune is not None:
-            converted = self.output.with_name(f"{self.output.name}-converted")
-        self.outcome = Outcome(self.output, converted)
 
     def check(self) -> None:
         """Refuses, before any work, what would fail in the end."""
@@ -134,7 +135,7 @@ class _Run:
         if not self._is_converted():
             check_output(self.outcome.converted, force=self.force)
         if self.recipe.finetune is not None and not self._is_trained():
-            check_output(self.output, force=self.force)
+            check_output(self.outcome.folder, force=self.force)
 
     def convert(self) -> None:
         """Converts, unless that is done."""
@@ -157,12 +158,12 @@ class _Run:
             return
         if self._is_trained():
             self.outcome.skipped.append("finetune")
-            self.say(f"`{self.output.name}` is already trained")
+            self.say(f"`{self.outcome.folder.name}` is already trained")
             return
         finetune(
             str(self.outcome.converted),
             options,
-            self.output,
+            self.outcome.folder,
             force=self.force,
             token=self.token,
             progress=self.progress,
@@ -171,36 +172,16 @@ class _Run:
 
     def measure(self) -> None:
         """Measures all models on all tasks, then their speed."""
-        made = list(dict.fromkeys([self.outcome.converted, self.output]))
+        made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
         for item in self.recipe.evaluate:
-            scores = self._evaluate(item, [str(self.source.folder), *map(str, made)])
+            models = [self.source.folder, *made]
+            scores = measure(item, models, token=self.token, progress=self.progress)
             self.outcome.scores.append(scores)
             self._check_threshold(item, scores[-1])
-        wanted = self.recipe.bench
-        if wanted is not None:
-            settings = Settings(
-                batches=wanted.batch,
-                lengths=wanted.length or None,
-                modes=wanted.mode,
-                repeats=wanted.repeats,
-            )
-            self.outcome.benches = bench(
-                [str(self.output)], str(self.source.folder), settings, progress=self.progress
-            )
-
-    def _evaluate(self, item: Evaluate, models: list[str]) -> list[ModelScores]:
-        return evaluate(
-            models,
-            item.task,
-            item.data,
-            split=item.split,
-            columns=item.columns,
-            limit=item.limit,
-            max_length=item.max_length,
-            bootstrap=item.bootstrap,
-            token=self.token,
-            progress=self.progress,
-        )
+        if self.recipe.bench is not None:
+            folder = self.outcome.folder
+            found = time_passes(self.recipe.bench, folder, self.source, self.progress)
+            self.outcome.benches = (found,)
 
     def _check_threshold(self, item: Evaluate, scores: ModelScores) -> None:
         if item.threshold is None:
@@ -218,7 +199,7 @@ class _Run:
         )
 
     def _is_trained(self) -> bool:
-        options, manifest = self.recipe.finetune, _manifest(self.output)
+        options, manifest = self.recipe.finetune, _manifest(self.outcome.folder)
         if options is None or manifest is None or not manifest.training:
             return False
         wanted = options.model_dump(mode="json", exclude_defaults=True)
@@ -227,6 +208,51 @@ class _Run:
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")
             and manifest.source.fingerprint == self.source.store.fingerprint()
         )
+
+
+def measure(
+    item: Evaluate,
+    models: Sequence[Path],
+    baseline: Baseline | None = None,
+    *,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> list[ModelScores]:
+    """Does one measurement of a recipe.
+
+    Args:
+        item: What is measured.
+        models: Folders; the first one is what others are compared with.
+        baseline: What they are compared with instead, if it was measured before.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+    """
+    return evaluate(
+        models,
+        item.task,
+        item.data,
+        split=item.split,
+        columns=item.columns,
+        limit=item.limit,
+        max_length=item.max_length,
+        baseline=baseline,
+        bootstrap=item.bootstrap,
+        token=token,
+        progress=progress,
+    )
+
+
+def time_passes(
+    wanted: BenchOptions, folder: Path, source: SourceModel, progress: Progress | None = None
+) -> Bench:
+    """Times a model beside its dense source, as a recipe says."""
+    settings = Settings(
+        batches=wanted.batch,
+        lengths=wanted.length or None,
+        modes=wanted.mode,
+        repeats=wanted.repeats,
+    )
+    return bench([str(folder)], str(source.folder), settings, progress=progress)[0]
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -14,6 +14,9 @@ class Progress(Protocol):
     def advance(self, amount: int = 1, note: str = "") -> None:
         """The current stage went on."""
 
+    def part(self, name: str, number: int, total: int) -> None:
+        """The next of several jobs begins, which has stages of its own; numbers start at 1."""
+
 
 class Silent:
     """Says nothing."""
@@ -23,3 +26,6 @@ class Silent:
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         """Ignores the step."""
+
+    def part(self, name: str, number: int, total: int) -> None:
+        """Ignores the job."""

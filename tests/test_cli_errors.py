@@ -32,7 +32,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (
             ["convet"],
             "unknown command `convet`; commands are `convert`, `finetune`, `inspect`, `report`, "
-            "`evaluate`, `bench`, `export`, `run`, `methods`, `lm-eval`, `demo`, `recipes`",
+            "`evaluate`, `bench`, `export`, `run`, `sweep`, `methods`, `lm-eval`, `demo`, "
+            "`recipes`",
             "did you mean `convert`?",
         ),
         (

@@ -30,6 +30,7 @@ COMMANDS = (
     "bench",
     "export",
     "run",
+    "sweep",
     "methods",
     "recipes",
     "demo",

@@ -55,9 +55,10 @@ ALLOWED: dict[str, set[str]] = {
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"reporting"},
     "pipeline": PRODUCT,
-    "cli": PRODUCT | {"exporting", "inspection", "demo", "pipeline"},
+    "sweeping": PRODUCT | {"pipeline"},
+    "cli": PRODUCT | {"exporting", "inspection", "demo", "pipeline", "sweeping"},
     "__main__": {"cli"},
-    "api": PRODUCT | {"exporting", "inspection", "pipeline"},
+    "api": PRODUCT | {"exporting", "inspection", "pipeline", "sweeping"},
     "__init__": {"api", "integration"},
 }
 

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from tcompress.errors import RecipeError
-from tcompress.recipe import load_recipe, method_names, parse_recipe
+from tcompress.recipe import dump_recipe, load_recipe, method_names, parse_recipe
 from tcompress.recipe.document import Document, Problem
 from tcompress.recipe.explain import explain
+from tcompress.structures.lprod import LprodSpec
 
 METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))
 TOP = (
     "`recipe_version`, `name`, `description`, `model`, `revision`, `output`, `convert`, "
-    "`finetune`, `evaluate`, `bench`, `report`"
+    "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
 )
 CONVERT = (
     "`method`, `target`, `allocation`, `residual_rank`, `keep`, `layers`, `calibration`, "
@@ -384,3 +385,27 @@ def test_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert caught.value.message == f"`{path}` cannot be read: Not a directory"
+
+
+@pytest.mark.parametrize(
+    ("methods", "line"),
+    [
+        ("[{name: lprodd}]", "[0].name`: found the text `lprodd`; allowed is one of {METHODS}; "),
+        ("[{name: svd, q: 3}]", "[0].q`: unknown key; known keys are `name`, `rank`"),
+        ("[{name: lprod, p: x}]", "[0].p`: found the text `x`; allowed is a whole number, "),
+        ("[svdd]", "[0]`: found the text `svdd`; allowed is a mapping with a `name`, one of"),
+        ("[3]", "[0]`: found `3`; allowed is a mapping with a `name`, one of"),
+    ],
+)
+def test_methods_of_a_sweep_are_names_or_options(methods: str, line: str) -> None:
+    found = one_line(with_method("name: svd") + f"sweep: {{methods: {methods}}}\n")
+    assert found.startswith("4: `sweep.methods" + line.replace("{METHODS}", METHODS))
+    assert found.endswith("did you mean `svd`?") == (methods == "[svdd]")
+
+
+def test_sweep_round_trip() -> None:
+    text = with_method("name: svd") + "sweep: {methods: [svd, {name: lprod, p: 8}]}\n"
+    recipe = parse_recipe(text, "my.yaml")
+    assert recipe.sweep is not None
+    assert recipe.sweep.methods == ("svd", LprodSpec(p=8))
+    assert parse_recipe(dump_recipe(recipe), "again") == recipe

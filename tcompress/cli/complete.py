@@ -41,6 +41,12 @@ def methods(incomplete: str) -> list[str]:
     return _starting((*METHODS, "none"), incomplete)
 
 
+def method_lists(incomplete: str) -> list[str]:
+    """Offers methods with commas between."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in methods(last)]
+
+
 def allocations(incomplete: str) -> list[str]:
     """Offers ways to share out a budget."""
     return _starting(("loss", "uniform"), incomplete)

@@ -21,6 +21,7 @@ from tcompress.cli import (
     recipes,
     report,
     run,
+    sweep,
 )
 from tcompress.cli.errors import INTERRUPTED, report_failure
 
@@ -55,6 +56,7 @@ app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("export", epilog=export.EPILOG)(export.export)
 app.command("run", epilog=run.EPILOG)(run.run)
+app.command("sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command("methods", epilog=methods.EPILOG)(methods.methods)
 app.add_typer(recipes.app, name="recipes", help="List, show, copy and check recipes.")
 app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)

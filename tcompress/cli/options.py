@@ -68,6 +68,15 @@ RecipeOption = Annotated[
         autocompletion=complete.recipes,
     ),
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value of the recipe, such as `finetune.steps=200`. Repeatable.",
+        rich_help_panel=METHOD,
+    ),
+]
 Method = Annotated[
     str | None,
     typer.Option(

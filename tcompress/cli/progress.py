@@ -51,6 +51,7 @@ class _Bars:
         )
         self._stage = _Stage("", 0, "")
         self._task: TaskID | None = None
+        self._parts: TaskID | None = None
 
     def __enter__(self) -> _Bars:
         self._bars.start()
@@ -71,6 +72,16 @@ class _Bars:
             return
         self._stage.done += amount
         self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
+
+    def part(self, name: str, number: int, total: int) -> None:
+        """Shows how many jobs are done, and leaves out the bars of the one before."""
+        if self._parts is None:
+            self._parts = self._bars.add_task("cells", total=total, count="", note="")
+        for task in [task for task in self._bars.task_ids if task != self._parts]:
+            self._bars.remove_task(task)
+        self._task = None
+        count = f"{number} of {total}"
+        self._bars.update(self._parts, completed=number - 1, count=count, note=name)
 
 
 class _Lines:
@@ -93,6 +104,10 @@ class _Lines:
             self._last = time.monotonic()
             said = f"  {note}" if note and self._stage.unit == "steps" else ""
             say(f"{self._stage.name}: {self._stage.count()}{said}")
+
+    def part(self, name: str, number: int, total: int) -> None:
+        self.close()
+        say(f"{name}: {number} of {total}")
 
     def close(self) -> None:
         """Says that the stage is over."""

@@ -44,21 +44,10 @@ ModelOption = Annotated[
 ]
 
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a value of the recipe, such as `finetune.steps=200`. Repeatable.",
-        rich_help_panel=opt.METHOD,
-    ),
-]
-
-
 def run(
     recipe: RecipeName,
     model: ModelOption = None,
-    changes: SetOption = None,
+    changes: opt.Changes = None,
     output: opt.Output = None,
     force: opt.Force = False,
     revision: opt.Revision = None,
@@ -69,7 +58,7 @@ def run(
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Do what a recipe says: convert, fine-tune, evaluate, bench, report."""
+    """Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep."""
     from tcompress.cli.settings import default_output
     from tcompress.recipe import change_recipe, find_recipe, parse_recipe
 
@@ -88,12 +77,24 @@ def run(
         access=Access(revision, token, allow_remote_code),
         manner=Manner(json, quiet, verbose),
     )
-    if dry_run:
+    if said.sweep is not None:
+        _sweep(said, job, dry_run=dry_run)
+    elif dry_run:
         show_plan(job)
     elif said.finetune or said.evaluate or said.bench or said.report:
         _run_all(said, job)
     else:
         perform(job)
+
+
+def _sweep(said: Recipe, job: Job, *, dry_run: bool) -> None:
+    from tcompress.cli.sweep import perform_sweep, show_cells
+
+    source = open_source(job.model, job.access, job.manner)
+    if dry_run:
+        show_cells(said, source, job.output, job.manner)
+    else:
+        perform_sweep(said, source, job.output, job.manner, force=job.force, token=job.access.token)
 
 
 def _run_all(said: Recipe, job: Job) -> None:

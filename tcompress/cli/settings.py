@@ -89,38 +89,10 @@ def _numbers(option: str, text: str) -> int | tuple[int, ...]:
 
 def default_output(model: str, convert: Convert) -> str:
     """Names the folder to write, such as `bert-base-lprod-p4`."""
+    from tcompress.recipe.naming import short_name
     from tcompress.source import default_output_name
 
-    return default_output_name(model, _suffix(convert))
-
-
-def _suffix(convert: Convert) -> str:
-    """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
-    method: Any = convert.method
-    words = [] if method is None else [str(method.name)]
-    for field, letter in (("p", "p"), ("tubal_rank", "k"), ("order", "o"), ("rank", "r")):
-        value = getattr(method, field, None)
-        if value is not None:
-            words.append(
-                letter + "x".join(map(str, value if isinstance(value, tuple) else [value]))
-            )
-    if transform := getattr(method, "transform", None):
-        words.append(transform)
-    if convert.residual_rank:
-        words.append(f"plus{convert.residual_rank}")
-    if convert.target is not None:
-        words.append(f"{100 * convert.target:g}")
-    for verb, blocks in (("keep", convert.keep_layers), ("drop", convert.drop_layers)):
-        if blocks is not None:
-            words.append(f"{verb}{_number_of(blocks)}")
-    return "-".join(words)
-
-
-def _number_of(blocks: Any) -> int:
-    """Counts the blocks that are named, in all stacks."""
-    if isinstance(blocks, Mapping):
-        return sum(map(_number_of, blocks.values()))
-    return blocks if isinstance(blocks, int) else len(blocks)
+    return default_output_name(model, short_name(convert))
 
 
 def _blocks(given: Mapping[str, Any]) -> dict[str, Any]:

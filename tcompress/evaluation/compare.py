@@ -7,10 +7,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.errors import InputError
 from tcompress.evaluation.bootstrap import interval, resampled
 from tcompress.evaluation.statistics import Array, Statistic
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What of a measured model others are compared with; it can be kept for later runs.
+
+    Attributes:
+        name: The model as it was given.
+        values: Its numbers on all examples.
+        draws: Their values on resamples.  # (resamples,) each
+        units: Number of examples of each number.
+        signature: Equal for models that read the same tokens.
+    """
+
+    name: str
+    values: Sequence[float]
+    draws: Sequence[Array]
+    units: Sequence[int]
+    signature: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {**vars(self), "draws": [draws.tolist() for draws in self.draws]}
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Baseline:
+        """Reads what `to_json` returns."""
+        draws = [np.asarray(draws, dtype=float) for draws in data["draws"]]
+        return cls(**{**data, "draws": draws})
 
 
 @dataclass(frozen=True)
@@ -51,7 +82,13 @@ class Measured:
         times = times if statistics[0].units > 1 else 0
         return cls(name, statistics, values, resampled(statistics, times, seed), signature)
 
-    def metrics(self, baseline: Measured | None, protocol: Mapping[str, Any]) -> list[Metric]:
+    @property
+    def baseline(self) -> Baseline:
+        """What other models can be compared with."""
+        units = [statistic.units for statistic in self.statistics]
+        return Baseline(self.name, self.values, self.draws, units, self.signature)
+
+    def metrics(self, baseline: Baseline | None, protocol: Mapping[str, Any]) -> list[Metric]:
         """Makes metrics.
 
         Args:
@@ -60,7 +97,7 @@ class Measured:
         """
         return [self._metric(index, baseline, protocol) for index in range(len(self.values))]
 
-    def _metric(self, index: int, baseline: Measured | None, protocol: Mapping[str, Any]) -> Metric:
+    def _metric(self, index: int, baseline: Baseline | None, protocol: Mapping[str, Any]) -> Metric:
         statistic = self.statistics[index]
         facts = dict(protocol)
         difference = None
@@ -77,10 +114,10 @@ class Measured:
             protocol=facts,
         )
 
-    def _difference(self, index: int, baseline: Measured) -> Difference:
+    def _difference(self, index: int, baseline: Baseline) -> Difference:
         # Texts cut into other windows make no pairs.
         one, two = self.draws[index], baseline.draws[index]
-        paired = self.statistics[index].units == baseline.statistics[index].units
+        paired = self.statistics[index].units == baseline.units[index]
         return Difference(
             baseline=baseline.name,
             baseline_value=baseline.values[index],
@@ -88,5 +125,5 @@ class Measured:
             interval=interval(one - two) if paired and len(one) == len(two) else None,
         )
 
-    def _other_tokens(self, baseline: Measured) -> bool:
+    def _other_tokens(self, baseline: Baseline) -> bool:
         return self.signature != baseline.signature

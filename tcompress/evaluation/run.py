@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import tcompress
 from tcompress.artifact.manifest import environment
 from tcompress.errors import InputError
-from tcompress.evaluation.compare import Measured
+from tcompress.evaluation.compare import Baseline, Measured
 from tcompress.evaluation.scores import ModelScores, store
 from tcompress.evaluation.tasks import Prepared, Task, find_task
 from tcompress.integration.devices import pick_device, pick_dtype
@@ -70,7 +70,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int | None = None,
     max_length: int | None = None,
-    baseline: str | Path | None = None,
+    baseline: str | Path | Baseline | None = None,
     dtype: str | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -94,7 +94,8 @@ def evaluate(
         max_length: Longest text in tokens; default by task. The model with the fewest positions
             decides for all.
         baseline: Model to compare with; default the first one. One that is not among the models is
-            measured before them.
+            measured before them; one that was measured before, as `ModelScores.baseline` has it,
+            is not measured again.
         dtype: `float32`, `float16` or `bfloat16`; default as each model is stored.
         device: Where to compute.
         seed: Seed of all random choices.
@@ -113,7 +114,8 @@ def evaluate(
     """
     chosen = find_task(task, **(options or {}))
     names = [str(name) for name in models]
-    first = str(baseline) if baseline is not None else names[0]
+    known = baseline if isinstance(baseline, Baseline) else None
+    first = names[0] if baseline is None or known else str(baseline)
     names = names if first in names else [first, *names]
     sources = {
         name: SourceModel.open(
@@ -136,6 +138,8 @@ def evaluate(
         split=None if Path(data).expanduser().is_file() else split,
         progress=progress or Silent(),
     )
+    if known is not None:
+        return [_measure(run, name, sources[name], known, save=save) for name in names]
     return _measure_all(run, names, sources, first, save=save)
 
 
@@ -194,18 +198,18 @@ def _common_length(
 def _measure_all(
     run: _Run, names: list[str], sources: Mapping[str, SourceModel], first: str, *, save: bool
 ) -> list[ModelScores]:
-    baseline, base_scores = _measure(run, first, sources[first], None, save=save)
+    base_scores = _measure(run, first, sources[first], None, save=save)
     scores, others = [], list(names)
     others.remove(first)
     for name in others:
-        scores.append(_measure(run, name, sources[name], baseline, save=save)[1])
+        scores.append(_measure(run, name, sources[name], base_scores.baseline, save=save))
     scores.insert(names.index(first), base_scores)
     return scores
 
 
 def _measure(
-    run: _Run, name: str, source: SourceModel, baseline: Measured | None, *, save: bool
-) -> tuple[Measured, ModelScores]:
+    run: _Run, name: str, source: SourceModel, baseline: Baseline | None, *, save: bool
+) -> ModelScores:
     with _about(source):
         prepared = run.task.prepare(source, run.examples, run.max_length, run.seed)
         model = load_model(source, dtype=run.dtype, device=run.device)
@@ -224,11 +228,12 @@ def _measure(
         unit=prepared.unit,
         per_second=prepared.units / seconds,
         notes=tuple(notes),
+        baseline=measured.baseline,
     )
     # A folder in the hub's cache is not the user's to change.
     if save and local_folder(name) is not None:
         scores = replace(scores, stored=store(source.folder, metrics))
-    return measured, scores
+    return scores
 
 
 def _statistics(run: _Run, model: PreTrainedModel, prepared: Prepared) -> Any:

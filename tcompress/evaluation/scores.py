@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.manifest import Metric, read_manifest, write_manifest
+from tcompress.evaluation.compare import Baseline
 
 _SAME = ("task", "data_fingerprint", "split")  # of two measurements of which the newer is kept
 
@@ -23,6 +24,7 @@ class ModelScores:
         per_second: How many of them the model did in a second, loading not counted.
         stored: Whether the numbers are in the model's manifest.
         notes: What the user should know.
+        baseline: What other models can be compared with, without measuring this one again.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ModelScores:
     per_second: float
     stored: bool = False
     notes: tuple[str, ...] = ()
+    baseline: Baseline | None = field(default=None, repr=False, compare=False)
 
     def to_json(self, common: dict[str, Any]) -> dict[str, Any]:
         """Makes plain data; `common` is what the protocols of all models share."""

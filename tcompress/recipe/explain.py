@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from yaml.nodes import MappingNode
 
 from tcompress.recipe.document import Document, Key, Problem
 from tcompress.recipe.words import (
@@ -14,8 +16,10 @@ from tcompress.recipe.words import (
     did_you_mean,
     found,
     is_text,
+    members_of,
     methods_of,
     nearest,
+    options_of,
     quoted,
     resolve,
 )
@@ -51,6 +55,8 @@ class _Work:
 
     def add(self, error: Mapping[str, Any]) -> None:
         kind, loc = error["type"], error["loc"]
+        if self._about_other_member(kind, loc):
+            return
         if kind == "extra_forbidden":
             self._unknown_key(loc[:-1], loc[-1])
         elif kind == "missing":
@@ -65,11 +71,17 @@ class _Work:
             key, fragment = _locate(loc, self.schema)
             self._report(key, _wrong(self.document, key, fragment, self.schema))
 
+    def _about_other_member(self, kind: str, loc: tuple[str | int, ...]) -> bool:
+        """Of a mapping where a name may stand too, its options are judged, not that it is none."""
+        key, fragment = _locate(loc, self.schema)
+        mapping = isinstance(self.document.nodes.get(key), MappingNode)
+        return kind == "literal_error" and mapping and options_of(fragment) is not fragment
+
     def _report(self, key: Key, text: str) -> None:
         if key not in self.misspelt and key not in self.problems:
             self.problems[key] = Problem(self.document.line(key), text, key)
 
-    def _unknown_key(self, loc: Iterable[str | int], name: str) -> None:
+    def _unknown_key(self, loc: Sequence[str | int], name: str) -> None:
         key, fragment = _locate(loc, self.schema)
         known = list(fragment.get("properties", {}))
         text = f"unknown key; known keys are {quoted(known)}{did_you_mean(name, known)}"
@@ -78,8 +90,9 @@ class _Work:
         if meant is not None:
             self.misspelt.add((*key, meant))
 
-    def _method_name(self, loc: Iterable[str | int]) -> None:
+    def _method_name(self, loc: Sequence[str | int]) -> None:
         parent, fragment = _locate(loc, self.schema)
+        fragment = options_of(fragment)
         name = fragment["discriminator"]["propertyName"]
         key = (*parent, name)
         close = nearest(name, self.document.keys(parent))
@@ -90,7 +103,7 @@ class _Work:
         self._report(key, _wrong(self.document, key, names, self.schema))
 
 
-def _locate(loc: Iterable[str | int], schema: Fragment) -> tuple[Key, Fragment]:
+def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
     """Finds the key and the part of the schema that an error is about.
 
     Steps that are no part of the document (pydantic inserts the name of the member of a union)
@@ -99,7 +112,9 @@ def _locate(loc: Iterable[str | int], schema: Fragment) -> tuple[Key, Fragment]:
     key: list[str | int] = []
     here = resolve(schema, schema)
     for step in loc:
-        if step in (methods := methods_of(here)):
+        if str(step).startswith("tagged-union") and loc[-1] != step:
+            here = options_of(here)
+        elif step in (methods := methods_of(here)):
             here = {"$ref": methods[str(step)]}
         elif isinstance(step, int) and "items" in here:
             here = here["items"]
@@ -120,7 +135,10 @@ def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -
     if is_text(node) and node.value in methods_of(fragment):
         ending = f": write `{{name: {node.value}}}`"
     elif is_text(node):
-        ending = did_you_mean(node.value, choices_of(fragment))
+        known = [
+            choice for item in (members_of(fragment) or [fragment]) for choice in choices_of(item)
+        ]
+        ending = did_you_mean(node.value, known)
     elif allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
         ending = f': write `"{node.value}"`'
     return f"found {found(node)}; allowed is {allowed}{ending}"

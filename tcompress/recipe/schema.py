@@ -14,13 +14,24 @@ RECIPE_VERSION = 1
 
 DType = Literal["float32", "float16", "bfloat16"]
 
+
+def method_names() -> tuple[str, ...]:
+    """Returns the names that select a method."""
+    names: list[str] = []
+    for item in structures():
+        names.extend(item.spec.model_fields["name"].annotation.__args__)
+    return tuple(names)
+
+
 if TYPE_CHECKING:
     MethodSpec = Any
+    MethodName = str
 else:
     # Options of one method; `name` selects it.
     MethodSpec = Annotated[
         reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
     ]
+    MethodName = Literal[method_names()]
 
 
 class _Model(BaseModel):
@@ -289,6 +300,24 @@ class Bench(_Model):
     repeats: int = Field(7, gt=0, description="timed passes; medians count")
 
 
+class Sweep(_Model):
+    """Cells to compare: this recipe with each method and each target in place of its own."""
+
+    methods: tuple[MethodSpec | MethodName, ...] = Field(
+        (),
+        description="methods: a name alone takes options that suit the target; default "
+        "`convert.method`",
+    )
+    targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        (0.5, 0.25),
+        min_length=1,
+        description="kept fractions of the rewritten layers' parameters",
+    )
+    keep_models: bool = Field(
+        True, description="whether models are kept once they are measured; numbers always are"
+    )
+
+
 class Recipe(_Model):
     """A whole recipe."""
 
@@ -302,6 +331,7 @@ class Recipe(_Model):
     finetune: Finetune | None = Field(None, description="how to train what was converted")
     evaluate: tuple[Evaluate, ...] = Field((), description="what to measure in the end")
     bench: Bench | None = Field(None, description="how to time in the end")
+    sweep: Sweep | None = Field(None, description="methods and targets to compare")
     report: str | None = Field(None, description="HTML file to write in the end")
 
 
@@ -317,11 +347,3 @@ def default_method(only_blocks: bool) -> str | None:
         only_blocks: Whether blocks are dropped, and nothing is said of layers.
     """
     return None if only_blocks else "lprod"
-
-
-def method_names() -> tuple[str, ...]:
-    """Returns the names that select a method."""
-    names: list[str] = []
-    for item in structures():
-        names.extend(item.spec.model_fields["name"].annotation.__args__)
-    return tuple(names)

@@ -58,14 +58,20 @@ def resolve(fragment: Fragment, root: Fragment) -> Fragment:
         if "$ref" in fragment:
             fragment = root["$defs"][fragment["$ref"].rpartition("/")[2]]
             continue
-        members = _members(fragment)
+        members = members_of(fragment)
         if len(members) != 1:
             return fragment
         fragment = members[0]
 
 
-def _members(union: Fragment) -> list[Fragment]:
+def members_of(union: Fragment) -> list[Fragment]:
+    """Lists the parts of which a value may fit any, null left out."""
     return [item for item in union.get("anyOf", ()) if item.get("type") != "null"]
+
+
+def options_of(fragment: Fragment) -> Fragment:
+    """Picks the part with several option sets out of one that allows other values too."""
+    return next((item for item in members_of(fragment) if methods_of(item)), fragment)
 
 
 def choices_of(fragment: Fragment) -> list[Any]:
@@ -94,7 +100,7 @@ def describe(fragment: Fragment, root: Fragment) -> str:
     if choices := choices_of(fragment):
         return f"one of {quoted(choices)}" if len(choices) > 1 else quoted(choices)
     if "anyOf" in fragment:
-        return " or ".join(describe(item, root) for item in _members(fragment))
+        return " or ".join(describe(item, root) for item in members_of(fragment))
     return _describe_type(fragment, root)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from tcompress.artifact.manifest import TrainingFacts
+from tcompress.reporting.choice import unbeaten
 from tcompress.reporting.svg import (
     Axis,
     Write,
@@ -65,7 +66,7 @@ def trade_off(
     ends = [end for dot in dots for end in (dot.low, dot.high, dot.quality) if end is not None]
     direction = "" if higher else " (lower is better)"
     y = y_axis(ends, qualities + direction, tick_text, margin=0.12)
-    best = sorted(_unbeaten(dots, higher), key=lambda dot: dot.cost)
+    best = sorted(unbeaten(dots, _place, higher), key=lambda dot: dot.cost)
     frontier = polyline([(x.place(dot.cost), y.place(dot.quality)) for dot in best], "frontier")
     described = "; ".join(
         f"{dot.name}: {write(dot.cost)}, {value_text(dot.quality)}"
@@ -140,14 +141,8 @@ def _dot(dot: Dot, x: Axis, y: Axis, write: Write) -> Markup:
     return tag("g", join(parts), class_=f"c{dot.colour}")
 
 
-def _unbeaten(dots: Sequence[Dot], higher: bool) -> list[Dot]:
-    sign = 1 if higher else -1
-
-    def beats(one: Dot, other: Dot) -> bool:
-        no_worse = one.cost <= other.cost and sign * one.quality >= sign * other.quality
-        return no_worse and (one.cost, one.quality) != (other.cost, other.quality)
-
-    return [dot for dot in dots if not any(beats(other, dot) for other in dots)]
+def _place(dot: Dot) -> tuple[float, float]:
+    return dot.cost, dot.quality
 
 
 def _known(points: Sequence[tuple[int, float | None]]) -> list[tuple[float, float]]:

@@ -1,14 +1,15 @@
-"""Which numbers stand for a set of models: one metric and one size of a forward pass."""
+"""Which numbers stand for a set of models, and which models no other one beats."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.reporting.tree import ModelReport
 
+_Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -45,6 +46,29 @@ def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:
 def best_speed(report: ModelReport) -> Speed | None:
     """Picks the time with the greatest ratio."""
     return max(report.speed, key=lambda speed: speed.ratio, default=None)
+
+
+def unbeaten(
+    items: Sequence[_Item], place: Callable[[_Item], tuple[float, float]], higher: bool = True
+) -> list[_Item]:
+    """Picks the Pareto front: the items that no other one beats in both cost and quality.
+
+    Args:
+        items: What is compared.
+        place: Gives cost and quality of an item.
+        higher: Whether more quality is a greater number.
+    """
+    sign = 1 if higher else -1
+
+    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return one != other and one[0] <= other[0] and sign * one[1] >= sign * other[1]
+
+    places = [place(item) for item in items]
+    return [
+        item
+        for item, own in zip(items, places, strict=True)
+        if not any(beats(other, own) for other in places)
+    ]
 
 
 def _commonest(groups: Iterable[Iterable[_Key]]) -> _Key | None:

@@ -104,7 +104,7 @@ class Comparison:
             yield self._table(self.reports[start : start + count])
 
     def _table(self, reports: Sequence[ModelReport]) -> Table:
-        table = _table()
+        table = empty_table()
         table.add_column("", ratio=None)
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
@@ -140,7 +140,7 @@ def layer_table(
     """
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)
-    table = _table(title)
+    table = empty_table(title)
     table.add_column("block" if one_by_one else "layers", overflow="fold")
     table.add_column("role")
     table.add_column("structure", overflow="fold")
@@ -161,7 +161,7 @@ def layer_table(
 
 def left_table(left: Sequence[Left]) -> Table:
     """Says how many layers stay dense for which reason."""
-    table = _table()
+    table = empty_table()
     table.add_column("left dense", justify="right")
     table.add_column("such as", overflow="fold")
     table.add_column("because", overflow="fold")
@@ -186,7 +186,7 @@ def _single(report: ModelReport) -> RenderableType:
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
-    table = _table()
+    table = empty_table()
     table.add_column("parameters")
     for name in (dense, now, "kept"):
         table.add_column(name, justify="right")
@@ -220,7 +220,8 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
     ]
 
 
-def _table(title: str = "") -> Table:
+def empty_table(title: str = "") -> Table:
+    """Makes a table in the style of all others."""
     return Table(
         title=title or None,
         title_justify="left",

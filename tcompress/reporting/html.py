@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tcompress
 from tcompress.errors import InputError
@@ -14,11 +16,19 @@ from tcompress.reporting.page import page_of, plain
 from tcompress.reporting.speed import memory_text
 from tcompress.reporting.tree import ModelReport
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 _ENDINGS = (".html", ".htm")
 
 
 def render_html(reports: Sequence[ModelReport]) -> str:
     """Renders models as a page; the same reports always give the same text."""
+    return _template().render(page=page_of(reports), version=tcompress.__version__)
+
+
+@cache
+def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -40,8 +50,7 @@ def render_html(reports: Sequence[ModelReport]) -> str:
         "value": words.value_text,
     }
     source = files("tcompress").joinpath("data", "report.html.j2").read_text(encoding="utf-8")
-    template = environment.from_string(source)
-    return template.render(page=page_of(reports), version=tcompress.__version__)
+    return environment.from_string(source)
 
 
 def check_target(path: Path) -> None:

@@ -240,6 +240,10 @@ class Structure(ABC, Generic[S, L]):
         """Fills options whose default depends on whether there is calibration data."""
         return spec
 
+    def suited(self, spec: S, target: float) -> S:
+        """Changes sizes that are fixed by default to some that leave room in a kept fraction."""
+        return spec
+
     def side_key(self, layout: L, side: Side) -> Hashable:
         """Identifies a side: layers that read one input share it where this is equal."""
         return None

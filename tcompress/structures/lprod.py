@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from math import ceil, log2
 from typing import Any, Literal
 
 import torch
@@ -184,6 +185,10 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
 
     def regressors(self, layout: LprodLayout) -> int:
         return layout.padded_in // layout.p
+
+    def suited(self, spec: LprodSpec, target: float) -> LprodSpec:
+        # Half for the slices: transforms and a low-rank term take the rest, and do better with it.
+        return spec.model_copy(update={"p": 2 ** ceil(log2(2 / target))})
 
     def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
         if spec.transform is not None:

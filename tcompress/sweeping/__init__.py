@@ -1,0 +1,1 @@
+"""Many conversions of one model, measured alike and compared."""

@@ -1,0 +1,251 @@
+"""`tcompress sweep`: from options to a table, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcompress.cli import progress
+from tcompress.cli.sweep import recipe_of
+from tcompress.errors import FitError
+from tcompress.recipe.schema import Finetune, Recipe
+from tcompress.structures.lprod import LprodSpec
+from tests.support.cli import error, run
+from tests.support.evaluation import headed, one_thread, pairs_file
+
+FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
+STS = ("--task", "sts", "--data", "pairs.jsonl")
+NOTHING: dict[str, Any] = dict.fromkeys(
+    (
+        "recipe", "methods", "targets", "finetune_steps", "train_data", "task", "data", "split",
+        "columns", "limit", "allocation", "keep", "changes", "calib", "calib_samples",
+        "calib_columns", "keep_models", "dtype", "device",
+    )
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    headed("bert", folder / "bert", "BertModel", num_hidden_layers=1)
+    pairs_file(folder / "pairs.jsonl", 30)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    with one_thread():
+        yield
+
+
+def settings(**given: Any) -> Recipe:
+    return recipe_of({**NOTHING, "bench": False, **given})
+
+
+def test_defaults() -> None:
+    said = settings()
+    assert said.sweep is not None
+    assert {"svd", "lprod", "tt"} <= {*said.sweep.methods}
+    assert said.sweep.targets == (0.5, 0.25)
+    assert said.sweep.keep_models
+    assert (said.finetune, said.evaluate, said.bench) == (None, (), None)
+
+
+def test_every_option_reaches_the_recipe() -> None:
+    said = settings(
+        methods="svd, lprod:p=8:transform=dct", targets="0.4, 0.1", finetune_steps=7,
+        train_data=["a.txt", "b.txt"], task="sts", data="a.csv", split="test",
+        columns=["score=s"], limit=9, bench=True, allocation="uniform", keep=["down"],
+        calib="c.txt", calib_samples=3, calib_columns=["x"], keep_models=False, dtype="float16",
+        device="cpu", changes=["finetune.batch_size=5", "bench.batch=[2]"],
+    )  # fmt: skip
+    assert said.sweep is not None
+    assert said.finetune is not None
+    assert said.bench is not None
+    assert said.sweep.methods == ("svd", LprodSpec(p=8, transform="dct"))
+    assert said.sweep.targets == (0.4, 0.1)
+    assert not said.sweep.keep_models
+    data = {"source": ("a.txt", "b.txt")}
+    assert said.finetune == Finetune(steps=7, batch_size=5, device="cpu", data=data)
+    assert said.evaluate[0].model_dump(exclude_defaults=True) == {
+        "task": "sts", "data": "a.csv", "split": "test", "columns": {"score": "s"}, "limit": 9
+    }  # fmt: skip
+    assert said.bench.batch == (2,)
+    assert said.convert.model_dump(exclude_defaults=True) == {
+        "method": {},
+        "allocation": "uniform",
+        "keep": ("down",),
+        "calibration": {"source": "c.txt", "samples": 3, "columns": ("x",)},
+        "dtype": "float16",
+        "device": "cpu",
+    }
+
+
+def test_options_change_a_recipe() -> None:
+    said = settings(recipe="encoder/minilm-sweep", targets="0.3", limit=None)
+    base = settings(recipe="encoder/minilm-sweep")
+    assert said.sweep is not None
+    assert base.sweep is not None
+    assert said.sweep.targets == (0.3,)
+    assert said.sweep.methods == base.sweep.methods
+    assert said.evaluate == base.evaluate
+    plain = settings(recipe="encoder/minilm-tt-25").sweep
+    assert plain is not None
+    assert plain.methods == ()  # its own
+
+
+def test_table_and_exit_code_with_a_refused_cell() -> None:
+    done = run("sweep", "bert", "--methods", "svd,lprod:p=3", "--targets", "0.5", *STS, *FREE)
+    assert done.code == 0
+    assert done.lines[0].split() == [
+        "model", "kept", "params", "bytes", "spearman", "ratio", "seconds"
+    ]  # fmt: skip
+    rows = [line.replace("*", " ").split() for line in done.lines[2:4]]
+    assert [row[:3] for row in rows] == [
+        ["dense", "100.0%", "14,976"],
+        ["svd-50", "48.4%", "10,752"],
+    ]
+    assert "lprod-p3-50  none of 6 layers can be rewritten:" in done.out
+    assert done.lines[-2:] == ["Wrote `out`.", "Report: `out/sweep.html`."]
+    assert "svd-50: 1 of 1\n" in done.err
+
+
+def test_json_is_what_the_folder_holds() -> None:
+    options = ("--methods", "svd", "--targets", "0.5", *STS, *FREE)
+    done = run("sweep", "bert", *options, "--json", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert done.document == json.loads(Path("out/sweep.json").read_text())
+    again = run("sweep", "bert", *options, "--json")
+    assert again.document == done.document
+    assert again.err == "`svd-50` is already done\n"
+
+
+def test_dry_run_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("tcompress.source.store.Shard.read", fail)
+    options = ("--methods", "svd,lprod,lprod:p=3", "--dry-run", *FREE)
+    done = run("sweep", "bert", *options)
+    assert (done.code, done.err) == (0, "")
+    names = ["svd-50", "svd-25", "lprod-p4-50", "lprod-p8-25"]
+    assert [line.split()[0] for line in done.lines[2:6]] == names
+    assert done.lines[-1] == "Nothing was written. Without `--dry-run`, this writes `out`."
+    cells = run("sweep", "bert", *options, "--json").document["cells"]
+    assert [cell["name"] for cell in cells] == [*names, "lprod-p3-50", "lprod-p3-25"]
+    assert [cell["refused"] is None for cell in cells] == [True] * 4 + [False] * 2
+    assert cells[0]["parameters"] == 10_752
+    assert not Path("out").exists()
+
+
+def test_recipe_with_a_sweep_runs() -> None:
+    Path("my.yaml").write_text(
+        "recipe_version: 1\nmodel: ./bert\noutput: out\n"
+        "convert: {method: {name: svd}, calibration: {source: none}, device: cpu}\n"
+        "sweep: {targets: [0.5]}\n"
+    )
+    done = run("run", "my.yaml", "--dry-run")
+    assert "svd-50" in done.out
+    done = run("run", "my.yaml", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert "mean weight error" in done.out
+    assert Path("out/svd-50/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (
+            ["--methods", "svd:p=3"],
+            "`--p` does not apply to method `svd`; its options are `--rank`",
+            "`--p` belongs to `--method lprod`",
+        ),
+        (
+            ["--methods", "lprod:p"],
+            "`--methods` has `p`, expected an option with its value; options are `p`, `transform`, "
+            "`block`, `stages`, `tubal_rank`, `rank`, `order`, `apply`",
+            "write, for example, `--methods svd,lprod:p=8`",
+        ),
+        (
+            ["--targets", "0.5,2"],
+            "`--targets` has `2`, allowed is a number greater than 0 and less than 1",
+            "write, for example, `--targets 0.5,0.25`",
+        ),
+        (["--task", "sts"], "`--task` needs `--data` too", "see `tcompress evaluate --help`"),
+        (["--data", "a.csv"], "`--data` needs `--task` too", "see `tcompress evaluate --help`"),
+        (
+            ["--limit", "3"],
+            "`--limit` belongs to a measurement, and none is asked for",
+            "add `--task` and `--data`",
+        ),
+        (
+            ["--train-data", "a.txt"],
+            "`--train-data` is what models are healed on, and nothing says for how long",
+            "add `--finetune-steps 200`",
+        ),
+        (
+            ["--finetune-steps", "3"],
+            "trained models cannot be compared without a task: errors of layers are known of the "
+            "conversion alone",
+            "add `evaluate` to the recipe, or `--task` and `--data`",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(options: list[str], message: str, hint: str) -> None:
+    done = run("sweep", "bert", *options, *FREE)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == error(message, hint)
+    assert not Path("out").exists()
+
+
+def test_failed_cell_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FitError("layer `q` is not finite")
+
+    monkeypatch.setattr("tcompress.pipeline.convert", fail)
+    done = run("sweep", "bert", "--methods", "svd", "--targets", "0.5", *STS, *FREE)
+    assert done.code == 2
+    assert "svd-50    layer `q` is not finite" in done.out
+
+
+def test_missed_threshold_is_an_exit_code() -> None:
+    bound = ("--set", "evaluate.0.threshold='0.999'")
+    options = ("--methods", "svd", "--targets", "0.5", *STS, *bound, *FREE)
+    done = run("sweep", "bert", *options)
+    assert done.code == 3
+    assert "Missed by `svd-50`: sts spearman " in done.out
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tcompress.pipeline.convert", interrupt)
+    done = run("sweep", "bert", "--methods", "svd", *FREE, "--quiet")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == error(
+        "interrupted; what was finished is kept in `out`",
+        "run the same command again: it goes on where it stopped",
+    )
+
+
+def test_bars_of_cells() -> None:
+    with progress._Bars() as bars:
+        bars.part("svd-50", 1, 2)
+        bars.stage("fitting blocks", 2, "groups")
+        bars.stage("writing", 2, "bytes")
+        assert [task.description for task in bars._bars.tasks] == [
+            "cells", "fitting blocks", "writing"
+        ]  # fmt: skip
+        bars.part("svd-25", 2, 2)
+        assert [task.description for task in bars._bars.tasks] == ["cells"]
+        assert (bars._bars.tasks[0].completed, bars._bars.tasks[0].fields["note"]) == (1, "svd-25")

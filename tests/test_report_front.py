@@ -1,0 +1,123 @@
+"""The table of a sweep, as it looks 100 columns wide without colour, and its Pareto fronts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tcompress.conversion.estimate import Estimate
+from tcompress.planning.planner import make_plan
+from tcompress.reporting.choice import unbeaten
+from tcompress.reporting.front import Candidate, FrontReport, front_of, front_table, plan_table
+from tcompress.reporting.model import report_of
+from tcompress.reporting.tree import ModelReport
+from tcompress.source import SourceModel
+from tests.support.converted import converted, recipe
+from tests.support.records import metric, speed
+from tests.test_report_console import shown
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelReport]:
+    """A dense model and conversions of three sizes."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for target in (0.5, 0.4, 0.25):
+        made = converted("gpt2", folder, method={"name": "svd"}, target=target)
+        found[f"svd-{100 * target:g}"] = report_of(made.folder)
+    found["svd-40"] = found["svd-40"].model_copy(update={"left": found["svd-50"].left})
+    return {"dense": report_of(folder / "gpt2"), **found}
+
+
+def measured(report: ModelReport, quality: float, **fields: Any) -> ModelReport:
+    numbers = {name: fields.pop(name) for name in ("higher_is_better",) if name in fields}
+    found = metric(quality, None if fields.pop("alone", False) else 0.9, **numbers)
+    return report.model_copy(update={"metrics": (found,), **fields})
+
+
+def front(reports: dict[str, ModelReport]) -> FrontReport:
+    """The models with made-up numbers: one is beaten by a smaller one, one is slow."""
+    speeds = {"svd-50": 6.0, "svd-40": 12.0, "svd-25": 4.0}
+    values = {"svd-50": 0.85, "svd-40": 0.8, "svd-25": 0.82}
+    rows = [Candidate("dense", measured(reports["dense"], 0.9, alone=True))]
+    for name, value in values.items():
+        times = (speed(milliseconds=speeds[name], ratio=10 / speeds[name]),)
+        report = measured(reports[name], value, speed=times)
+        rows.append(Candidate(name, report, metric(value - 0.1), 1234.56))
+    return front_of(rows)
+
+
+TABLE = """\
+ model        kept  params    bytes               accuracy   ratio  before     time  seconds
+ ───────────────────────────────────────────────────────────────────────────────────────────
+ *t dense   100.0%  22,400  92.2 kB  0.9000 [0.880, 0.920]                  10.0 ms
+ *t svd-50   48.4%  13,952  60.6 kB  0.8500 [0.830, 0.870]  0.944×  0.7500  6.00 ms  1,234.6
+    svd-40   37.5%  12,160  53.4 kB  0.8000 [0.780, 0.820]  0.889×  0.7000  12.0 ms  1,234.6
+ *t svd-25   24.2%   9,984  44.7 kB  0.8200 [0.800, 0.840]  0.911×  0.7200  4.00 ms  1,234.6
+kept: of the rewritten layers; params and bytes: of the whole model; before: before healing
+*: on the Pareto front, none as small is as good
+t: none as fast is as good; time of batch 8, length 32, cpu, 2 threads, float32
+ not done     because
+ ───────────────────────────────────
+ lprod-p3-50  p=3 does not divide 32
+"""
+
+
+def test_table(reports: dict[str, ModelReport]) -> None:
+    text = shown(front_table(front(reports), [("lprod-p3-50", "p=3 does not divide 32")]))
+    assert text == TABLE
+
+
+PLAN = """\
+ model    kept  parameters    bytes  left dense  peak memory           time
+ ──────────────────────────────────────────────────────────────────────────
+ svd-50  49.0%      16,128  70.0 kB      2 of 8       3.0 MB  roughly 3 min
+ not done  because
+ ────────────────────────────────────────────
+ svd-1     none of 8 layers can be rewritten:
+             - one: 4 layers
+             and 2 more
+"""
+
+
+def test_table_of_plans(reports: dict[str, ModelReport]) -> None:
+    source = SourceModel.open(reports["dense"].name)
+    plan = make_plan(recipe(method={"name": "svd"}, target=0.5, keep=["down"]), source)
+    costs = Estimate(memory_bytes=3_000_000, disk_bytes=70_000, seconds=200)
+    long = "none of 8 layers can be rewritten:\n  - one: 4 layers\n  - two: 2 layers\n  - three"
+    assert shown(plan_table([("svd-50", plan, costs)], [("svd-1", long)])) == PLAN
+
+
+def test_beaten_models_are_not_on_the_front(reports: dict[str, ModelReport]) -> None:
+    found = {row.name: row.front for row in front(reports).rows}
+    assert found == {
+        "dense": ("size", "time"),
+        "svd-50": ("size", "time"),
+        "svd-40": (),  # larger than `svd-25`, slower, and worse
+        "svd-25": ("size", "time"),
+    }
+
+
+def test_front_of_a_number_that_should_be_low(reports: dict[str, ModelReport]) -> None:
+    values = {"dense": 5.0, "svd-50": 9.0, "svd-25": 8.0}
+    models = [
+        Candidate(name, measured(reports[name], value, alone=True, higher_is_better=False))
+        for name, value in values.items()
+    ]
+    found = front_of(models)
+    assert not found.higher_is_better
+    assert [row.name for row in found.rows if row.front] == ["dense", "svd-25"]
+
+
+def test_models_that_were_not_measured(reports: dict[str, ModelReport]) -> None:
+    found = front_of([Candidate(name, reports[name]) for name in ("dense", "svd-25")])
+    assert found.metric is None
+    assert [row.front for row in found.rows] == [(), ()]
+    assert "accuracy" not in shown(front_table(found))
+
+
+def test_unbeaten_keeps_what_is_alike() -> None:
+    places = [(1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (2.0, 3.0), (3.0, 2.0)]
+    assert unbeaten(places, lambda place: place) == [(1.0, 1.0), (1.0, 1.0), (2.0, 3.0)]
+    assert unbeaten(places, lambda place: place, higher=False) == [(1.0, 1.0), (1.0, 1.0)]

@@ -342,6 +342,23 @@ def report(case: Case, rows: Sequence[Row], args: argparse.Namespace) -> list[di
     return found
 
 
+def chosen(
+    args: argparse.Namespace, *, there: bool
+) -> dict[str, Callable[[Case, argparse.Namespace], Row]]:
+    """What makes each row that is asked for."""
+    makers: dict[str, Any] = {
+        name: lambda case, args, name=name: ours(case, name, args.target) for name in OURS
+    }
+    for name, order in THEIRS if there else ():
+        makers[f"tensorly-torch {name}, order {order}"] = (
+            lambda case, args, name=name, order=order: theirs(
+                case, name, order, args.target, args.cp_iterations
+            )
+        )
+    wanted = [name for name in makers if not args.only or args.only in name]
+    return {name: makers[name] for name in wanted if not args.skip or args.skip not in name}
+
+
 def main() -> None:
     """Prints a table for each layer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -371,17 +388,7 @@ def main() -> None:
     print("tensorly-torch: " + ("there" if there else "not installed, its rows are left out"))
     results = []
     for case in cases(args.model, args.calib, args.samples, args.layers):
-        makers: dict[str, Callable[[], Row]] = {
-            name: lambda name=name: ours(case, name, args.target) for name in OURS
-        }
-        for name, order in THEIRS if there else ():
-            label = f"tensorly-torch {name}, order {order}"
-            makers[label] = lambda name=name, order=order: theirs(
-                case, name, order, args.target, args.cp_iterations
-            )
-        chosen = [name for name in makers if not args.only or args.only in name]
-        chosen = [name for name in chosen if not args.skip or args.skip not in name]
-        rows = [makers[name]() for name in chosen]
+        rows = [make(case, args) for make in chosen(args, there=there).values()]
         results += report(case, rows, args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

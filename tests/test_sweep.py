@@ -31,6 +31,7 @@ from tcompress.sweeping.run import sweep
 from tests.support.conversions import few_steps
 from tests.support.evaluation import headed, loaded, one_thread, rows_file
 from tests.support.model_folders import sentences, text_file
+from tests.support.tiers import tiered
 
 STS: dict[str, Any] = {"task": "sts", "data": "pairs.jsonl", "bootstrap": 50}
 HEAL: dict[str, Any] = {
@@ -228,6 +229,7 @@ def test_without_a_task_the_last_layer_tells(monkeypatch: pytest.MonkeyPatch) ->
     assert fallback_metric(report).protocol["layer"] == report.layers[-1].name
 
 
+@pytest.mark.grid
 def test_without_task_and_data_weights_tell() -> None:
     found = run(recipe(evaluate=[]))
     assert found.front.metric == "mean weight error"
@@ -256,6 +258,7 @@ def test_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.grid
 def test_new_cells_alone_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     run(recipe(targets=[0.5]))
     counting = Counting(monkeypatch)
@@ -279,6 +282,7 @@ def test_changed_measurement_keeps_models(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.grid
 def test_changed_data_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run(recipe(targets=[0.5]))
     agreeable_pairs(Path("pairs.jsonl"), Path("bert"), 40)
@@ -347,6 +351,7 @@ def test_models_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.grid
 def test_force_does_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run(recipe(targets=[0.5]))
     counting = Counting(monkeypatch)
@@ -370,7 +375,11 @@ class Stopping(Silent):
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    ("stage", "left"), [("writing", ["convert", "evaluate"]), ("svd-25", ["evaluate"])]
+    ("stage", "left"),
+    tiered(
+        [("writing", ["convert", "evaluate"]), ("svd-25", ["evaluate"])],
+        lambda row: row[0] == "writing",
+    ),
 )
 def test_interrupt_loses_the_cell_in_work_at_most(
     stage: str, left: list[str], monkeypatch: pytest.MonkeyPatch
@@ -408,6 +417,7 @@ def test_failed_cells_do_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.grid
 def test_model_that_cannot_be_measured_does_not_stop_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -429,7 +439,9 @@ def test_data_that_cannot_be_read_stop_before_any_conversion() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("threshold", "missed"), [("0.0x", False), ("2x", True)])
+@pytest.mark.parametrize(
+    ("threshold", "missed"), tiered([("0.0x", False), ("2x", True)], lambda row: row[1])
+)
 def test_threshold_is_missed_if_no_cell_reaches_it(threshold: str, missed: bool) -> None:
     found = run(recipe(targets=[0.5], evaluate=[{**STS, "threshold": threshold}]))
     assert found.missed is missed
@@ -437,6 +449,7 @@ def test_threshold_is_missed_if_no_cell_reaches_it(threshold: str, missed: bool)
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.grid
 def test_output_that_is_no_sweep_is_left_alone() -> None:
     Path("out").mkdir()
     Path("out/mine.txt").touch()

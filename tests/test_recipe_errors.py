@@ -18,8 +18,8 @@ TOP = (
     "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
 )
 CONVERT = (
-    "`method`, `target`, `allocation`, `residual_rank`, `keep`, `layers`, `calibration`, "
-    "`dtype`, `device`, `max_shard_size`"
+    "`method`, `keep_layers`, `drop_layers`, `target`, `allocation`, `residual_rank`, `keep`, "
+    "`layers`, `calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "

@@ -64,12 +64,12 @@ def test_value_of_a_wrong_type() -> None:
     [
         (
             ["--method", "lprd"],
-            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`",
+            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
-            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`",
+            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
             "see `tcompress methods`",
         ),
         (

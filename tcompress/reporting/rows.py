@@ -50,8 +50,8 @@ def rows_of(
     parts = report.parameters
     if report.depth is not None:
         rows.append(depth_row(report.depth))
-    elif facts:
-        rows.append(Row("blocks"))
+    elif facts and any(other.depth is not None for other in others):
+        rows.append(Row("blocks"))  # keeps its place beside models that lack some
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif facts:  # keeps its place beside models that have some

@@ -302,7 +302,7 @@ def times(
 
 
 def memory(module: nn.Module, tokens: int, width: int) -> float:
-    """Peak of a forward and a backward pass, in MB; the input needs a gradient, as inside."""
+    """Peak of a forward and a backward pass, in MB; the input needs a gradient, as in a model."""
     module = copy.deepcopy(module).train()
     x = torch.randn(tokens, width, requires_grad=True)
     peak = peak_bytes(lambda: module(x).square().mean().backward(), torch.device("cpu"))

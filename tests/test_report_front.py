@@ -70,7 +70,7 @@ def test_table(reports: dict[str, ModelReport]) -> None:
 
 
 PLAN = """\
- model    kept  parameters    bytes  left dense  peak memory           time
+ model    kept  parameters    bytes  left dense  peak memory     conversion
  ──────────────────────────────────────────────────────────────────────────
  svd-50  49.0%      16,128  70.0 kB      2 of 8       3.0 MB  roughly 3 min
  not done  because

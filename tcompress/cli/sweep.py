@@ -305,7 +305,9 @@ def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner
     from tcompress.cli.output import print_json, results
     from tcompress.reporting.front import plan_table
     from tcompress.sweeping.cells import cells_of
+    from tcompress.sweeping.run import check_recipe
 
+    check_recipe(recipe)
     cells = cells_of(recipe, source)
     if manner.as_json:
         listed = [cell.to_json() for cell in cells]

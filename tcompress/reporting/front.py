@@ -212,7 +212,7 @@ def plan_table(
         stopped: Names of what cannot be planned, and reasons.
     """
     table = _table("model")
-    for name in ("kept", "parameters", "bytes", "left dense", "peak memory", "time"):
+    for name in ("kept", "parameters", "bytes", "left dense", "peak memory", "conversion"):
         table.add_column(name, justify="right")
     for name, plan, costs in planned:
         table.add_row(

@@ -69,7 +69,7 @@ def sweep(
         InputError: Something in the recipe cannot be used, or no cell can be done.
         KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
-    _check(recipe)
+    check_recipe(recipe)
     cells = cells_of(recipe, source)
     folder = Path(output).expanduser().absolute()
     with _claimed(folder, force):
@@ -77,8 +77,12 @@ def sweep(
         return run.go()
 
 
-def _check(recipe: Recipe) -> None:
-    """Refuses, before any work, what would fail in the end."""
+def check_recipe(recipe: Recipe) -> None:
+    """Refuses, before any work, what would fail in the end.
+
+    Raises:
+        InputError: A threshold is no number, or trained models have no task to be compared by.
+    """
     for item in recipe.evaluate:
         if item.threshold is not None:
             Threshold.parse(item.threshold)

@@ -64,12 +64,14 @@ def test_value_of_a_wrong_type() -> None:
     [
         (
             ["--method", "lprd"],
-            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
+            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
+            "`none`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
-            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
+            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
+            "`none`",
             "see `tcompress methods`",
         ),
         (

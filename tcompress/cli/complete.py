@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
-METHODS = ("lprod", "svd", "lowrank", "tt", "qtt")
+METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 DTYPES = ("float32", "float16", "bfloat16")

@@ -10,6 +10,7 @@ from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
+from tcompress.structures.tucker import TuckerLayout
 
 
 def describe_parts(parts: Sequence[PartLayout]) -> str:
@@ -34,6 +35,8 @@ def describe_layout(layout: Layout) -> str:
         return f"lowrank r={layout.rank}"
     if isinstance(layout, TTLayout):
         return _describe_tt(layout)
+    if isinstance(layout, TuckerLayout):
+        return f"tucker r={layout.rank}"
     options = layout.model_dump(
         exclude={"structure", "in_features", "out_features"}, exclude_defaults=True
     )

@@ -159,6 +159,12 @@ def _more_tt_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _tucker(label: str, **rest: Any) -> Case:
+    fields = ("inputs", "outputs", "side", "budget", "exact", "optimal")
+    own = {key: rest.pop(key) for key in fields if key in rest}
+    return Case("tucker", label, rest, **own)
+
+
 CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
@@ -170,6 +176,13 @@ CASES: dict[str, list[Case]] = {
     ],
     "lprod": _lprod_cases(),
     "tt": _tt_cases(),
+    "tucker": [
+        _tucker("tall", rank=3),
+        _tucker("wide", rank=3, inputs=24, outputs=16, side="out"),
+        _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
+        _tucker("full", rank=99, exact=True),
+        _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
+    ],
 }
 
 LADDERS: dict[str, list[list[Case]]] = {
@@ -188,6 +201,7 @@ LADDERS: dict[str, list[list[Case]]] = {
     ],
     # Two cores: what more of them reach depends on where the alternation starts.
     "tt": [[_tt(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16, 24)]],
+    "tucker": [[_tucker(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16)]],
 }
 
 REFUSALS: dict[str, list[tuple[Case, str]]] = {
@@ -238,6 +252,13 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
             "the input 16 has 3 modes and the output 24 has 2: give both equally many",
         ),
         (_tt("ranks", order=3, rank=[4]), "3 cores have 2 inner ranks, not 1"),
+    ],
+    "tucker": [
+        (_tucker("no-rank"), "no rank is given: set `rank` or `target`"),
+        (
+            _tucker("small-budget", budget=40),
+            "the budget of 40 parameters does not pay for rank 1",
+        ),
     ],
 }
 

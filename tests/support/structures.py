@@ -17,6 +17,7 @@ from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
+from tcompress.structures.tucker import TuckerLayout
 
 SIDES: tuple[Side, Side] = ("in", "out")
 Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`
@@ -77,10 +78,18 @@ def _tt(layout: TTLayout, stored: Stored) -> Tensor:
     return total[: layout.out_features, : layout.in_features]
 
 
+def _tucker(layout: TuckerLayout, stored: Stored) -> Tensor:
+    """A sum of outer products of columns, weighted by the entries of the core."""
+    pairs = product(range(layout.rank), repeat=2)
+    u, core, v = stored["u"], stored["core"], stored["v"]
+    return torch.stack([core[i, j] * torch.outer(u[:, i], v[:, j]) for i, j in pairs]).sum(0)
+
+
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "lowrank": _lowrank,
     "lprod": _lprod,
     "tt": _tt,
+    "tucker": _tucker,
 }
 
 

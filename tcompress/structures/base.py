@@ -309,6 +309,14 @@ class Structure(ABC, Generic[S, L]):
         """
         return {}
 
+    def bank_flops(self, layout: L, *, calibrated: bool) -> float:
+        """Floating-point operations of `fit_bank`, roughly."""
+        return 0.0
+
+    def bank_bytes(self, layout: L, *, calibrated: bool) -> int:
+        """Bytes that `fit_bank` holds, with all weights and moments that it looks at."""
+        return 0
+
     def start_bank(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
         """Draws random tensors of a bank, as `start` does."""
         return {}

@@ -21,6 +21,8 @@ from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowra
 from tcompress.linalg.lowrank import best_factors, fit_lowrank
 from tcompress.linalg.tucker import Ranks, clip_ranks, tucker_parameters
 from tcompress.linalg.tuckerbank import (
+    STEPS,
+    SWEEPS,
     Bank,
     User,
     fit_bank,
@@ -260,6 +262,19 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
         first = layouts[0]
         bank = fit_bank(users, first.block, (first.cores, *first.ranks))
         return {"u": bank.left, "cores": bank.cores, "v": bank.right}
+
+    def bank_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
+        (a, b), (left, right) = layout.block, layout.ranks
+        middles = left * right * (left + right)
+        plain = a * b * (left + right) + middles
+        seen = a * a * left + b * b * right + middles
+        steps = SWEEPS * 2 * STEPS * layout.blocks
+        return 2.0 * (SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0))
+
+    def bank_bytes(self, layout: TuckerLayout, *, calibrated: bool) -> int:
+        a, b = layout.block
+        moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
+        return 8 * layout.blocks * (6 * a * b + moments)
 
     def start_bank(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
         a, b = layout.block

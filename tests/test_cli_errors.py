@@ -108,6 +108,16 @@ def test_value_of_a_wrong_type() -> None:
             SEE,
         ),
         (
+            ["--method", "tucker", "--rank", "3,4"],
+            "with `share: none` both factors have one rank: give one number",
+            "see `tcompress convert --help`",
+        ),
+        (
+            ["--method", "tucker", "--share", "all", "--rank", "3"],
+            "`--share` is `all`, allowed is one of `none`, `heads`, `layers`, `model`",
+            "see `tcompress convert --help`",
+        ),
+        (
             ["--method", "qtt", "--order", "3"],
             "the modes of `qtt` are 2: leave out `order` and `modes`",
             SEE,

@@ -30,7 +30,7 @@ from tcompress.linalg.tucker import (
     fit_tucker,
     tucker_parameters,
 )
-from tcompress.linalg.tuckerbank import Bank, fit_mixing, mixed_weight
+from tcompress.linalg.tuckerbank import Bank, User, fit_mixing, mixed_weight
 from tests.support.lproduct import quick
 from tests.support.structures import randn
 
@@ -320,3 +320,88 @@ def test_mixing_agrees_with_the_joint_fit() -> None:
         bank = Bank(found.left, found.right, found.cores)
         alone = fit_mixing(products[i], grams[i], bank)
         assert_close(alone[0, 0], found.mixing[i], rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- moments of both sides
+
+
+def _curves(seed: int = 20) -> Tensor:
+    half = randn(COUNT, ROWS, ROWS, seed=seed)
+    return half @ half.mT + 0.1 * torch.eye(ROWS).double()
+
+
+def _curved_loss(found: Tucker, products: Tensor, grams: Tensor, curves: Tensor) -> float:
+    dense = found.matrices()
+    return float((curves @ (dense @ grams - 2 * products)).mul(dense).sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_round_costs_loss_with_both_moments(seed: int) -> None:
+    _, products, grams = _problem(seed)
+    curves = _curves(seed)
+    losses = [
+        _curved_loss(
+            fit_tucker(
+                products, grams, (2, 3, 4), curvatures=curves, sweeps=sweeps, tolerance=0.0, inner=3
+            ),
+            products,
+            grams,
+            curves,
+        )
+        for sweeps in (1, 2, 4, 8)
+    ]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("with_grams", [False, True])
+def test_full_ranks_and_both_moments_give_the_matrices_back(with_grams: bool) -> None:
+    weights, products, grams = _problem(damping=0.1)
+    weights = torch.linalg.solve(grams, products.mT).mT if with_grams else weights
+    found = fit_tucker(
+        products if with_grams else weights,
+        grams if with_grams else None,
+        (COUNT, ROWS, COLS),
+        curvatures=_curves(),
+        inner=50,
+    )
+    assert_close(found.matrices(), weights, rtol=1e-5, atol=1e-5)
+
+
+def test_a_transposed_problem_is_solved_as_well() -> None:
+    weights = randn(COUNT, ROWS, COLS)
+    _, _, grams = _problem()
+    curves = _curves()
+    options = {"sweeps": 300, "tolerance": 0.0, "inner": 20}
+    one = fit_tucker(weights @ grams, grams, (2, 3, 4), curvatures=curves, **options)
+    two = fit_tucker(weights.mT @ curves, curves, (2, 4, 3), curvatures=grams, **options)
+    losses = [_curved_loss(one, weights @ grams, grams, curves)]
+    turned = Tucker(two.right, two.cores.mT, two.left, two.mixing)
+    losses.append(_curved_loss(turned, weights @ grams, grams, curves))
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)  # optima are local
+
+
+@pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+def test_mixing_is_least_squares_with_both_moments(down: int, across: int) -> None:
+    bank = Bank(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    x, d = randn(50, across * COLS, seed=3), randn(50, down * ROWS, seed=4)
+    gram, curvature = x.T @ x, d.T @ d
+    weight = randn(down * ROWS, across * COLS, seed=5)
+    found = fit_mixing(curvature @ weight @ gram, gram, bank, curvature)
+    columns = []
+    for place in range(found.numel()):
+        unit = torch.zeros(found.numel()).double()
+        unit[place] = 1
+        columns.append((d @ mixed_weight(unit.view_as(found), bank) @ x.T).flatten())
+    wanted = torch.linalg.lstsq(torch.stack(columns, 1), (d @ weight @ x.T).flatten()[:, None])
+    assert_close(found.flatten(), wanted.solution[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_weight_misses_in_a_bank_is_measured_by_its_moments() -> None:
+    bank = Bank(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    weight = randn(2 * ROWS, COLS, seed=5)
+    x, d = randn(50, COLS, seed=3), randn(50, 2 * ROWS, seed=4)
+    user = User(weight, x.T @ x, d.T @ d, 4.0)
+    mixing = fit_mixing(d.T @ d @ weight @ x.T @ x, x.T @ x, bank, d.T @ d)
+    missed = d @ (weight - mixed_weight(mixing, bank)) @ x.T
+    assert user.error(bank) == pytest.approx(float(missed.square().sum()) / 4)
+    assert user.turned().error(Bank(bank.right, bank.left, bank.cores.mT)) > 0

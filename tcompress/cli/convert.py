@@ -16,7 +16,7 @@ EPILOG = opt.examples(
     "tcompress convert minilm --method tt --order 3 --rank 24,48",
     "tcompress convert minilm --keep-layers 1,3,5",
     "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
-    "tcompress convert bert-base --method tucker --share model --cores 72 --rank 384",
+    "tcompress convert gpt2 --method tucker --share layers --target 0.25",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )

@@ -107,14 +107,8 @@ class _Part:
                 weight = weight - dense
                 product = weight if m is None else product - dense @ m.gram
         gram = None if m is None else m.gram
-        return Target(
-            product,
-            gram,
-            curvature=self.curvature,
-            weight=weight,
-            start=self._fitted(term),
-            bank=self.banks[term],
-        )
+        last, bank = self._fitted(term), self.banks[term]
+        return Target(product, gram, 1.0, self.curvature, weight, last, bank)
 
     def _fitted(self, term: int) -> dict[str, Tensor]:
         """The term's own tensors of the last round, as they are stored."""

@@ -9,7 +9,7 @@ are its mixing weights a_k. What a bank serves is one attention (`heads`), all w
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import isqrt, prod
 from typing import Any, Literal, NamedTuple
 
@@ -332,31 +332,37 @@ def _blocks(share: Share, site: Site) -> int:
 def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None) -> Ranks:
     """Number of cores and ranks of a bank, from what is given and what may be spent."""
     blocks, rows, columns = sizes
-    cores = min(spec.cores or blocks, blocks)
+    most = min(spec.cores or blocks, blocks)
     if spec.rank is not None:
         left, right = (spec.rank, spec.rank) if isinstance(spec.rank, int) else spec.rank
         if budget is not None and spec.cores is None:
             rest = budget - rows * left - columns * right
-            cores = min(blocks, max(0, rest // (left * right + blocks)))
-            if not cores:
+            most = min(most, max(0, rest // (left * right + blocks)))
+            if not most:
                 raise Refusal(f"the budget of {budget} parameters does not pay for one core")
-        return cores, left, right
+        return most, left, right
     if budget is None:
         raise Refusal("no rank is given: set `rank` or `target`")
     found = [
         ranks
-        for left in range(1, rows + 1)
-        if tucker_parameters(*sizes, ranks := (cores, left, _beside(left, sizes))) <= budget
+        for ranks in _ladder(most, rows, columns)
+        if tucker_parameters(*sizes, ranks) <= budget
     ]
     if not found:
         raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
     return found[-1]
 
 
-def _beside(left: int, sizes: tuple[int, int, int]) -> int:
-    """Columns of V beside so many of U: in proportion to the widths of a block."""
-    _, rows, columns = sizes
-    return max(1, min(columns, round(left * columns / rows)))
+def _ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
+    """Sizes of a bank by growing ranks, in proportion to the widths of a block.
+
+    As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
+    little in common but the spaces they read and write.
+    """
+    wide = max(rows, columns)
+    for rank in range(1, wide + 1):
+        left, right = -(-rank * rows // wide), -(-rank * columns // wide)
+        yield min(most, left * right), left, right
 
 
 def _edges(layout: TuckerLayout) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.recipe import Convert, find_recipe, parse_recipe
 from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.model import layer_report
 from tcompress.source import SourceModel
 from tcompress.structures import Site, Target, structure
 from tcompress.structures.tucker import TuckerLayout, TuckerSpec
@@ -236,7 +237,11 @@ def test_a_bank_is_counted_once(bert: SourceModel) -> None:
     size = bank.cores * (left * right) + 32 * (left + right) + bank.blocks * bank.cores
     assert plan.structured_rewritten == size
     assert 0.35 < plan.kept <= 0.4
-    assert any("predicted loss decides no sizes here" in note for note in plan.warnings)
+    assert [note.partition(",")[0] for note in plan.warnings] == [
+        "12 layers share the tensors of one bank"
+    ]
+    rows = [layer_report(entry).structure for entry in plan.layers]
+    assert [row.endswith("with the bank") for row in rows] == [True] + [False] * 11
     assert not planned(bert, "none").warnings
 
 

@@ -69,7 +69,8 @@ def note_of(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     if not banks:
         return ()
     users = sum(bool(bank_layouts(entry.parts)) for entry in layers)
+    named = "one bank" if banks == 1 else f"{banks} banks"
     return (
-        f"{users} layers share the tensors of {banks} banks, which are sized alike: predicted loss "
-        "decides no sizes here",
+        f"{users} layers share the tensors of {named}, each stored with the first layer that uses "
+        "it; banks are sized alike, not by predicted loss",
     )

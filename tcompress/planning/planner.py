@@ -66,7 +66,12 @@ class _Planner:
         self.layers = list(self.pools.lend(self.layers))
 
     def _pool(self) -> None:
-        """Asks every weight which bank it would use."""
+        """Asks every weight which bank it would use, if any may."""
+        recipe = self.recipe
+        rules = (rule.method for rule in recipe.layers)
+        chosen = (choice.method for choice in self.choices.values())
+        if not any(method.pools for method in (recipe.method, *rules, *chosen) if method):
+            return
         for block in self.anatomy.blocks:
             for layer in block.layers:
                 try:

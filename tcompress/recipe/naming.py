@@ -7,7 +7,6 @@ from typing import Any
 
 from tcompress.recipe.schema import Convert
 
-
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 
 

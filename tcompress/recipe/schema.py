@@ -159,7 +159,7 @@ class Convert(_Model):
     @property
     def by_loss(self) -> bool:
         """Whether sizes follow predicted loss."""
-        return self._asks_for_loss and not self.method.pools
+        return self._asks_for_loss and self.method is not None and not self.method.pools
 
     @property
     def _asks_for_loss(self) -> bool:

@@ -301,12 +301,7 @@ class Structure(ABC, Generic[S, L]):
         return 0.0
 
     def fit_bank(self, targets: Sequence[Target], layouts: Sequence[L]) -> dict[str, Tensor]:
-        """Fits a bank for all weights that use it, float64.
-
-        Args:
-            targets: What they aim at, each with its weight.
-            layouts: Their layouts.
-        """
+        """Fits a bank, float64, to what all its users aim at; every target has its weight."""
         return {}
 
     def bank_flops(self, layout: L, *, calibrated: bool) -> float:

@@ -87,6 +87,12 @@ def test_every_option_of_a_tensor_train_reaches_the_recipe() -> None:
     assert settings(text, rank="5")["method"] == {"modes": {32: (4, 8)}, "rank": 5}
 
 
+def test_every_option_of_a_tucker_form_reaches_the_recipe() -> None:
+    made = settings(method="tucker", share="model", cores=72, rank="384,256")
+    assert made["method"] == {"share": "model", "cores": 72, "rank": (384, 256)}
+    assert settings(method="tucker", rank="12")["method"] == {"rank": 12}
+
+
 def test_options_override_a_recipe() -> None:
     made = settings(RECIPE, p=4, calib_samples=8, keep=["o"])
     assert made == {
@@ -112,6 +118,11 @@ def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
         ({"method": "tt", "target": 0.25}, "bert-base-tt-25"),
         ({"method": "tt", "order": 3, "rank": "4,8"}, "bert-base-tt-o3-r4x8"),
         ({"method": "qtt"}, "bert-base-qtt"),
+        ({"method": "tucker", "target": 0.25}, "bert-base-tucker-25"),
+        (
+            {"method": "tucker", "share": "model", "cores": 72, "rank": "384"},
+            "bert-base-tucker-model-c72-r384",
+        ),
     ],
 )
 def test_default_output(options: dict[str, Any], name: str) -> None:

@@ -64,12 +64,14 @@ def test_value_of_a_wrong_type() -> None:
     [
         (
             ["--method", "lprd"],
-            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
+            "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
+            "`none`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
-            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `none`",
+            "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
+            "`none`",
             "see `tcompress methods`",
         ),
         (
@@ -104,6 +106,16 @@ def test_value_of_a_wrong_type() -> None:
             "`--order` is `1`, allowed is a whole number, at least 2 and at most 16; `--apply` is "
             "`build`, allowed is one of `auto`, `contract`, `rebuild`",
             SEE,
+        ),
+        (
+            ["--method", "tucker", "--rank", "3,4"],
+            "with `share: none` both factors have one rank: give one number",
+            "see `tcompress convert --help`",
+        ),
+        (
+            ["--method", "tucker", "--share", "all", "--rank", "3"],
+            "`--share` is `all`, allowed is one of `none`, `heads`, `layers`, `model`",
+            "see `tcompress convert --help`",
         ),
         (
             ["--method", "qtt", "--order", "3"],

@@ -18,6 +18,7 @@ from tcompress.recipe.schema import DType
 from tcompress.structures import structures
 from tcompress.structures.transform import TransformKind
 from tcompress.structures.tt import Way
+from tcompress.structures.tucker import Share
 from tests.support.cli import run
 
 COMMANDS = (
@@ -115,6 +116,7 @@ def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert tuple(TASKS) == complete.TASKS
     assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
     assert set(complete.WAYS) == set(Way.__args__)  # type: ignore[attr-defined]
+    assert set(complete.SHARES) == set(Share.__args__)  # type: ignore[attr-defined]
     assert set(complete.DTYPES) == set(DType.__args__)  # type: ignore[attr-defined]
 
 
@@ -129,6 +131,7 @@ def test_completion_of_words() -> None:
     assert complete.methods("l") == ["lprod", "lowrank"]
     assert complete.methods("q") == ["qtt"]
     assert complete.ways("con") == ["contract"]
+    assert complete.shares("m") == ["model"]
     assert complete.dtypes("b") == ["bfloat16"]
     assert complete.calibrations("bui") == ["builtin"]
     assert complete.formats("") == ["dense"]

@@ -27,11 +27,10 @@ from tcompress.linalg.tucker import (
     _update_right,
     _whitened,
     clip_ranks,
-    fit_mixing,
     fit_tucker,
-    mixed_weight,
     tucker_parameters,
 )
+from tcompress.linalg.tuckerbank import Bank, User, fit_mixing, mixed_weight
 from tests.support.lproduct import quick
 from tests.support.structures import randn
 
@@ -132,7 +131,7 @@ def test_a_single_matrix_is_whitened_low_rank() -> None:
 
 def test_a_shared_moment_is_the_same_as_equal_ones() -> None:
     _, products, grams = _problem()
-    one = fit_tucker(products, grams[0], (2, 3, 4))
+    one = fit_tucker(products, grams[0], (2, 3, 4), start=0)
     same = fit_tucker(products, grams[:1].expand(COUNT, -1, -1), (2, 3, 4))
     assert_close(one.matrices(), same.matrices(), rtol=1e-6, atol=1e-6)
 
@@ -149,9 +148,9 @@ def test_no_update_costs_loss(
     seed: int, ranks: Ranks, rows: int, inner: int, moments: bool
 ) -> None:
     weights, products, grams = _problem(seed, rows=rows)
-    problem, _ = _whitened(products, grams) if moments else _whitened(weights, None)
+    problem, _, _ = _whitened(products, grams) if moments else _whitened(weights, None)
     ranks = clip_ranks(COUNT, ROWS, COLS, ranks)
-    now = _orthogonal_iteration(problem.free(), ranks, 0)
+    now = _orthogonal_iteration(problem.free, ranks, 0)
     trace = [_loss(now, problem.products, problem.grams)]
     for _ in range(3):
         now = _update_left(problem, now)
@@ -172,11 +171,11 @@ def test_no_update_costs_loss(
 
 def test_updates_are_least_squares() -> None:
     _, products, grams = _problem()
-    problem, _ = _whitened(products, grams)
+    problem, _, _ = _whitened(products, grams)
     products, grams = problem.products, problem.grams
     assert grams is not None
     assert_close(grams.mean(0), torch.eye(COLS).double())
-    now = _orthogonal_iteration(problem.free(), (2, 3, 4), 0)
+    now = _orthogonal_iteration(problem.free, (2, 3, 4), 0)
     eye_rows, eye_cols = torch.eye(ROWS).double(), torch.eye(COLS).double()
 
     halves = now.middles() @ now.right.T  # W' = U H
@@ -297,7 +296,8 @@ def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: 
     weight = randn(down * ROWS, width, seed=6)
     if not moments:
         x = new = torch.eye(width).double()
-    found = fit_mixing(weight @ x.T @ new, new.T @ new if moments else None, left, right, cores)
+    bank = Bank(left, right, cores)
+    found = fit_mixing(weight @ x.T @ new, new.T @ new if moments else None, bank)
     assert found.shape == (down, across, 2)
     blocks = torch.stack([left @ core @ right.T for core in cores])  # (r1, out, d)
     columns = []
@@ -309,7 +309,7 @@ def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: 
                 columns.append((new @ dense.T).flatten())
     wanted = torch.linalg.lstsq(torch.stack(columns, 1), (x @ weight.T).flatten()[:, None])
     assert_close(found.flatten(), wanted.solution[:, 0], rtol=1e-6, atol=1e-6)
-    dense = mixed_weight(found, left, right, cores)
+    dense = mixed_weight(found, bank)
     assert_close((new @ dense.T).flatten(), torch.stack(columns, 1) @ found.flatten())
 
 
@@ -317,5 +317,91 @@ def test_mixing_agrees_with_the_joint_fit() -> None:
     _, products, grams = _problem()
     found = fit_tucker(products, grams, (2, 3, 4), sweeps=2, inner=200, tolerance=0.0)
     for i in range(COUNT):
-        alone = fit_mixing(products[i], grams[i], found.left, found.right, found.cores)
+        bank = Bank(found.left, found.right, found.cores)
+        alone = fit_mixing(products[i], grams[i], bank)
         assert_close(alone[0, 0], found.mixing[i], rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- moments of both sides
+
+
+def _curves(seed: int = 20) -> Tensor:
+    half = randn(COUNT, ROWS, ROWS, seed=seed)
+    return half @ half.mT + 0.1 * torch.eye(ROWS).double()
+
+
+def _curved_loss(found: Tucker, products: Tensor, grams: Tensor, curves: Tensor) -> float:
+    dense = found.matrices()
+    return float((curves @ (dense @ grams - 2 * products)).mul(dense).sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_round_costs_loss_with_both_moments(seed: int) -> None:
+    _, products, grams = _problem(seed)
+    curves = _curves(seed)
+    losses = [
+        _curved_loss(
+            fit_tucker(
+                products, grams, (2, 3, 4), curvatures=curves, sweeps=sweeps, tolerance=0.0, inner=3
+            ),
+            products,
+            grams,
+            curves,
+        )
+        for sweeps in (1, 2, 4, 8)
+    ]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("with_grams", [False, True])
+def test_full_ranks_and_both_moments_give_the_matrices_back(with_grams: bool) -> None:
+    weights, products, grams = _problem(damping=0.1)
+    weights = torch.linalg.solve(grams, products.mT).mT if with_grams else weights
+    found = fit_tucker(
+        products if with_grams else weights,
+        grams if with_grams else None,
+        (COUNT, ROWS, COLS),
+        curvatures=_curves(),
+        inner=50,
+    )
+    assert_close(found.matrices(), weights, rtol=1e-5, atol=1e-5)
+
+
+def test_a_transposed_problem_is_solved_as_well() -> None:
+    weights = randn(COUNT, ROWS, COLS)
+    _, _, grams = _problem()
+    curves = _curves()
+    options = {"sweeps": 300, "tolerance": 0.0, "inner": 20}
+    one = fit_tucker(weights @ grams, grams, (2, 3, 4), curvatures=curves, **options)
+    two = fit_tucker(weights.mT @ curves, curves, (2, 4, 3), curvatures=grams, **options)
+    losses = [_curved_loss(one, weights @ grams, grams, curves)]
+    turned = Tucker(two.right, two.cores.mT, two.left, two.mixing)
+    losses.append(_curved_loss(turned, weights @ grams, grams, curves))
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)  # optima are local
+
+
+@pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+def test_mixing_is_least_squares_with_both_moments(down: int, across: int) -> None:
+    bank = Bank(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    x, d = randn(50, across * COLS, seed=3), randn(50, down * ROWS, seed=4)
+    gram, curvature = x.T @ x, d.T @ d
+    weight = randn(down * ROWS, across * COLS, seed=5)
+    found = fit_mixing(curvature @ weight @ gram, gram, bank, curvature)
+    columns = []
+    for place in range(found.numel()):
+        unit = torch.zeros(found.numel()).double()
+        unit[place] = 1
+        columns.append((d @ mixed_weight(unit.view_as(found), bank) @ x.T).flatten())
+    wanted = torch.linalg.lstsq(torch.stack(columns, 1), (d @ weight @ x.T).flatten()[:, None])
+    assert_close(found.flatten(), wanted.solution[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_weight_misses_in_a_bank_is_measured_by_its_moments() -> None:
+    bank = Bank(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    weight = randn(2 * ROWS, COLS, seed=5)
+    x, d = randn(50, COLS, seed=3), randn(50, 2 * ROWS, seed=4)
+    user = User(weight, x.T @ x, d.T @ d, 4.0)
+    mixing = fit_mixing(d.T @ d @ weight @ x.T @ x, x.T @ x, bank, d.T @ d)
+    missed = d @ (weight - mixed_weight(mixing, bank)) @ x.T
+    assert user.error(bank) == pytest.approx(float(missed.square().sum()) / 4)
+    assert user.turned().error(Bank(bank.right, bank.left, bank.cores.mT)) > 0

@@ -32,6 +32,7 @@ from tests.support.structures import (
     make_layer,
     make_moments,
     randn,
+    random_bank,
     random_operators,
     reference_of,
     stored_of,
@@ -156,6 +157,7 @@ def test_sizes_equal_what_is_stored(case: Case) -> None:
         own = kind.side_tensors(layout, side)
         assert not own or kind.has_side(layout, side)
         shapes |= {f"{side}.{name}": shape for name, shape in own.items()}
+    shapes |= {f"bank.{name}": shape for name, shape in kind.bank_tensors(layout).items()}
     stored = stored_of(layer)
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
     entry = _plan(layer)
@@ -288,14 +290,15 @@ def test_fit_is_an_optimum(case: Case, rows: int) -> None:
     layout, weight = case.layout(), randn(case.outputs, case.inputs)
     moments = make_moments(case.inputs, rows) if rows else None
     operators = random_operators(layout)
-    kind = structure(layout.structure)
-    tensors = kind.fit(target_of(weight, moments), layout, operators)
+    kind, bank = structure(layout.structure), random_bank(layout)
+    tensors = kind.fit(target_of(weight, moments, bank), layout, operators)
     judge = moments or Moments.identity(case.inputs)
-    best = judge.error(weight, kind.dense(tensors, layout, operators))
+    best = judge.error(weight, kind.dense({**tensors, **bank}, layout, operators))
     for draw in range(20):
         step = 10.0 ** -(1 + draw % 4)
         changed = {n: t + step * randn(*t.shape, seed=100 + draw) for n, t in tensors.items()}
-        assert best <= judge.error(weight, kind.dense(changed, layout, operators)) + SLACK
+        dense = kind.dense({**changed, **bank}, layout, operators)
+        assert best <= judge.error(weight, dense) + SLACK
 
 
 @every_case
@@ -317,10 +320,13 @@ def test_start_keeps_the_scale(case: Case) -> None:
     }
     powers = []  # of outputs, for inputs of unit variance
     for seed in range(100):
-        own = kind.start(layout, torch.Generator().manual_seed(seed))
-        powers.append(kind.dense(own, layout, operators).square().sum() / case.outputs)
+        generator = torch.Generator().manual_seed(seed)
+        own, bank = kind.start(layout, generator), kind.start_bank(layout, generator)
+        dense = kind.dense({**own, **bank}, layout, operators)
+        powers.append(dense.square().sum() / case.outputs)
     shapes = {side: {n: t.shape for n, t in tensors.items()} for side, tensors in sides.items()}
     assert {name: t.shape for name, t in own.items()} == kind.tensors(layout)
+    assert {name: t.shape for name, t in bank.items()} == kind.bank_tensors(layout)
     assert shapes == {side: kind.side_tensors(layout, side) for side in sides}
     assert 0.7 < float(torch.stack(powers).mean()) < 1.4
 

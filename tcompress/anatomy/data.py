@@ -64,6 +64,7 @@ class Layer:
         parameter: Attribute of the module that holds the weight.
         calls: How often one forward pass of the block runs the layer. Only the first call reads
             the group's input.
+        head: Width of one head of the attention that the layer belongs to, if it is known.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Layer:
     experts: int | None = None
     parameter: str = "weight"
     calls: int = 1
+    head: int | None = None
 
     @property
     def side(self) -> Side:

@@ -20,6 +20,7 @@ from tcompress.anatomy.families import (
     calls_of,
     parts_of,
 )
+from tcompress.anatomy.heads import head_width
 from tcompress.anatomy.projections import projections, reason_to_refuse, shape_of
 from tcompress.errors import InputError
 
@@ -180,6 +181,7 @@ def _layer(site: _Site, role: Role, name: str, style: Style | None) -> Layer:
         experts=shape.experts,
         parameter=shape.parameter,
         calls=calls,
+        head=head_width(site.block, name, role, site.config),
     )
 
 

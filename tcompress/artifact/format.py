@@ -106,4 +106,5 @@ def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[La
 def _moved(layer: LayerPlan, lost: str, gained: str) -> LayerPlan:
     names = {"name": layer.name, "block": layer.block, "input_of": layer.input_of}
     moved = {field: gained + name.removeprefix(lost) for field, name in names.items() if name}
-    return layer.model_copy(update=moved)
+    banks = {bank: gained + name.removeprefix(lost) for bank, name in layer.bank_of.items()}
+    return layer.model_copy(update={**moved, "bank_of": banks})

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
-METHODS = ("lprod", "svd", "lowrank", "tt", "qtt")
+METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker")
+SHARES = ("none", "heads", "layers", "model")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -60,6 +61,11 @@ def transforms(incomplete: str) -> list[str]:
 def ways(incomplete: str) -> list[str]:
     """Offers ways to apply a tensor train."""
     return _starting(WAYS, incomplete)
+
+
+def shares(incomplete: str) -> list[str]:
+    """Offers what may share the factors of a Tucker form."""
+    return _starting(SHARES, incomplete)
 
 
 def dtypes(incomplete: str) -> list[str]:

@@ -16,6 +16,7 @@ EPILOG = opt.examples(
     "tcompress convert minilm --method tt --order 3 --rank 24,48",
     "tcompress convert minilm --keep-layers 1,3,5",
     "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
+    "tcompress convert gpt2 --method tucker --share layers --target 0.25",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
@@ -34,6 +35,8 @@ def convert(
     rank: opt.Rank = None,
     order: opt.Order = None,
     apply: opt.Apply = None,
+    share: opt.Share = None,
+    cores: opt.Cores = None,
     target: opt.Target = None,
     allocation: opt.Allocation = None,
     residual_rank: opt.ResidualRank = None,

@@ -121,7 +121,8 @@ Rank = Annotated[
     str | None,
     typer.Option(
         metavar="N|N,N,...",
-        help="svd, tt: rank of every rewritten weight; tt also takes a list.",
+        help="svd, tt, tucker: rank of every rewritten weight; tt takes a list, tucker with "
+        "`--share` two numbers.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -138,6 +139,20 @@ Apply = Annotated[
         rich_help_panel=METHOD,
         autocompletion=complete.ways,
     ),
+]
+Share = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|heads|layers|model",
+        help="tucker: what shares factors and cores: nothing, the heads of an attention, all "
+        "layers of a role, or the whole model. Default `none`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.shares,
+    ),
+]
+Cores = Annotated[
+    int | None,
+    typer.Option(help="tucker: number of shared cores.", rich_help_panel=METHOD),
 ]
 Target = Annotated[
     float | None,

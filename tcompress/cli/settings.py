@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 NO_METHOD = "none"
 """Rewrite no layer."""
 
-METHOD_OPTIONS = ("p", "transform", "block", "stages", "tubal_rank", "rank", "order", "apply")
+METHOD_OPTIONS = (
+    "p",
+    "transform",
+    "block",
+    "stages",
+    "tubal_rank",
+    "rank",
+    "order",
+    "apply",
+    "share",
+    "cores",
+)
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 
 _CALIBRATION = {

@@ -16,11 +16,13 @@ from tcompress.calibrate.streams import Stream, common_block, intercept_blocks
 from tcompress.conversion.capture import first_tensor, handed_on, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.shared import NO_BANKS, Banks
 from tcompress.conversion.sums import SplitSums
 from tcompress.errors import DataError, FitError
 from tcompress.integration.build import fill, install_layers
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
+from tcompress.structures.bank import BankModule
 
 Group = tuple[LayerPlan, ...]
 
@@ -51,6 +53,7 @@ class BlockFitter:
         holdout: Indices of batches that are only measured on.
         damping: Ridge added to the moments.
         curvatures: Gives moments of the output gradients of a block's layers, by layer name.
+        banks: What layers share, fitted before, by owner and name.
         dtype_of: Dtype in which a layer is stored.
         device: Where to compute.
         whole: The dense model with all its blocks, where `source` lacks some. Its states are
@@ -67,6 +70,7 @@ class BlockFitter:
         *,
         damping: float,
         curvatures: Callable[[str], Mapping[str, Tensor]] = lambda _: {},
+        banks: Banks = NO_BANKS,
         dtype_of: Callable[[LayerPlan], torch.dtype],
         device: torch.device,
         whole: SourceModel | None = None,
@@ -75,6 +79,8 @@ class BlockFitter:
         self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
         self._damping = damping
         self._curvatures = curvatures
+        self._banks = banks
+        self._installed: dict[BankKey, BankModule] = {}
         self._dtype_of = dtype_of
         self._holdout = frozenset(holdout)
         self._device = device
@@ -221,7 +227,13 @@ class BlockFitter:
         by_dtype = self._dtype_of(group[0])
         curves = {name: s.to(self._device) for name, s in self._curvatures(block.name).items()}
         fitted = fit_layers(
-            group, weights, own, dtype=by_dtype, damping=self._damping, curvatures=curves
+            group,
+            weights,
+            own,
+            dtype=by_dtype,
+            damping=self._damping,
+            curvatures=curves,
+            banks=self._banks,
         )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[f"{entry.name}.{entry.parameter}"] = layer
@@ -285,7 +297,8 @@ class BlockFitter:
         def inside(name: str) -> str | None:
             return self._paths[name].removeprefix(f"{block.name}.")
 
-        made = install_layers(new, group, inside, dtype=torch.float32, device=self._device)
+        options = {"dtype": torch.float32, "device": self._device}
+        made = install_layers(new, group, inside, banks=self._installed, **options)  # type: ignore[arg-type]
         for entry in group:
             module = made[entry.name]
             fill(module, entry, result.layers[f"{entry.name}.{entry.parameter}"].tensors)

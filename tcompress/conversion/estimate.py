@@ -23,6 +23,8 @@ or, if that is more, the largest tensor that is carried over. All experts of a l
                                                                    what is made of them; of every
                                                                    expert
 
+**Memory of a bank** that layers share: what its structure says, if that is more.
+
 **Memory of a backward pass**, where there is one, if it is more:
 
     float32 parameters outside the blocks, and the largest block in float32
@@ -61,7 +63,7 @@ from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
-from tcompress.structures.base import Layout, Side, structure, svd_flops
+from tcompress.structures.base import Layout, Side, Structure, structure, svd_flops
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
@@ -107,7 +109,9 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         memory = work.stream_memory() + max(
             work.fit_memory(group) + work.moment_memory(group) for group in work.groups
         )
+    memory = max(memory, *work.bank_memory())
     flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
+    flops += work.bank_flops(walks=not recipe.surveys)
     if recipe.surveys and work.groups:
         memory = max(memory, work.survey_memory())
         flops += work.survey_flops()
@@ -182,6 +186,23 @@ class _Work:
     def moment_memory(self, group: Group) -> int:
         first = group[0]
         return (28 + 6 * len(group)) * first.in_features**2 * 8 * first.copies
+
+    def bank_memory(self) -> list[int]:
+        """One bank is fitted at a time, with all weights that use it."""
+        aware = self.rows > 0
+        return [0, *(kind.bank_bytes(layout, calibrated=aware) for kind, layout in self._banks())]
+
+    def bank_flops(self, *, walks: bool) -> float:
+        aware = self.rows > 0
+        flops = [kind.bank_flops(layout, calibrated=aware) for kind, layout in self._banks()]
+        if flops and aware and walks:  # for the moments of their inputs
+            flops.append(2.0 * _parameters(self.model) * self.rows)
+        return sum(flops)
+
+    def _banks(self) -> list[tuple[Structure[Any, Any], Layout]]:
+        layers = [entry for group in self.groups for entry in group]
+        banks = [layout for entry in layers for layout in entry.own_banks.values()]
+        return [(structure(layout.structure), layout) for layout in banks]
 
     def stream_memory(self) -> int:
         inside = [self.model.get_submodule(path) for path, _ in self.blocks.values()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
 from tcompress.errors import FitError
 from tcompress.linalg.curvature import damped_curvature
 from tcompress.linalg.moments import Moments
@@ -71,6 +72,7 @@ class _Part:
     curvature: Tensor | None  # damped
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     operators: list[Operators] = field(default_factory=list)
+    banks: list[dict[str, Tensor]] = field(default_factory=list)
     dense: list[Tensor | None] = field(default_factory=list)
 
     @property
@@ -105,9 +107,8 @@ class _Part:
                 weight = weight - dense
                 product = weight if m is None else product - dense @ m.gram
         gram = None if m is None else m.gram
-        return Target(
-            product, gram, curvature=self.curvature, weight=weight, start=self._fitted(term)
-        )
+        last, bank = self._fitted(term), self.banks[term]
+        return Target(product, gram, 1.0, self.curvature, weight, last, bank)
 
     def _fitted(self, term: int) -> dict[str, Tensor]:
         """The term's own tensors of the last round, as they are stored."""
@@ -123,6 +124,7 @@ def fit_layers(
     dtype: torch.dtype,
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
+    banks: Banks = NO_BANKS,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
@@ -134,6 +136,7 @@ def fit_layers(
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
+        banks: Tensors of banks as they are stored, by owner and name.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
@@ -146,9 +149,14 @@ def fit_layers(
         ]
         names = [entries[i].name for i in members]
         with torch.no_grad():
+            for part in (part for parts in clear for part in parts):
+                where = part.stored.device
+                part.banks = [bank_of(part.entry, item, banks, where) for item in part.terms]
             _fit_cluster([part for parts in clear for part in parts], dtype, names)
             for i, parts in zip(members, clear, strict=True):
-                results[_key(entries[i])] = _collect(entries[i], parts, moments[i], dtype)
+                fitted = _collect(entries[i], parts, moments[i], dtype)
+                fitted.tensors.update(owned(entries[i], banks))
+                results[_key(entries[i])] = fitted
     return [results[_key(entry)] for entry in entries]
 
 
@@ -296,7 +304,8 @@ def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
         part.tensors[term] |= stored
         if len(part.terms) > 1 or part.moments is not None:
             exact = {name: tensor.double() for name, tensor in stored.items()}
-            part.dense[term] = kind.dense(exact, layout, part.operators[term])
+            tensors = exact | part.banks[term]
+            part.dense[term] = kind.dense(tensors, layout, part.operators[term])
 
 
 def _collect(
@@ -381,5 +390,6 @@ def _applied(part: _Part, term: int, x: Tensor) -> Tensor:
     layout = part.terms[term]
     kind = structure(layout.structure)
     tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
+    tensors |= part.banks[term]
     z = kind.encode(x.double(), part.operators[term].get("in"), layout)
     return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)

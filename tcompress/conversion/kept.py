@@ -15,7 +15,7 @@ from torch import Tensor
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
-from tcompress.planning.entries import DepthPlan, Plan
+from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
 
 class FitWorkplace(Workplace):
@@ -75,6 +75,42 @@ class FitWorkplace(Workplace):
         """Reads them back; none where no backward pass was made."""
         path = self.folder / "curvature" / f"{block}.safetensors"
         return load_file(path) if path.is_file() else {}
+
+    def keep_inputs(self, block: str, moments: Mapping[str, Tensor]) -> None:
+        """Stores moments of what a block's layers read."""
+        folder = self.folder / "inputs"
+        folder.mkdir(exist_ok=True)
+        tensors = {name: item.float().cpu().contiguous() for name, item in moments.items()}
+        save_file(tensors, folder / f"{block}.safetensors")
+
+    def inputs(self, block: str) -> dict[str, Tensor]:
+        """Reads them back; none where nothing was measured."""
+        path = self.folder / "inputs" / f"{block}.safetensors"
+        return load_file(path) if path.is_file() else {}
+
+    def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
+        """Stores what layers share."""
+        beside = self.folder / "banks.tmp"
+        save_file(
+            {
+                f"{owner}/{bank}/{name}": tensor
+                for (owner, bank), tensors in banks.items()
+                for name, tensor in tensors.items()
+            },
+            beside,
+        )
+        beside.rename(self.folder / "banks.safetensors")
+
+    def banks(self) -> dict[BankKey, dict[str, Tensor]] | None:
+        """Reads what layers share, if an interrupted run had fitted it."""
+        path = self.folder / "banks.safetensors"
+        if not path.is_file():
+            return None
+        found: dict[BankKey, dict[str, Tensor]] = {}
+        for key, tensor in load_file(path).items():
+            owner, bank, name = key.split("/")
+            found.setdefault((owner, bank), {})[name] = tensor
+        return found
 
     def scratch(self) -> Path:
         """Gives an empty folder for what is needed for a while."""

@@ -26,6 +26,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import check_output, identity_of
 from tcompress.calibrate.data import CalibrationData, load_batches
+from tcompress.conversion.banks import BankFitter
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.depth import choose_blocks
 from tcompress.conversion.fit import LayerMoments, fit_layers
@@ -101,6 +102,7 @@ def convert(
     with job.workplace() as place:
         job.settle_depth(place)
         job.settle_sizes(place)
+        job.fit_banks(place)
         job.fit_blocks(place)
         checksums = job.write(place)
         manifest = job.finish(place, checksums, time.perf_counter() - start)
@@ -185,6 +187,11 @@ class _Job:
             for layer in block.layers
         }
 
+    def fit_banks(self, place: FitWorkplace) -> None:
+        """Fits what layers share, if anything is."""
+        parts = (self.outputs, self.plan.layers, self.data, place, self.device)
+        self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
+
     def fit_blocks(self, place: FitWorkplace) -> None:
         """Fits all blocks on calibration data, if there is any."""
         if self.data is None or not self.plan.layers:
@@ -200,6 +207,7 @@ class _Job:
             self.data.holdout,
             damping=self.recipe.calibration.damping,
             curvatures=place.curvature,
+            banks=self.banks,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
             whole=self.dense,
@@ -268,6 +276,7 @@ class _Job:
             [[LayerMoments()] for _ in cluster],
             dtype=self.outputs.dtype_of(cluster[0]),
             damping=0.0,
+            banks=self.banks,
         )
         keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
         return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)

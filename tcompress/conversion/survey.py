@@ -15,6 +15,7 @@ from tcompress.anatomy import Block, Layer, anatomy_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.allocate import Sized, choose, size_options
 from tcompress.conversion.backward import BackwardWalk, Worth
+from tcompress.conversion.banks import damped_inputs
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.probe import probe_of
 from tcompress.planning.entries import LayerPlan, Plan
@@ -94,7 +95,7 @@ class Survey:
     def _block(self, block: Block, worths: dict[str, Worth]) -> list[Sized]:
         """Keeps the curvature of a block's layers, and lists their sizes."""
         entries = {
-            self._source.keymap.runtime_name(entry.name): entry
+            self._source.keymap.runtime_name(entry.name) or entry.name: entry
             for entry in self._plan.layers
             if entry.kind != "experts"
         }
@@ -102,6 +103,9 @@ class Survey:
         if self._recipe.calibration.output_moments is not False:
             curvatures = {entries[name].name: w.curvature / w.rows for name, w in seen.items()}
             self._place.keep_curvature(block.name, curvatures)
+        shared = damped_inputs(seen, entries, self._recipe.calibration.damping)
+        if shared:
+            self._place.keep_inputs(block.name, shared)
         if not self._recipe.by_loss:
             return []
         return [

@@ -20,6 +20,7 @@ from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
 from tcompress.source.companions import companion_files
 from tcompress.source.names import local_folder
+from tcompress.structures.bank import BankModule, bank_module
 from tcompress.structures.linear import StructuredLinear
 
 LARGEST_SHARD = "2GB"
@@ -86,10 +87,11 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
     """
     names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
     owner = None if entry.input_of is None else _sides(artifact, names[entry.input_of])
+    banks = {bank: _bank(artifact, names[name], bank) for bank, name in entry.bank_of.items()}
     own = _tensors(artifact, entry)
     dtype = next(iter(own.values())).dtype
     weights = [
-        _multiplied(entry, _of_expert(entry, own, index), owner).to(dtype)
+        _multiplied(entry, _of_expert(entry, own, index), owner, banks).to(dtype)
         for index in range(entry.copies)
     ]
     weight = torch.stack(weights) if entry.experts else weights[0]
@@ -102,9 +104,14 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
 
 
 def _multiplied(
-    entry: LayerPlan, tensors: Mapping[str, Tensor], owner: StructuredLinear | None
+    entry: LayerPlan,
+    tensors: Mapping[str, Tensor],
+    owner: StructuredLinear | None,
+    banks: Mapping[str, BankModule],
 ) -> Tensor:
-    layer = StructuredLinear(entry.parts, input_of=owner, dtype=torch.float64, device="meta")
+    layer = StructuredLinear(
+        entry.parts, input_of=owner, banks=banks, dtype=torch.float64, device="meta"
+    )
     _assign(layer, tensors)
     with torch.no_grad():
         return layer.dense_weight(torch.float64)
@@ -116,6 +123,17 @@ def _sides(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
     shared = {name for name, _ in layer.named_parameters() if name.partition(".")[2]}
     _assign(layer, _tensors(artifact, entry, shared))
     return layer
+
+
+def _bank(artifact: Artifact, entry: LayerPlan, name: str) -> BankModule:
+    """Builds a bank of a layer."""
+    module = BankModule(entry.own_banks[name], torch.float64, "meta")
+    prefix = f"{bank_module(name)}."
+    wanted = {prefix + key for key in module()}
+    found = _tensors(artifact, entry, wanted)
+    exact = {key.removeprefix(prefix): tensor.double() for key, tensor in found.items()}
+    module.load_state_dict(exact, assign=True)
+    return module
 
 
 def _tensors(

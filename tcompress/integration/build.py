@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 
 import torch
 from torch import Tensor, nn
 
-from tcompress.planning.entries import LayerPlan
+from tcompress.errors import ArtifactError
+from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.structures.bank import BankModule
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 
@@ -20,6 +22,7 @@ def install_layers(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     dtype_of: Callable[[str], torch.dtype | None] | None = None,
+    banks: MutableMapping[BankKey, BankModule] | None = None,
 ) -> dict[str, StructuredLinear | StructuredExperts]:
     """Replaces every planned layer by a structured one with empty tensors.
 
@@ -31,11 +34,13 @@ def install_layers(
         dtype: Dtype of the tensors.
         device: Device of the tensors.
         dtype_of: Dtype of one module, where it differs from `dtype`.
+        banks: Banks that were made before; what these layers own is added.
 
     Returns:
         The new modules by planned name.
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
+    banks = {} if banks is None else banks
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
@@ -46,15 +51,23 @@ def install_layers(
             continue
         own = dtype_of(path) if dtype_of is not None else None
         owner = made.get(entry.input_of) if entry.input_of else None
-        made[entry.name] = StructuredLinear(
+        lent = {name: (other, name) for name, other in entry.bank_of.items()}
+        if not banks.keys() >= set(lent.values()):
+            raise ArtifactError(
+                f"layer `{entry.name}` shares tensors with layers that this model lacks",
+                "load the whole model, or export it first: `tcompress export MODEL --to dense`",
+            )
+        made[entry.name] = layer = StructuredLinear(
             entry.parts,
             bias=entry.bias,
             input_of=owner if isinstance(owner, StructuredLinear) else None,
             readers=entry.readers,
+            banks={name: banks[key] for name, key in lent.items()},
             dtype=own or dtype,
             device=device,
         )
-        set_module(root, path, made[entry.name])
+        banks.update({(entry.name, name): layer.banks[name] for name in entry.own_banks})
+        set_module(root, path, layer)
     return made
 
 

@@ -3,7 +3,7 @@
 All matrices share U, V and the cores C_k; each has only its mixing weights A_l of its own. For one
 matrix there is nothing to mix and the form is U C V^T. Fits minimise
 
-    sum_l tr(W'_l G_l W'_l^T) - 2 tr(W'_l P_l^T),    P_l = W_l C_l,
+    sum_l tr(S_l W'_l G_l W'_l^T) - 2 tr(S_l W'_l P_l^T),    P_l = W_l C_l,
 
 by turns over U, V, the cores and the mixing weights, each a linear least-squares problem.
 """
@@ -84,6 +84,7 @@ def fit_tucker(
     grams: Tensor | None,
     ranks: Ranks,
     *,
+    curvatures: Tensor | None = None,
     sweeps: int = 20,
     tolerance: float = 1e-6,
     inner: int = 10,
@@ -98,22 +99,23 @@ def fit_tucker(
         products: P_l = W_l C_l.  # (n, out, d)
         grams: G_l, damped; one matrix for all, or None for the identity.  # (n, d, d) or (d, d)
         ranks: Cores r1, then columns of U and V; lowered to what the shape admits.
+        curvatures: S_l, damped, or None for the identity.  # (n, out, out) or (out, out)
         sweeps: Most rounds over all factors.
         tolerance: Stop where a round explains this little more, relative to all it explains.
-        inner: Most steps of conjugate gradients for V, the cores and the mixing weights, whose
-            normal matrices are never built.
+        inner: Most steps of conjugate gradients for the factors, the cores and the mixing
+            weights, whose normal matrices are never built.
         start: Rounds of orthogonal iteration to start from.
 
     Returns:
-        The factors; U and the columns of the mixing weights are orthonormal.
+        The factors; the columns of U, V and the mixing weights are orthonormal.
     """
     count, rows, cols = products.shape
     ranks = clip_ranks(count, rows, cols, ranks)
-    problem, root = _whitened(products, grams)
-    now = _orthogonal_iteration(problem.free(), ranks, start)
+    problem, outputs, inputs = _whitened(products, grams, curvatures)
+    now = _started(problem, ranks, start)
     last = float("inf")
     for _ in range(sweeps):
-        now = _update_left(problem, now)
+        now = _update_left(problem, now, inner)
         now = _update_right(problem, now, inner)
         seen = _Projected.of(problem, now)
         now = _update_cores(seen, now, inner)
@@ -122,62 +124,11 @@ def fit_tucker(
         if last - loss <= tolerance * abs(loss):
             break
         last = loss
-    if root is not None:  # W' = U M V^T L^-1
-        now = replace(now, right=torch.linalg.solve_triangular(root.mT, now.right, upper=True))
+    now = _with_right(now, _colored(inputs, now.right))  # W' = K^-T U M V^T L^-1
+    now = _turned(_with_right(_turned(now), _colored(outputs, now.left)))
     if count == 1:
         now = replace(now, cores=now.mixing * now.cores, mixing=torch.ones_like(now.mixing))
     return now
-
-
-def fit_mixing(
-    product: Tensor, gram: Tensor | None, left: Tensor, right: Tensor, cores: Tensor
-) -> Tensor:
-    """Fits the mixing weights of one layer to given shared factors: closed form.
-
-    A layer larger than the shared shape is cut into a grid of blocks, each with its own weights;
-    blocks side by side see different inputs and are fitted together, with the moments between
-    them.
-
-    Args:
-        product: W C.  # (m * out, q * d)
-        gram: G, damped; None for the identity.  # (q * d, q * d)
-        left: U.  # (out, r2)
-        right: V.  # (d, r3)
-        cores: C_k.  # (r1, r2, r3)
-
-    Returns:
-        Weights of the cores for every block.  # (m, q, r1)
-    """
-    count = product.shape[1] // len(right)
-    if gram is None:
-        gram = torch.eye(product.shape[1], dtype=product.dtype, device=product.device)
-    turned = gram.unflatten(1, (count, -1)) @ right  # (q * d, q, r3)
-    kernels = right.mT @ turned.unflatten(0, (count, -1)).transpose(1, 2)  # (q, q, r3, r3)
-    flat = cores.flatten(1)
-    scaled = left.mT @ left @ cores
-    # Row by row of the grid: all products at once would take q times the memory of q^2 cores.
-    normal = torch.stack([(scaled @ row[:, None]).flatten(2) @ flat.mT for row in kernels])
-    normal = normal.transpose(1, 2).flatten(2).flatten(0, 1)  # (q * r1, q * r1)
-    blocks = product.unflatten(1, (count, -1)).unflatten(0, (-1, len(left)))  # (m, out, q, d)
-    wanted = (left.mT @ blocks.transpose(1, 2) @ right).flatten(2) @ flat.mT  # (m, q, r1)
-    solved = torch.cholesky_solve(wanted.flatten(1).mT, safe_cholesky(normal))
-    return solved.mT.unflatten(1, (count, -1))
-
-
-def mixed_weight(weights: Tensor, left: Tensor, right: Tensor, cores: Tensor) -> Tensor:
-    """Returns the weight of one layer from its mixing weights and the shared factors.
-
-    Args:
-        weights: One set for every block.  # (m, q, r1)
-        left: U.  # (out, r2)
-        right: V.  # (d, r3)
-        cores: C_k.  # (r1, r2, r3)
-
-    Returns:
-        The blocks, put together.  # (m * out, q * d)
-    """
-    blocks = left @ _mix(weights, cores) @ right.mT  # (m, q, out, d)
-    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _mix(weights: Tensor, cores: Tensor) -> Tensor:
@@ -187,33 +138,77 @@ def _mix(weights: Tensor, cores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Products and moments in coordinates where the mean moment is the identity.
+    """Products and moments in coordinates where the mean moments are the identity.
 
     Attributes:
-        products: P_l L^-T.  # (n, out, d)
-        grams: L^-1 G_l L^-T, or None where all are the identity.  # (n, d, d)
+        products: S_l P_l.  # (n, out, d)
+        grams: G_l, or None where all are the identity.  # (n, d, d)
+        curvatures: S_l, likewise.  # (n, out, out)
+        free: The best matrices without any structure.  # (n, out, d)
     """
 
     products: Tensor
     grams: Tensor | None
+    curvatures: Tensor | None
+    free: Tensor
 
-    def free(self) -> Tensor:
-        """The best matrices without any structure.  # (n, out, d)."""
-        if self.grams is None:
-            return self.products
-        return torch.cholesky_solve(self.products.mT, safe_cholesky(self.grams)).mT
+    def turned(self) -> _Problem:
+        """The same problem for the transposed matrices."""
+        return _Problem(self.products.mT, self.curvatures, self.grams, self.free.mT)
 
 
-def _whitened(products: Tensor, grams: Tensor | None) -> tuple[_Problem, Tensor | None]:
-    """The problem in whitened coordinates, and the root L of the mean moment."""
+def _whitened(
+    products: Tensor, grams: Tensor | None, curvatures: Tensor | None = None
+) -> tuple[_Problem, Tensor | None, Tensor | None]:
+    """The problem in whitened coordinates, and the roots of the mean S and the mean G."""
+    turned, grams, inputs = _whitened_columns(products, grams)
+    free = turned if grams is None else torch.cholesky_solve(turned.mT, safe_cholesky(grams)).mT
+    if curvatures is None:
+        return _Problem(turned, grams, None, free), None, inputs
+    # K^T P: solving with K would be for S P, which is made next.
+    _, curvatures, outputs = _whitened_columns(turned.mT, curvatures)
+    assert outputs is not None
+    turned, free = outputs.mT @ turned, outputs.mT @ free
+    seen = turned if curvatures is None else curvatures @ turned
+    return _Problem(seen, grams, curvatures, free), outputs, inputs
+
+
+def _whitened_columns(
+    products: Tensor, grams: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """P_l L^-T, L^-1 G_l L^-T and the root L of the mean moment."""
     if grams is None:
-        return _Problem(products, None), None
+        return products, None, None
     root = safe_cholesky(grams if grams.ndim == 2 else grams.mean(0))
-    turned = torch.linalg.solve_triangular(root, products.mT, upper=False).mT
+    products = torch.linalg.solve_triangular(root, products.mT, upper=False).mT
     if grams.ndim == 2:
-        return _Problem(turned, None), root
+        return products, None, root
     half = torch.linalg.solve_triangular(root, grams, upper=False)
-    return _Problem(turned, torch.linalg.solve_triangular(root, half.mT, upper=False)), root
+    return products, torch.linalg.solve_triangular(root, half.mT, upper=False), root
+
+
+def _colored(root: Tensor | None, factor: Tensor) -> Tensor:
+    """L^-T V: a factor in the coordinates that whitening left."""
+    return factor if root is None else torch.linalg.solve_triangular(root.mT, factor, upper=True)
+
+
+def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
+    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side."""
+    grams, curvatures, free = problem.grams, problem.curvatures, problem.free
+    if grams is None and curvatures is None:
+        return _orthogonal_iteration(free, ranks, rounds)
+    seen = free if grams is None else free @ grams
+    worth = free if curvatures is None else curvatures @ free
+    flat = worth.flatten(1)
+    mixing, left, right = (
+        torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
+        for square, rank in zip(
+            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)),
+            ranks,
+            strict=True,
+        )
+    )
+    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
 
 
 def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
@@ -237,23 +232,29 @@ def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
     return Tucker(left, cores, right, mixing)
 
 
-def _update_left(problem: _Problem, now: Tucker) -> Tucker:
-    """U = (sum_l P_l V M_l^T) (sum_l M_l V^T G_l V M_l^T)^-1, made orthonormal."""
+def _turned(now: Tucker) -> Tucker:
+    """The factors of the transposed matrices."""
+    return replace(now, left=now.right, cores=now.cores.mT, right=now.left)
+
+
+def _with_right(now: Tucker, right: Tensor) -> Tucker:
+    """Puts the columns of another V, made orthonormal, in the place of V."""
+    right, rest = torch.linalg.qr(right)
+    return replace(now, right=right, cores=now.cores @ rest.mT)
+
+
+def _update_left(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
+    """Solves for U as for V."""
+    return _turned(_update_right(problem.turned(), _turned(now), inner))
+
+
+def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
+    """Solves sum_l G_l V (M_l^T U^T S_l U M_l) = sum_l (S_l P_l)^T U M_l for V, U^T U = I."""
     middles = now.middles()
     seen = middles
-    if problem.grams is not None:
-        seen = middles @ (now.right.mT @ problem.grams @ now.right)
-    normal = (seen @ middles.mT).sum(0)
-    wanted = (problem.products @ now.right @ middles.mT).sum(0)
-    left = torch.cholesky_solve(wanted.mT, safe_cholesky(normal)).mT
-    left, rest = torch.linalg.qr(left)
-    return replace(now, left=left, cores=rest @ now.cores)
-
-
-def _update_right(problem: _Problem, now: Tucker, inner: int) -> Tucker:
-    """Solves sum_l G_l V (M_l^T M_l) = sum_l P_l^T U M_l for V, made orthonormal."""
-    middles = now.middles()
-    squares = middles.mT @ middles
+    if problem.curvatures is not None:
+        seen = now.left.mT @ problem.curvatures @ now.left @ middles
+    squares = middles.mT @ seen
     total = squares.sum(0)
     factor = safe_cholesky(total)
 
@@ -262,17 +263,15 @@ def _update_right(problem: _Problem, now: Tucker, inner: int) -> Tucker:
             return right @ total
         return (problem.grams @ right @ squares).sum(0)
 
-    wanted = ((now.left.mT @ problem.products).mT @ middles).sum(0)
     right = conjugate_gradients(
         apply,
-        wanted,
+        ((now.left.mT @ problem.products).mT @ middles).sum(0),
         now.right,
         precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
         iterations=inner,
         tolerance=TIGHT,
     )
-    right, rest = torch.linalg.qr(right)
-    return replace(now, right=right, cores=now.cores @ rest.mT)
+    return _with_right(now, right)
 
 
 @dataclass(frozen=True)
@@ -280,23 +279,28 @@ class _Projected:
     """All that cores and mixing weights see of the problem, U and V being orthonormal.
 
     Attributes:
-        products: U^T P_l V.  # (n, r2, r3)
+        products: U^T S_l P_l V.  # (n, r2, r3)
         kernels: V^T G_l V, or None for the identity.  # (n, r3, r3)
+        sights: U^T S_l U, or None for the identity.  # (n, r2, r2)
     """
 
     products: Tensor
     kernels: Tensor | None
+    sights: Tensor | None
 
     @classmethod
     def of(cls, problem: _Problem, now: Tucker) -> _Projected:
-        kernels = None
+        kernels = sights = None
         if problem.grams is not None:
             kernels = now.right.mT @ problem.grams @ now.right
-        return cls(now.left.mT @ problem.products @ now.right, kernels)
+        if problem.curvatures is not None:
+            sights = now.left.mT @ problem.curvatures @ now.left
+        return cls(now.left.mT @ problem.products @ now.right, kernels, sights)
 
     def apply(self, middles: Tensor) -> Tensor:
-        """M_l V^T G_l V."""
-        return middles if self.kernels is None else middles @ self.kernels
+        """U^T S_l U M_l V^T G_l V."""
+        seen = middles if self.kernels is None else middles @ self.kernels
+        return seen if self.sights is None else self.sights @ seen
 
     def loss(self, now: Tucker) -> float:
         """The objective at these factors."""

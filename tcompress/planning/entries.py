@@ -7,10 +7,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tcompress.structures.base import Shapes, Side, structure
-from tcompress.structures.linear import PartLayout, own_shapes, side_name
+from tcompress.structures.bank import bank_module
+from tcompress.structures.base import Layout, Shapes, Side, structure
+from tcompress.structures.linear import PartLayout, bank_layouts, own_shapes, side_name
 
 SIDES: tuple[Side, Side] = ("in", "out")
+
+
+BankKey = tuple[str, str]
+"""Name of the layer that owns a bank, and name of the bank."""
 
 
 class _Entry(BaseModel):
@@ -31,6 +36,7 @@ class LayerPlan(_Entry):
         parts: Layouts of the runs of output features.
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides, itself included.
+        bank_of: Layers that own the banks which this one uses, by name; others are its own.
     """
 
     name: str
@@ -43,6 +49,7 @@ class LayerPlan(_Entry):
     parts: tuple[PartLayout, ...]
     input_of: str | None = None
     readers: int = 1
+    bank_of: dict[str, str] = Field(default={})
 
     @property
     def in_features(self) -> int:
@@ -76,7 +83,16 @@ class LayerPlan(_Entry):
                     module = side_name(self.parts, side, index, term)
                     tensors = structure(layout.structure).side_tensors(layout, side)
                     shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
+        for bank, layout in self.own_banks.items():
+            tensors = structure(layout.structure).bank_tensors(layout)
+            shapes |= {f"{bank_module(bank)}.{name}": shape for name, shape in tensors.items()}
         return shapes
+
+    @property
+    def own_banks(self) -> dict[str, Layout]:
+        """A layout for every bank that is stored with this layer, by the bank's name."""
+        used = bank_layouts(self.parts)
+        return {bank: layout for bank, layout in used.items() if bank not in self.bank_of}
 
     @property
     def parameters(self) -> int:

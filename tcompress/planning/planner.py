@@ -9,11 +9,12 @@ from types import MappingProxyType
 
 from torch import nn
 
-from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
+from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.depth import cut_to, plan_depth, with_depth
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.match import matches, nearest
+from tcompress.planning.pools import Pools, note_of
 from tcompress.recipe.schema import Convert, LayerRule, structure_of
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
@@ -50,11 +51,41 @@ class _Planner:
     choices: Choices
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    pools: Pools = field(default_factory=Pools)
 
     def run(self) -> None:
+        """Plans all layers; again without those that then did not take their part of a bank."""
+        pools: Pools | None = self.pools
+        while pools is not None:
+            self.pools, self.layers, self.left = pools, [], []
+            self._pool()
+            for block in self.anatomy.blocks:
+                for group in block.groups:
+                    self._plan_group(block, group)
+            pools = self.pools.without(item.name for item in self.left)
+        self.layers = list(self.pools.lend(self.layers))
+
+    def _pool(self) -> None:
+        """Asks every weight which bank it would use, if any may."""
+        recipe = self.recipe
+        rules = (rule.method for rule in recipe.layers)
+        chosen = (choice.method for choice in self.choices.values())
+        if not any(method.pools for method in (recipe.method, *rules, *chosen) if method):
+            return
         for block in self.anatomy.blocks:
-            for group in block.groups:
-                self._plan_group(block, group)
+            for layer in block.layers:
+                try:
+                    name, choice = self._choice_of(layer)
+                except Refusal:
+                    continue
+                kind = structure_of(choice.method)
+                for part in layer.parts if layer.kind != "experts" else ():
+                    site = _site(block, layer, part)
+                    key = kind.pool(choice.method, site)
+                    if key is not None:
+                        place = (f"{name}.{layer.parameter}", part.name)
+                        own = (choice.method, choice.target, key)
+                        self.pools.add(place, site, own, layer.weight_name)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
         """Plans the layers that read one input.
@@ -83,7 +114,8 @@ class _Planner:
         self.layers.extend(shared)
         self.left.extend(left)
 
-    def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
+    def _choice_of(self, layer: Layer) -> tuple[str, Choice]:
+        """Name of a layer in the checkpoint, and what it becomes."""
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
             converted = self.source.keymap.sources(layer.weight_name).converter is not None
@@ -95,9 +127,17 @@ class _Planner:
         choice = self.choices.get(stored) or self._choice(_names(self.source, layer, name))
         if choice is None:
             raise Refusal(KEPT)
+        return name, choice
+
+    def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
+        name, choice = self._choice_of(layer)
+        stored = f"{name}.{layer.parameter}"
+        sites = [
+            self.pools.site((stored, part.name), _site(block, layer, part)) for part in layer.parts
+        ]
         parts = tuple(
-            PartLayout(name=part.name, terms=self._terms(choice, layer, part.size, sharing))
-            for part in layer.parts
+            PartLayout(name=site.role, terms=self._terms(choice, layer, site, sharing))
+            for site in sites
         )
         entry = LayerPlan(
             name=name,
@@ -124,10 +164,7 @@ class _Planner:
                 choice = None if rule.keep else _overridden(choice, recipe, rule)
         return choice
 
-    def _terms(
-        self, choice: Choice, layer: Layer, out_features: int, sharing: int
-    ) -> tuple[Layout, ...]:
-        site = Site(layer.in_features, out_features, layer.side)
+    def _terms(self, choice: Choice, layer: Layer, site: Site, sharing: int) -> tuple[Layout, ...]:
         calibrated = self.recipe.calibration.source != "none"
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
@@ -180,6 +217,12 @@ def _names(source: SourceModel, layer: Layer, name: str) -> tuple[str, ...]:
     return (*map(source.original_name, names), layer.role)
 
 
+def _site(block: Block, layer: Layer, part: Part) -> Site:
+    return Site(
+        layer.in_features, part.size, layer.side, role=part.name, block=block.name, head=layer.head
+    )
+
+
 def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
     return Left(
         name=layer.weight_name,
@@ -202,22 +245,35 @@ def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choi
 
 
 def _kept(entry: LayerPlan, sharing: int) -> float:
-    """Kept fraction of a layer, with its share of an input side that others read too."""
+    """Kept fraction of a layer, with its share of an input side and of banks."""
     inputs = sum(
         prod(shape)
         for term in entry.parts[0].terms
         for shape in structure(term.structure).side_tensors(term, "in").values()
     )
-    return (entry.parameters - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+    terms = [term for part in entry.parts for term in part.terms]
+    banks = sum(map(bank_cost, terms)) - sum(map(bank_size, entry.own_banks.values()))
+    return (entry.parameters + banks - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+
+
+def bank_size(layout: Layout) -> int:
+    """Parameters of the bank that a term uses."""
+    shapes = structure(layout.structure).bank_tensors(layout)
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def bank_cost(layout: Layout) -> float:
+    """What a term answers for of its bank, in parameters."""
+    return bank_size(layout) * structure(layout.structure).bank_share(layout)
 
 
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
-    """Parameters of one weight, with its share of sides that others use too."""
+    """Parameters of one weight, with its share of sides and banks that others use too."""
     kind = structure(layout.structure)
     own = sum(prod(shape) for shape in kind.tensors(layout).values())
     after = sum(prod(shape) for shape in kind.side_tensors(layout, "out").values())
     before = sum(prod(shape) for shape in kind.side_tensors(layout, "in").values())
-    return own + after / writers + before / readers
+    return own + bank_cost(layout) + after / writers + before / readers
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
@@ -286,7 +342,7 @@ def make_plan(
             for name in blocks
             for parameter in model.get_submodule(name).parameters()
         ),
-        warnings=anatomy.warnings,
+        warnings=(*anatomy.warnings, *note_of(planner.layers)),
     )
 
 

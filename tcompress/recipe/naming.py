@@ -7,12 +7,16 @@ from typing import Any
 
 from tcompress.recipe.schema import Convert
 
+_LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
+
 
 def short_name(convert: Convert) -> str:
     """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
     method: Any = convert.method
     words = [] if method is None else [str(method.name)]
-    for field, letter in (("p", "p"), ("tubal_rank", "k"), ("order", "o"), ("rank", "r")):
+    if method is not None and method.pools:
+        words.append(method.share)
+    for field, letter in _LETTERS.items():
         value = getattr(method, field, None)
         if value is not None:
             words.append(

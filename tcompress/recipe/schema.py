@@ -159,14 +159,19 @@ class Convert(_Model):
     @property
     def by_loss(self) -> bool:
         """Whether sizes follow predicted loss."""
+        return self._asks_for_loss and self.method is not None and not self.method.pools
+
+    @property
+    def _asks_for_loss(self) -> bool:
         asked = self.target is not None and self.allocation == "loss"
         return asked and self.calibration.source != "none"
 
     @property
     def surveys(self) -> bool:
         """Whether a conversion begins with a backward pass over the calibration data."""
-        wanted = bool(self.calibration.output_moments) or self.by_loss
-        return wanted and self.calibration.source != "none"
+        weighs = self.calibration.output_moments
+        weighs = self._asks_for_loss if weighs is None else weighs
+        return self.by_loss or (weighs and self.calibration.source != "none")
 
 
 TrainingTask = Literal[

@@ -10,6 +10,7 @@ from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
+from tcompress.structures.tucker import TuckerLayout
 
 
 def describe_parts(parts: Sequence[PartLayout]) -> str:
@@ -34,6 +35,8 @@ def describe_layout(layout: Layout) -> str:
         return f"lowrank r={layout.rank}"
     if isinstance(layout, TTLayout):
         return _describe_tt(layout)
+    if isinstance(layout, TuckerLayout):
+        return _describe_tucker(layout)
     options = layout.model_dump(
         exclude={"structure", "in_features", "out_features"}, exclude_defaults=True
     )
@@ -56,6 +59,16 @@ def _describe_tt(layout: TTLayout) -> str:
     words = [f"r={ranks[0] if len(set(ranks)) == 1 else ','.join(ranks)}"]
     words += [] if layout.apply == "auto" else [layout.apply]
     return " ".join(["tt", _modes(layout.in_modes), "to", _modes(layout.out_modes), *words])
+
+
+def _describe_tucker(layout: TuckerLayout) -> str:
+    """Describes a Tucker form, such as `tucker r=45` or `tucker model 72 of 768x768 r=384`."""
+    left, right = layout.ranks
+    ranks = f"r={left}" if left == right else f"r={left},{right}"
+    if layout.bank is None:
+        return f"tucker {ranks}"
+    rows, columns = layout.block
+    return f"tucker {layout.share} {layout.cores} of {rows}x{columns} {ranks}"
 
 
 def _modes(modes: Sequence[int]) -> str:

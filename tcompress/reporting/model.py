@@ -90,7 +90,8 @@ def layer_report(
         parameter=entry.parameter,
         block=entry.block,
         role=entry.role,
-        structure=describe_parts(entry.parts),
+        # Whose row counts the tensors that others use too.
+        structure=describe_parts(entry.parts) + (", with the bank" if entry.own_banks else ""),
         in_features=entry.in_features,
         out_features=entry.out_features,
         experts=entry.experts,

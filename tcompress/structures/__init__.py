@@ -5,6 +5,7 @@ from __future__ import annotations
 from tcompress.structures import lowrank as lowrank
 from tcompress.structures import lprod as lprod
 from tcompress.structures import tt as tt
+from tcompress.structures import tucker as tucker
 from tcompress.structures.base import (
     Layout,
     Refusal,

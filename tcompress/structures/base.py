@@ -49,6 +49,11 @@ class Spec(BaseModel):
         """Whether these options alone decide a size; else a budget has to."""
         return True
 
+    @property
+    def pools(self) -> bool:
+        """Whether layers share tensors of their cores, so that they are sized together."""
+        return False
+
 
 class Layout(BaseModel):
     """All that is needed to build one term of a layer: it is stored in the artefact.
@@ -80,11 +85,19 @@ class Site:
         out_features: Width of the output.
         side: `in` for projections that read the residual stream, `out` for those that write it,
             `both` where the role is unknown.
+        role: What the weight does, such as `q` or `down`.
+        block: Name of its block.
+        head: Width of one head, for projections of an attention.
+        peers: All sites that share a bank with this one, itself included; none without a bank.
     """
 
     in_features: int
     out_features: int
     side: Literal["in", "out", "both"]
+    role: str = ""
+    block: str = ""
+    head: int | None = None
+    peers: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Target:
             have to be no worse; None if it is not known, or is the product itself.  # (out, in)
         start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
             from; it then ends no worse. Empty for a first fit.
+        bank: Tensors of the bank, float64, fitted before; none for terms without one.
     """
 
     product: Tensor
@@ -108,6 +122,7 @@ class Target:
     curvature: Tensor | None = None
     weight: Tensor | None = None
     start: Tensors = field(default_factory=dict)
+    bank: Tensors = field(default_factory=dict)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""
@@ -136,7 +151,8 @@ L = TypeVar("L", bound=Layout)
 class Structure(ABC, Generic[S, L]):
     """One way of storing and applying a weight. Stateless; tensors are passed in.
 
-    The tensors of `core` may carry leading dimensions (experts); `z` then carries them too.
+    The tensors of `core` may carry leading dimensions (experts); `z` then carries them too. Where
+    a layout uses a bank, its tensors stand among those of `core` and `dense`.
     """
 
     name: ClassVar[str]
@@ -195,7 +211,7 @@ class Structure(ABC, Generic[S, L]):
             if self.has_side(layout, side)
         }
         fitted = self.fit(replace(target, curvature=None), layout, operators)
-        return self.dense(fitted, layout, operators)
+        return self.dense({**fitted, **target.bank}, layout, operators)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of layouts that differ in size.
@@ -267,6 +283,38 @@ class Structure(ABC, Generic[S, L]):
     def start_side(self, layout: L, side: Side) -> dict[str, Tensor]:
         """Returns the tensors of one side for training from scratch, float32."""
         return {name: torch.zeros(shape) for name, shape in self.side_tensors(layout, side).items()}
+
+    def pool(self, spec: S, site: Site) -> Hashable:
+        """Identifies the bank that a site would use: sites of a model with equal ones share it."""
+        return None
+
+    def bank_name(self, layout: L) -> str | None:
+        """Names the bank that a layout uses, uniquely within a layer."""
+        return None
+
+    def bank_tensors(self, layout: L) -> Shapes:
+        """Shapes of the tensors of the bank that a layout uses."""
+        return {}
+
+    def bank_share(self, layout: L) -> float:
+        """What part of its bank a layer of this layout answers for; the users' add up to one."""
+        return 0.0
+
+    def fit_bank(self, targets: Sequence[Target], layouts: Sequence[L]) -> dict[str, Tensor]:
+        """Fits a bank, float64, to what all its users aim at; every target has its weight."""
+        return {}
+
+    def bank_flops(self, layout: L, *, calibrated: bool) -> float:
+        """Floating-point operations of `fit_bank`, roughly."""
+        return 0.0
+
+    def bank_bytes(self, layout: L, *, calibrated: bool) -> int:
+        """Bytes that `fit_bank` holds, with all weights and moments that it looks at."""
+        return 0
+
+    def start_bank(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draws random tensors of a bank, as `start` does."""
+        return {}
 
     def constants(self, layout: L, side: Side) -> Tensors:
         """Fixed tensors that an operator is built from: made once, neither stored nor trained.

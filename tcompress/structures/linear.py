@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tcompress.structures.base import AnyLayout, Shapes, Side, structure
+from tcompress.structures.bank import BankModule, bank_module
+from tcompress.structures.base import AnyLayout, Layout, Shapes, Side, structure
 from tcompress.structures.keeping import KeptWeight
 from tcompress.structures.side import SideModule, compute_dtype
 
@@ -62,6 +63,20 @@ def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shape
     }
 
 
+def bank_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
+    """Returns one layout for every bank that a layer uses, by the bank's name."""
+    found: dict[str, Layout] = {}
+    for part in parts:
+        for layout in part.terms:
+            name = structure(layout.structure).bank_name(layout)
+            if name is not None:
+                found.setdefault(name, layout)
+    return found
+
+
+NO_BANKS: Mapping[str, BankModule] = {}
+
+
 class StructuredLinear(nn.Module):
     """A linear layer whose weight is a sum of structures.
 
@@ -74,6 +89,7 @@ class StructuredLinear(nn.Module):
         bias: Whether the layer has a bias.
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides.
+        banks: Banks that other layers own, by name; what else its terms need is its own.
         experts: Number of experts, for weights stacked along a leading dimension.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
@@ -89,6 +105,7 @@ class StructuredLinear(nn.Module):
         bias: bool = False,
         input_of: StructuredLinear | None = None,
         readers: int = 1,
+        banks: Mapping[str, BankModule] = NO_BANKS,
         experts: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -106,6 +123,13 @@ class StructuredLinear(nn.Module):
             empty = torch.empty(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty)
         self._build_sides(input_of, readers, dtype, device)
+        # In a dict, banks of other layers stay out of this one's children: they are stored once.
+        self.banks: dict[str, BankModule] = {}
+        for name, layout in bank_layouts(self.parts).items():
+            if name not in banks:
+                self.add_module(bank_module(name), BankModule(layout, dtype, device))
+            own = self._modules.get(bank_module(name))
+            self.banks[name] = own if isinstance(own, BankModule) else banks[name]
         if experts is None:
             guard = torch.empty(0, dtype=dtype, device=device)
             guard._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -133,8 +157,13 @@ class StructuredLinear(nn.Module):
     def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
         prefix = tensor_prefix(self.parts, part, term)
         layout = self.parts[part].terms[term]
-        names = structure(layout.structure).tensors(layout)
-        return {name: getattr(self, prefix + name) for name in names}
+        kind = structure(layout.structure)
+        own: dict[str, Tensor] = {k: getattr(self, prefix + k) for k in kind.tensors(layout)}
+        bank = kind.bank_name(layout)
+        if bank is not None:
+            device = next(iter(own.values())).device
+            own |= {name: tensor.to(device) for name, tensor in self.banks[bank]().items()}
+        return own
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
@@ -210,12 +239,13 @@ class StructuredLinear(nn.Module):
         return weight
 
     def _owners(self) -> list[nn.Module]:
-        """Modules whose tensors the weight depends on: a shared input side is another layer's."""
+        """Modules whose tensors the weight depends on, those of other layers among them."""
         owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]
         if owner is not self:
             names = [side_name(owner.parts, "in", 0, k) for k in range(len(self.parts[0].terms))]
             found += [owner._modules.get(name) for name in names]
+        found += [bank for bank in self.banks.values() if bank not in found]
         return [self, *(module for module in found if module is not None)]
 
     def train(self, mode: bool = True) -> StructuredLinear:

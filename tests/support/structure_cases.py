@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +24,7 @@ class Case:
         outputs: Width of the output.
         side: Placement by role.
         budget: Parameters that may be spent.
+        peers: Number of like sites that share a bank with this one, itself included.
         exact: Whether the layout holds every weight of its size.
         optimal: Whether the fit is the optimum of its class.
     """
@@ -34,6 +36,7 @@ class Case:
     outputs: int = 24
     side: Literal["in", "out", "both"] = "in"
     budget: int | None = None
+    peers: int = 0
     exact: bool = False
     optimal: bool = True
 
@@ -43,7 +46,9 @@ class Case:
 
     def layout(self) -> Layout:
         spec = self.kind.spec(**self.options)
-        return self.kind.layout(spec, Site(self.inputs, self.outputs, self.side), self.budget)
+        site = Site(self.inputs, self.outputs, self.side, role="q", block="layers.0", head=4)
+        site = dataclasses.replace(site, peers=(site,) * self.peers)
+        return self.kind.layout(spec, site, self.budget)
 
     def __str__(self) -> str:
         return f"{self.structure}-{self.name}"
@@ -159,6 +164,12 @@ def _more_tt_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _tucker(label: str, **rest: Any) -> Case:
+    fields = ("inputs", "outputs", "side", "budget", "peers", "exact", "optimal")
+    own = {key: rest.pop(key) for key in fields if key in rest}
+    return Case("tucker", label, rest, **own)
+
+
 CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
@@ -170,6 +181,33 @@ CASES: dict[str, list[Case]] = {
     ],
     "lprod": _lprod_cases(),
     "tt": _tt_cases(),
+    "tucker": [
+        _tucker("tall", rank=3),
+        _tucker("wide", rank=3, inputs=24, outputs=16, side="out"),
+        _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
+        _tucker("full", rank=99, exact=True),
+        _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
+        _tucker("heads", share="heads", cores=3, rank=[3, 5], peers=2),
+        _tucker(
+            "heads-out",
+            share="heads",
+            cores=3,
+            rank=[3, 5],
+            inputs=24,
+            outputs=16,
+            side="out",
+            peers=2,
+        ),
+        _tucker("layers", share="layers", cores=2, rank=5, peers=3),
+        _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, peers=2),
+        _tucker(
+            "model-out", share="model", cores=3, rank=5, inputs=24, outputs=8, side="out", peers=2
+        ),
+        _tucker("model-budget", share="model", inputs=8, outputs=24, peers=2, budget=100),
+        _tucker(
+            "full-model", share="model", rank=2, cores=4, inputs=2, outputs=6, peers=4, exact=True
+        ),
+    ],
 }
 
 LADDERS: dict[str, list[list[Case]]] = {
@@ -188,6 +226,7 @@ LADDERS: dict[str, list[list[Case]]] = {
     ],
     # Two cores: what more of them reach depends on where the alternation starts.
     "tt": [[_tt(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16, 24)]],
+    "tucker": [[_tucker(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16)]],
 }
 
 REFUSALS: dict[str, list[tuple[Case, str]]] = {
@@ -239,10 +278,42 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
         ),
         (_tt("ranks", order=3, rank=[4]), "3 cores have 2 inner ranks, not 1"),
     ],
+    "tucker": [
+        (_tucker("no-rank"), "no rank is given: set `rank` or `target`"),
+        (
+            _tucker("small-budget", budget=40),
+            "the budget of 40 parameters does not pay for rank 1",
+        ),
+        (
+            _tucker("alone", share="heads", rank=4),
+            "`share: heads` has no bank for it, and no `target` gives it a rank",
+        ),
+        (
+            _tucker("no-shared-rank", share="layers", peers=2),
+            "no rank is given: set `rank` or `target`",
+        ),
+        (
+            _tucker("small-bank", share="layers", peers=2, budget=20),
+            "the budget of 40 parameters does not pay for a bank of rank 1",
+        ),
+        (
+            _tucker("no-core", share="layers", rank=8, peers=2, budget=160),
+            "the budget of 320 parameters does not pay for one core",
+        ),
+    ],
 }
 
 
-MORE: dict[str, list[Case]] = {"lprod": _placed(rare=True), "tt": _more_tt_cases()}
+MORE: dict[str, list[Case]] = {
+    "lprod": _placed(rare=True),
+    "tt": _more_tt_cases(),
+    "tucker": [
+        _tucker("layers-out", share="layers", cores=2, rank=[4, 3], side="out", peers=3),
+        _tucker("heads-one-core", share="heads", cores=1, rank=2, peers=2),
+        _tucker("model-one-block", share="model", rank=3, inputs=8, outputs=8, peers=4),
+        _tucker("rank-beyond-full", rank=99, inputs=16, outputs=10, exact=True),
+    ],
+}
 """Rows for the full grid: combinations of what the others have one by one."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import product
 from math import cos, pi, sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,11 @@ from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
+from tcompress.structures.tucker import TuckerLayout
 
 SIDES: tuple[Side, Side] = ("in", "out")
-Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`
+Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`, `bank.u`
+NO_BANK: Stored = {}
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -77,10 +80,31 @@ def _tt(layout: TTLayout, stored: Stored) -> Tensor:
     return total[: layout.out_features, : layout.in_features]
 
 
+def _tucker(layout: TuckerLayout, stored: Stored) -> Tensor:
+    """Sums of outer products of columns, block by block."""
+    if layout.bank is None:
+        return _outer_sum(stored["u"], stored["core"], stored["v"])
+    rows = []
+    for weights in stored["mix"]:
+        blocks = []
+        for own in weights:
+            core = sum(a * c for a, c in zip(own, stored["bank.cores"], strict=True))
+            blocks.append(_outer_sum(stored["bank.u"], core, stored["bank.v"]))
+        rows.append(torch.cat(blocks, 1))
+    weight = torch.cat(rows)
+    return weight.T if layout.turned else weight
+
+
+def _outer_sum(u: Tensor, core: Any, v: Tensor) -> Tensor:
+    pairs = product(range(u.shape[1]), range(v.shape[1]))
+    return torch.stack([core[i, j] * torch.outer(u[:, i], v[:, j]) for i, j in pairs]).sum(0)
+
+
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "lowrank": _lowrank,
     "lprod": _lprod,
     "tt": _tt,
+    "tucker": _tucker,
 }
 
 
@@ -215,6 +239,9 @@ def stored_of(layer: StructuredLinear) -> dict[str, Tensor]:
     found = {}
     for name, parameter in layer.named_parameters():
         owner, _, leaf = name.rpartition(".")
+        if owner.startswith("tc_bank_"):
+            found[f"bank.{leaf}"] = parameter
+            continue
         if name != "bias":
             found[f"{names[owner]}.{leaf}" if owner else name.removeprefix("tc_")] = parameter
     return found
@@ -246,18 +273,26 @@ def make_moments(features: int, rows: int, *, noise: float = 0.2, seed: int = 0)
     return Moments(new.T @ new / rows, x.T @ new / rows, x.T @ x / rows, zero, zero, rows)
 
 
-def target_of(weight: Tensor, moments: Moments | None) -> Target:
+def random_bank(layout: Layout, seed: int = 0) -> dict[str, Tensor]:
+    """Draws the tensors of the bank that a layout uses."""
+    shapes = structure(layout.structure).bank_tensors(layout)
+    return {name: randn(*shape, seed=seed + n) for n, (name, shape) in enumerate(shapes.items())}
+
+
+def target_of(
+    weight: Tensor, moments: Moments | None, bank: Mapping[str, Tensor] = NO_BANK
+) -> Target:
     """Returns what a single term is fitted to; without moments the data-free target."""
     if moments is None:
-        return Target(weight, None, float(weight.square().sum()))
+        return Target(weight, None, float(weight.square().sum()), bank=bank)
     scale = float((weight @ moments.dense).mul(weight).sum())
-    return Target(weight @ moments.cross, moments.gram, scale, weight=weight)
+    return Target(weight @ moments.cross, moments.gram, scale, weight=weight, bank=bank)
 
 
 def fitted_weight(
     layout: Layout, weight: Tensor, moments: Moments | None, operators: Mapping[Side, object]
 ) -> Tensor:
     """Fits one term with given sides and returns the dense weight of the result."""
-    kind = structure(layout.structure)
-    tensors = kind.fit(target_of(weight, moments), layout, operators)
-    return kind.dense(tensors, layout, operators)
+    kind, bank = structure(layout.structure), random_bank(layout)
+    tensors = kind.fit(target_of(weight, moments, bank), layout, operators)
+    return kind.dense({**tensors, **bank}, layout, operators)

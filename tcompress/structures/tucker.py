@@ -1,0 +1,395 @@
+"""Tucker form: U G V^T, for one weight or over factors that many weights share (``tucker``).
+
+Alone, a weight is U G V^T. Otherwise weights are cut into blocks of one shape, and every block is
+U (sum_k a_k C_k) V^T: a *bank* of factors U, V and cores C_k serves all blocks, and a layer's own
+are its mixing weights a_k. What a bank serves is one attention (`heads`), all weights of a role
+(`layers`), or a whole stack of blocks (`model`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from math import isqrt, prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
+from tcompress.linalg.lowrank import best_factors, fit_lowrank
+from tcompress.linalg.tucker import Ranks, clip_ranks, tucker_parameters
+from tcompress.linalg.tuckerbank import (
+    STEPS,
+    SWEEPS,
+    Bank,
+    User,
+    fit_bank,
+    fit_mixing,
+    mixed_cores,
+    mixed_weight,
+)
+from tcompress.structures.base import (
+    Layout,
+    Refusal,
+    Shapes,
+    Side,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    Tensors,
+    register,
+    svd_flops,
+)
+
+Share = Literal["none", "heads", "layers", "model"]
+Edges = tuple[PositiveInt, PositiveInt]
+
+
+class TuckerSpec(Spec):
+    """Options of `tucker`."""
+
+    name: Literal["tucker"] = "tucker"
+    share: Share = Field(
+        "none",
+        description="what shares factors and cores: nothing, the `heads` of an attention, the "
+        "`layers` of a role, or the blocks of the whole `model`",
+    )
+    rank: PositiveInt | Edges | None = Field(
+        None, description="columns of the factors U and V; one number for both, or two if shared"
+    )
+    cores: PositiveInt | None = Field(
+        None, description="number of shared cores; default as many as blocks, within a `target`"
+    )
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def pools(self) -> bool:
+        return self.share != "none"
+
+    @model_validator(mode="after")
+    def _without_what_is_shared(self) -> TuckerSpec:
+        if self.share == "none" and self.cores is not None:
+            raise ValueError("`cores` are shared: choose `share` heads, layers or model")
+        if self.share == "none" and isinstance(self.rank, tuple):
+            raise ValueError("with `share: none` both factors have one rank: give one number")
+        return self
+
+
+class TuckerLayout(Layout):
+    """A weight U G V^T of its own, or a grid of blocks over a bank.
+
+    Attributes:
+        ranks: Columns of U and V.
+        share: What shares the bank; `none` for a weight of its own.
+        bank: Name of the bank, unique within a layer.
+        cores: Number of cores in the bank.
+        block: Rows and columns of a block.
+        blocks: Number of blocks that the bank serves.
+        turned: Whether the blocks make up the transposed weight.
+    """
+
+    structure: Literal["tucker"] = "tucker"
+    ranks: Edges
+    share: Share = "none"
+    bank: str | None = None
+    cores: PositiveInt = 1
+    block: Edges = (1, 1)
+    blocks: PositiveInt = 1
+    turned: bool = False
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks, of the transposed weight where `turned`."""
+        if self.bank is None:
+            return 1, 1
+        edges = (self.out_features, self.in_features)
+        rows, columns = edges[::-1] if self.turned else edges
+        return rows // self.block[0], columns // self.block[1]
+
+
+class _Cut(NamedTuple):
+    """How a weight is cut into blocks."""
+
+    block: tuple[int, int]
+    turned: bool = False
+
+
+class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
+    """Cores between two factors, of one weight or of all that share a bank."""
+
+    name = "tucker"
+    summary = "small cores between two factors, which layers may share"
+    reference = "Tucker 1966; De Lathauwer et al. 2000; Wang et al. 2020, arXiv:2004.12104"
+    spec = TuckerSpec
+    layout_type = TuckerLayout
+
+    def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
+        cut = _cut(spec.share, site)
+        blocks = sum(_blocks(spec.share, peer) for peer in site.peers)
+        if cut is None or blocks < 2:
+            return _alone(spec, site, budget)
+        sizes = (blocks, *cut.block)
+        if budget is not None:  # each pays in proportion to its size
+            budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
+        cores, *ranks = clip_ranks(*sizes, _shared_ranks(spec, sizes, budget))
+        return TuckerLayout(
+            in_features=site.in_features,
+            out_features=site.out_features,
+            ranks=tuple(ranks),
+            share=spec.share,
+            bank=site.role if spec.share == "layers" else spec.share,
+            cores=cores,
+            block=cut.block,
+            blocks=blocks,
+            turned=cut.turned,
+        )
+
+    def tensors(self, layout: TuckerLayout) -> Shapes:
+        if layout.bank is not None:
+            return {"mix": (*layout.grid, layout.cores)}
+        left, right = layout.ranks
+        return {
+            "u": (layout.out_features, left),
+            "core": (left, right),
+            "v": (layout.in_features, right),
+        }
+
+    def core_macs(self, layout: TuckerLayout) -> int:
+        (rows, columns), (left, right), (a, b) = layout.grid, layout.ranks, _edges(layout)
+        return columns * b * right + rows * left * columns * right + rows * left * a
+
+    def pass_macs(self, layout: TuckerLayout, tokens: int) -> tuple[int, int]:
+        once = prod((*layout.grid, layout.cores, *layout.ranks)) if layout.bank else 0
+        return once, self.core_macs(layout)
+
+    def core(self, z: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
+        u, v = tensors["u"], tensors["v"]
+        if layout.bank is None:
+            return z @ v @ tensors["core"].mT @ u.mT
+        middles = mixed_cores(tensors["mix"], tensors["cores"])  # (..., m, q, left, right)
+        middle = middles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+        if layout.turned:
+            u, v, middle = v, u, middle.mT
+        seen = (z.unflatten(-1, (-1, len(v))) @ v).flatten(-2)
+        return ((seen @ middle.mT).unflatten(-1, (-1, u.shape[-1])) @ u.mT).flatten(-2)
+
+    def dense(
+        self, tensors: Tensors, layout: TuckerLayout, operators: Mapping[Side, Any]
+    ) -> Tensor:
+        if layout.bank is None:
+            return tensors["u"] @ tensors["core"] @ tensors["v"].mT
+        weight = mixed_weight(tensors["mix"], _bank(tensors))
+        return weight.mT if layout.turned else weight
+
+    def fills(self, spec: TuckerSpec) -> bool:
+        return spec.rank is None or (spec.pools and spec.cores is None)
+
+    def fit_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
+        if layout.bank is None:
+            return svd_flops(layout.out_features, layout.in_features)
+        (rows, columns), middle = layout.grid, prod(layout.ranks)
+        each = layout.cores * middle * (sum(layout.ranks) + layout.cores)
+        return 2.0 * each * (rows * columns) ** 2
+
+    def fit(
+        self, target: Target, layout: TuckerLayout, operators: Mapping[Side, Any]
+    ) -> dict[str, Tensor]:
+        if layout.bank is not None:
+            return {"mix": _fit_mixing(target, layout)}
+        gram, rank = target.gram, layout.ranks[0]
+        if target.curvature is not None:
+            curved = (target.full_gram(), target.curvature)
+            left, right = fit_lowrank_curved(target.product, *curved, rank)
+        elif gram is None:
+            left, right = best_factors(target.product, rank)
+        else:
+            left, right = fit_lowrank(target.product, gram, rank)
+        u, outer = torch.linalg.qr(left)
+        v, inner = torch.linalg.qr(right.mT)
+        return {"u": u, "core": outer @ inner.mT, "v": v}
+
+    def losses(
+        self, target: Target, constant: float, layouts: Sequence[TuckerLayout]
+    ) -> list[float]:
+        if any(layout.bank is not None for layout in layouts):
+            return super().losses(target, constant, layouts)
+        assert target.curvature is not None
+        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+        losses = lowrank_losses(spectrum, constant)
+        return [float(losses[layout.ranks[0]]) for layout in layouts]
+
+    def start(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        widths = {"u": layout.ranks[0], "core": layout.ranks[1], "v": layout.in_features}
+        side = 0 if layout.turned else 1  # of the blocks, which the input of the layer meets
+        read = layout.grid[side] * layout.block[side]
+        widths["mix"] = layout.cores * read / prod(layout.block) ** 0.5
+        return {
+            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
+            for name, shape in self.tensors(layout).items()
+        }
+
+    def pool(self, spec: TuckerSpec, site: Site) -> Hashable:
+        cut = _cut(spec.share, site)
+        if cut is None:
+            return None
+        stack = re.sub(r"\.\d+", "", site.block)
+        if spec.share == "heads":
+            return site.block, site.role.startswith("cross_"), cut.block
+        return stack, site.role if spec.share == "layers" else None, cut.block
+
+    def bank_name(self, layout: TuckerLayout) -> str | None:
+        return layout.bank
+
+    def bank_tensors(self, layout: TuckerLayout) -> Shapes:
+        if layout.bank is None:
+            return {}
+        (a, b), (left, right) = layout.block, layout.ranks
+        return {"u": (a, left), "cores": (layout.cores, left, right), "v": (b, right)}
+
+    def bank_share(self, layout: TuckerLayout) -> float:
+        return prod(layout.grid) / layout.blocks
+
+    def fit_bank(
+        self, targets: Sequence[Target], layouts: Sequence[TuckerLayout]
+    ) -> dict[str, Tensor]:
+        users = [_user(*pair) for pair in zip(targets, layouts, strict=True)]
+        first = layouts[0]
+        bank = fit_bank(users, first.block, (first.cores, *first.ranks))
+        return {"u": bank.left, "cores": bank.cores, "v": bank.right}
+
+    def bank_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
+        (a, b), (left, right) = layout.block, layout.ranks
+        middles = left * right * (left + right)
+        plain = a * b * (left + right) + middles
+        seen = a * a * left + b * b * right + middles
+        steps = SWEEPS * 2 * STEPS * layout.blocks
+        return 2.0 * (SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0))
+
+    def bank_bytes(self, layout: TuckerLayout, *, calibrated: bool) -> int:
+        a, b = layout.block
+        moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
+        return 8 * layout.blocks * (6 * a * b + moments)
+
+    def start_bank(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        a, b = layout.block
+        left, right = layout.ranks
+        # Mixing weights know from which side their blocks are read.
+        widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
+        return {
+            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
+            for name, shape in self.bank_tensors(layout).items()
+        }
+
+
+def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
+    """A weight that shares nothing; banks have ranks for their own shape only."""
+    rank = spec.rank if isinstance(spec.rank, int) and not spec.pools else None
+    if rank is None and budget is not None:
+        rank = _rank_for(site.in_features + site.out_features, budget)
+    if rank is None and spec.pools:
+        raise Refusal(f"`share: {spec.share}` has no bank for it, and no `target` gives it a rank")
+    if rank is None:
+        raise Refusal("no rank is given: set `rank` or `target`")
+    if rank < 1:
+        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
+    rank = min(rank, site.in_features, site.out_features)
+    return TuckerLayout(
+        in_features=site.in_features, out_features=site.out_features, ranks=(rank, rank)
+    )
+
+
+def _rank_for(widths: int, budget: int) -> int:
+    """The largest r with r widths + r^2 parameters."""
+    return (isqrt(widths * widths + 4 * max(0, budget)) - widths) // 2
+
+
+def _cut(share: Share, site: Site) -> _Cut | None:
+    """How a weight is cut for a bank; None where its shape or role does not fit one."""
+    out, into = site.out_features, site.in_features
+    if share == "layers":
+        return _Cut((out, into))
+    if share == "heads" and site.head is not None and site.side != "both":
+        turned = site.side == "out"
+        rows, columns = (into, out) if turned else (out, into)
+        return _Cut((site.head, columns), turned) if rows % site.head == 0 else None
+    if share == "model" and site.side != "both":
+        width = into if site.side == "in" else out
+        return _Cut((width, width)) if out % width == 0 == into % width else None
+    return None
+
+
+def _blocks(share: Share, site: Site) -> int:
+    cut = _cut(share, site)
+    return 0 if cut is None else site.in_features * site.out_features // prod(cut.block)
+
+
+def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None) -> Ranks:
+    """Number of cores and ranks of a bank, from what is given and what may be spent."""
+    blocks, rows, columns = sizes
+    most = min(spec.cores or blocks, blocks)
+    if spec.rank is not None:
+        left, right = (spec.rank, spec.rank) if isinstance(spec.rank, int) else spec.rank
+        if budget is not None and spec.cores is None:
+            rest = budget - rows * left - columns * right
+            most = min(most, max(0, rest // (left * right + blocks)))
+            if not most:
+                raise Refusal(f"the budget of {budget} parameters does not pay for one core")
+        return most, left, right
+    if budget is None:
+        raise Refusal("no rank is given: set `rank` or `target`")
+    found = [
+        ranks
+        for ranks in _ladder(most, rows, columns)
+        if tucker_parameters(*sizes, ranks) <= budget
+    ]
+    if not found:
+        raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
+    return found[-1]
+
+
+def _ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
+    """Sizes of a bank by growing ranks, in proportion to the widths of a block.
+
+    As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
+    little in common but the spaces they read and write.
+    """
+    wide = max(rows, columns)
+    for rank in range(1, wide + 1):
+        left, right = -(-rank * rows // wide), -(-rank * columns // wide)
+        yield min(most, left * right), left, right
+
+
+def _edges(layout: TuckerLayout) -> tuple[int, int]:
+    if layout.bank is None:
+        return layout.out_features, layout.in_features
+    return layout.block
+
+
+def _bank(tensors: Tensors) -> Bank:
+    return Bank(tensors["u"], tensors["v"], tensors["cores"])
+
+
+def _user(target: Target, layout: TuckerLayout) -> User:
+    assert target.weight is not None
+    scale = 1.0 if target.curvature is not None else target.scale
+    user = User(target.weight, target.gram, target.curvature, scale)
+    return user.turned() if layout.turned else user
+
+
+def _fit_mixing(target: Target, layout: TuckerLayout) -> Tensor:
+    bank = _bank(target.bank)
+    product, gram, curvature = target.product, target.gram, target.curvature
+    if curvature is not None:
+        product = curvature @ product
+    if layout.turned:  # tr(S W G W^T) = tr(G W^T S W): the moments change places
+        return fit_mixing(product.mT, curvature, bank, gram)
+    return fit_mixing(product, gram, bank, curvature)
+
+
+register(TuckerForm())

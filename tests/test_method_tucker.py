@@ -1,0 +1,333 @@
+"""What the method `tucker` promises: sizes, plans, and banks fitted to all that use them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch.testing import assert_close
+from transformers import BertConfig, BertForMaskedLM
+
+from tcompress.linalg.curvature import fit_lowrank_curved
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
+from tcompress.recipe import Convert, find_recipe, parse_recipe
+from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.model import layer_report
+from tcompress.source import SourceModel
+from tcompress.structures import Site, Target, structure
+from tcompress.structures.tucker import TuckerLayout, TuckerSpec
+from tests.support.converted import recipe
+from tests.support.structures import make_moments, randn
+from tests.support.tiny import build
+
+KIND = structure("tucker")
+
+
+def layout_of(
+    inputs: int, outputs: int, peers: int = 0, budget: int | None = None, **options: Any
+) -> TuckerLayout:
+    side = options.pop("side", "in")
+    site = Site(inputs, outputs, side, role="q", block="layers.0", head=4)
+    site = replace(site, peers=(site,) * peers)
+    made: TuckerLayout = KIND.layout(TuckerSpec(**options), site, budget)
+    return made
+
+
+def parameters(layout: TuckerLayout) -> int:
+    return sum(torch.Size(shape).numel() for shape in KIND.tensors(layout).values())
+
+
+# ---------------------------------------------------------------- one weight
+
+
+def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
+    layout, weight, half = layout_of(16, 24, rank=5), randn(24, 16), randn(24, 24, seed=1)
+    gram, curvature = make_moments(16, 40).gram, half @ half.T
+    target = Target(weight @ gram, gram, curvature=curvature)
+    found = KIND.fit(target, layout, {})
+    a, b = fit_lowrank_curved(target.product, gram, curvature, 5)
+    assert_close(KIND.dense(found, layout, {}), a @ b)
+    for name in ("u", "v"):
+        assert_close(found[name].T @ found[name], torch.eye(5).double())
+
+
+@pytest.mark.parametrize("budget", [400, 1000, 1499])
+def test_a_budget_is_spent_and_not_exceeded(budget: int) -> None:
+    layout = layout_of(64, 96, budget=budget)
+    rank = layout.ranks[0]
+    assert parameters(layout) <= budget < (rank + 1) * (64 + 96 + rank + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cores": 3}, "`cores` are shared: choose `share` heads, layers or model"),
+        ({"rank": (3, 4)}, "with `share: none` both factors have one rank: give one number"),
+    ],
+)
+def test_options_of_banks_alone(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        TuckerSpec(**options)
+
+
+# ---------------------------------------------------------------- sizes of banks
+
+
+@pytest.mark.parametrize("share", ["heads", "layers", "model"])
+@pytest.mark.parametrize("target", [0.1, 0.25, 0.6])
+def test_a_bank_and_what_uses_it_fill_a_budget(share: str, target: float) -> None:
+    peers, dense = 6, 64 * 192
+    layout = layout_of(64, 192, peers, int(target * dense), share=share)
+    bank = sum(torch.Size(shape).numel() for shape in KIND.bank_tensors(layout).values())
+    total = bank + peers * parameters(layout)
+    assert 0.75 * target * dense * peers < total <= target * dense * peers
+    assert KIND.bank_share(layout) == pytest.approx(1 / peers)
+
+
+def test_cores_fill_what_given_ranks_leave() -> None:
+    layout = layout_of(64, 64, 6, 1000, share="layers", rank=(20, 30))
+    assert (layout.ranks, layout.cores) == ((20, 30), (6000 - 64 * 50) // (20 * 30 + 6))
+    assert layout_of(64, 64, 6, share="layers", rank=20).cores == 6
+
+
+def test_ranks_beyond_what_the_shape_admits_are_clipped() -> None:
+    layout = layout_of(16, 16, 4, share="layers", rank=99, cores=9)
+    assert (layout.ranks, layout.cores, layout.blocks) == ((16, 16), 4, 4)
+
+
+def test_two_weights_at_least_share_a_bank() -> None:
+    assert layout_of(16, 16, 1, 200, share="layers").bank is None
+    assert layout_of(16, 64, 1, 400, share="model").bank == "model"  # four blocks
+
+
+# ---------------------------------------------------------------- fits of banks
+
+LAYOUTS = {
+    "layers": [layout_of(8, 12, 3, share="layers", rank=(4, 5), cores=2)] * 3,
+    "grid": [
+        layout_of(8, 24, 2, share="model", rank=(3, 5), cores=3),
+        layout_of(8, 24, 2, share="model", rank=(3, 5), cores=3),
+    ],
+    "both ways": [
+        replaced := layout_of(8, 12, 4, share="heads", rank=(3, 5), cores=4),
+        layout_of(12, 8, 4, share="heads", rank=(3, 5), cores=4, side="out").model_copy(
+            update={"blocks": replaced.blocks}
+        ),
+    ],
+}
+
+
+def targets_of(
+    layouts: list[TuckerLayout], seed: int, *, aware: bool, curved: bool
+) -> list[Target]:
+    made = []
+    for place, layout in enumerate(layouts):
+        weight = randn(layout.out_features, layout.in_features, seed=seed + place)
+        gram = make_moments(layout.in_features, 40, seed=seed + 10 * place).gram
+        half = randn(layout.out_features, layout.out_features, seed=seed + 100 + place)
+        made.append(
+            Target(
+                weight @ gram if aware else weight,
+                gram if aware else None,
+                float((weight @ gram if aware else weight).mul(weight).sum()),
+                half @ half.T if curved else None,
+                weight,
+            )
+        )
+    return made
+
+
+def missed(targets: list[Target], fitted: list[Target], layouts: list[TuckerLayout]) -> float:
+    """The loss on some moments of what was fitted to others."""
+    bank = KIND.fit_bank(fitted, layouts)
+    total = 0.0
+    for judge, target, layout in zip(targets, fitted, layouts, strict=True):
+        own = KIND.fit(replace(target, bank=bank), layout, {})
+        gap = judge.weight - KIND.dense({**own, **bank}, layout, {})
+        seen = gap if judge.curvature is None else judge.curvature @ gap
+        scale = judge.scale if judge.curvature is None else 1.0
+        total += float((seen @ judge.full_gram()).mul(gap).sum()) / scale
+    return total
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(deadline=None, derandomize=True, max_examples=3)
+@given(seed=st.integers(0, 10**6), curved=st.booleans())
+def test_a_bank_fitted_to_data_is_never_worse_on_its_moments(
+    name: str, seed: int, curved: bool
+) -> None:
+    layouts = LAYOUTS[name]
+    aware = targets_of(layouts, seed, aware=True, curved=curved)
+    free = targets_of(layouts, seed, aware=False, curved=False)
+    assert missed(aware, aware, layouts) <= missed(aware, free, layouts) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("aware", [False, True])
+def test_full_ranks_give_all_weights_back(name: str, aware: bool) -> None:
+    layouts = [
+        layout.model_copy(update={"ranks": layout.block, "cores": layout.blocks})
+        for layout in LAYOUTS[name]
+    ]
+    targets = targets_of(layouts, 0, aware=aware, curved=aware)
+    assert missed(targets, targets, layouts) < 1e-9
+
+
+def test_data_matter_to_a_bank() -> None:
+    layouts = LAYOUTS["layers"]
+    aware = targets_of(layouts, 0, aware=True, curved=True)
+    free = targets_of(layouts, 0, aware=False, curved=False)
+    assert missed(aware, aware, layouts) < 0.7 * missed(aware, free, layouts)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    build("bert").save_pretrained(folder)
+    return SourceModel.open(str(folder))
+
+
+def planned(source: SourceModel, share: str, target: float | None = 0.4, **changes: Any) -> Plan:
+    method = {"name": "tucker", "share": share, **changes.pop("method", {})}
+    return make_plan(recipe(method=method, target=target, **changes), source)
+
+
+def users(plan: Plan) -> dict[str, list[str]]:
+    """Short names of the layers by the owner of the bank that they use."""
+    found: dict[str, list[str]] = {}
+    for entry in plan.layers:
+        if entry.own_banks or entry.bank_of:
+            (owner,) = entry.bank_of.values() or (entry.name,)
+            found.setdefault(owner, []).append(entry.role)
+    return found
+
+
+def test_banks_of_heads_of_layers_and_of_the_model(bert: SourceModel) -> None:
+    heads, layers, model = (users(planned(bert, share)) for share in ("heads", "layers", "model"))
+    assert list(heads.values()) == [["q", "k", "v", "o"]] * 2
+    assert list(layers.values()) == [[role] * 2 for role in ("q", "k", "v", "o", "up", "down")]
+    assert [len(roles) for roles in model.values()] == [12]
+
+
+def test_feed_forward_weights_of_shared_heads_stand_alone(bert: SourceModel) -> None:
+    plan = planned(bert, "heads")
+    texts = {entry.role: describe_parts(entry.parts) for entry in plan.layers}
+    assert texts["q"] == texts["o"] == "tucker heads 16 of 8x32 r=4,14"
+    assert texts["up"] == texts["down"] == "tucker r=7"
+    alone = planned(bert, "heads", None, method={"rank": [4, 16]})
+    assert {item.role for item in alone.left} == {"up", "down"}
+    assert "no bank for it, and no `target`" in alone.left[0].reason
+
+
+def test_a_bank_is_counted_once(bert: SourceModel) -> None:
+    plan = planned(bert, "model")
+    (bank,) = [layout for entry in plan.layers for layout in entry.own_banks.values()]
+    left, right = bank.ranks
+    size = bank.cores * (left * right) + 32 * (left + right) + bank.blocks * bank.cores
+    assert plan.structured_rewritten == size
+    assert 0.35 < plan.kept <= 0.4
+    assert [note.partition(",")[0] for note in plan.warnings] == [
+        "12 layers share the tensors of one bank"
+    ]
+    rows = [layer_report(entry).structure for entry in plan.layers]
+    assert [row.endswith("with the bank") for row in rows] == [True] + [False] * 11
+    assert not planned(bert, "none").warnings
+
+
+def test_layers_that_are_kept_pay_for_no_bank(bert: SourceModel) -> None:
+    plan = planned(bert, "layers", keep=["re:layer.0.*query"])
+    assert [entry.role for entry in plan.layers if not entry.own_banks and not entry.bank_of] == [
+        "q"  # the only one left of its role
+    ]
+    rows = planned(bert, "layers", layers=[{"match": "q", "target": 0.2}])
+    sizes = {entry.role: entry.parts[0].terms[0].ranks for entry in rows.layers}
+    assert sizes["q"] < sizes["k"]
+
+
+def test_banks_end_with_a_stack_of_blocks(tmp_path: Path) -> None:
+    build("t5").save_pretrained(tmp_path)
+    plan = planned(SourceModel.open(str(tmp_path)), "model")
+    owners = {owner.partition(".")[0] for owner in users(plan)}
+    assert owners == {"encoder", "decoder"}
+    for entry in plan.layers:
+        assert all(owner.startswith(entry.name.split(".")[0]) for owner in entry.bank_of.values())
+
+
+def test_what_does_not_fit_a_block_stands_alone(tmp_path: Path) -> None:
+    """Keys and values that heads share are narrower than the model."""
+    build("llama").save_pretrained(tmp_path)
+    plan = planned(SourceModel.open(str(tmp_path)), "model")
+    alone = {entry.role for entry in plan.layers if not entry.own_banks and not entry.bank_of}
+    assert {"k", "v"} <= alone
+    assert "q" not in alone
+
+
+def test_predicted_loss_sizes_weights_that_share_nothing_only() -> None:
+    def made(**method: Any) -> Convert:
+        return Convert.model_validate({"method": {"name": "tucker", **method}, "target": 0.3})
+
+    assert (made().by_loss, made().surveys) == (True, True)
+    assert (made(share="layers").by_loss, made(share="layers").surveys) == (False, True)
+
+
+# ---------------------------------------------------------------- the published arrangement
+
+
+def test_the_arrangement_of_bert_base(tmp_path: Path) -> None:
+    """144 blocks of 768 x 768 over 72 cores: 11,217,024 weights, known from the config alone."""
+    text, name = find_recipe("encoder/bert-tucker-model")
+    convert = parse_recipe(text, name).convert
+    assert convert is not None
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig())
+    plan = make_plan(convert, _on_paper(model, tmp_path))
+    assert len(plan.layers) == 72
+    layouts = [entry.parts[0].terms[0] for entry in plan.layers]
+    assert {(item.cores, item.ranks, item.block, item.blocks) for item in layouts} == {
+        (72, (384, 384), (768, 768), 144)
+    }
+    assert plan.structured_rewritten == 11_217_024
+    assert plan.structured_rewritten == 72 * 384 * 384 + 2 * 768 * 384 + 144 * 72
+    assert plan.dense_rewritten == 144 * 768 * 768
+    assert sum(len(entry.own_banks) for entry in plan.layers) == 1
+
+
+def _on_paper(model: torch.nn.Module, folder: Path) -> SourceModel:
+    """A model of which a file says the shapes: it is long, but holds nothing."""
+    import json
+
+    header, end = {}, 0
+    for key, tensor in model.state_dict().items():
+        size = 4 * tensor.numel()
+        header[key] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["BertForMaskedLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return SourceModel.open(str(folder))
+
+
+def test_layouts_are_read_back_as_they_were(bert: SourceModel) -> None:
+    plan = planned(bert, "model")
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert copy.deepcopy(plan) == plan

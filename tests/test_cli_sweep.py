@@ -172,7 +172,7 @@ def test_recipe_with_a_sweep_runs() -> None:
         (
             ["--methods", "lprod:p"],
             "`--methods` has `p`, expected an option with its value; options are `p`, `transform`, "
-            "`block`, `stages`, `tubal_rank`, `rank`, `order`, `apply`",
+            "`block`, `stages`, `tubal_rank`, `rank`, `order`, `apply`, `share`, `cores`",
             "write, for example, `--methods svd,lprod:p=8`",
         ),
         (

@@ -24,6 +24,8 @@ from tcompress.progress import Progress
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
 
+ATTEMPTS = 5  # each takes away what the last one spent too much
+
 
 class Survey:
     """One backward pass, and what follows from it.
@@ -88,9 +90,22 @@ class Survey:
             sized += self._block(by_name[name], worths)
         if not self._recipe.by_loss:
             return self._plan
-        assert self._recipe.target is not None
-        choices = choose(sized, self._recipe.target)
-        return make_plan(self._recipe, self._source, self._plan.method, choices)
+        return self._within(sized)
+
+    def _within(self, sized: Sequence[Sized]) -> Plan:
+        """Spends the budget: less of it where layers end up not sharing what was counted once."""
+        target = fraction = self._recipe.target
+        assert target is not None
+        assert fraction is not None
+        for _ in range(ATTEMPTS):
+            choices = choose(sized, fraction)
+            plan = make_plan(self._recipe, self._source, self._plan.method, choices)
+            own = [item for item in plan.layers if f"{item.name}.{item.parameter}" in choices]
+            kept = sum(item.parameters for item in own) / sum(i.dense_parameters for i in own)
+            if kept <= target:
+                break
+            fraction *= target / kept
+        return plan
 
     def _block(self, block: Block, worths: dict[str, Worth]) -> list[Sized]:
         """Keeps the curvature of a block's layers, and lists their sizes."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 # Before torch is imported: workers that each use all cores wait for one another most of the time.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+# Not in the process that starts them, whose variables they would inherit.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+if WORKERS:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 
 def pytest_configure() -> None:

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--dense-epochs", type=float, default=2.0)
     parser.add_argument("--dense-lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=float, default=1.0)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, help="default finetune's own")
     parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
     parser.add_argument("--alone", nargs="*", help="those to train on labels alone; default all")
     args = parser.parse_args()

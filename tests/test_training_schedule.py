@@ -18,7 +18,15 @@ from tcompress.errors import TrainingError
 from tcompress.training import loop
 from tcompress.training.micro import is_out_of_memory, pieces
 from tcompress.training.observe import Observed, Observer
-from tcompress.training.schedule import HEALING_STEPS, Pace, learning_rate, total_steps
+from tcompress.training.schedule import (
+    HEALING_RATE,
+    HEALING_STEPS,
+    TASK_RATE,
+    Pace,
+    highest_rate,
+    learning_rate,
+    total_steps,
+)
 from tcompress.training.setup import drop_nothing
 from tcompress.training.stopping import Stopping
 from tests.support.evaluation import one_thread, pairs_file
@@ -45,6 +53,12 @@ def _one_thread() -> Iterator[None]:
 def _rates(total: int = 100, **changes: Any) -> list[float]:
     options = settings(learning_rate=0.5, **changes)
     return [learning_rate(options, step, total) for step in range(total)]
+
+
+def test_the_default_rate_depends_on_what_is_trained() -> None:
+    assert highest_rate(settings()) == HEALING_RATE
+    assert highest_rate(settings(task="classification")) == TASK_RATE
+    assert highest_rate(settings(task="classification", learning_rate=0.5)) == 0.5
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -120,7 +120,12 @@ BatchSize = Annotated[
     int | None, typer.Option(help="Examples in a step, in each process.", rich_help_panel=RUNNING)
 ]
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", help="Highest learning rate.", rich_help_panel=RUNNING)
+    float | None,
+    typer.Option(
+        "--lr",
+        help="Highest learning rate; default 5e-4 to heal, 2e-4 with a task.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 EvaluateEvery = Annotated[
     int | None, typer.Option(help="Steps between validations.", rich_help_panel=RUNNING)

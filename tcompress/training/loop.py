@@ -20,7 +20,7 @@ from tcompress.training.data import LengthBatches, loader
 from tcompress.training.losses import Losses, tokens_in
 from tcompress.training.micro import examples_in, is_out_of_memory
 from tcompress.training.observe import Batch
-from tcompress.training.schedule import Pace, learning_rate, total_steps
+from tcompress.training.schedule import Pace, highest_rate, learning_rate, total_steps
 from tcompress.training.setup import Setup
 from tcompress.training.stopping import Stopping
 
@@ -142,7 +142,7 @@ class Loop:
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
-            lower = self.setup.options.learning_rate / 4
+            lower = highest_rate(self.setup.options) / 4
             raise TrainingError(
                 f"{what} is {value} at step {step:,}",
                 f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "

@@ -11,6 +11,10 @@ HEALING_STEPS = 1000
 TASK_EPOCHS = 3.0
 """Where neither steps nor epochs are given."""
 
+HEALING_RATE = 5e-4
+TASK_RATE = 2e-4
+"""Where no learning rate is given; measured in docs/healing.md."""
+
 _PACED = 20  # steps over which the pace is measured, after the first ones
 _FIRST = 5
 
@@ -29,6 +33,17 @@ def total_steps(options: Finetune, per_epoch: int) -> int:
     return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
 
 
+def highest_rate(options: Finetune) -> float:
+    """The learning rate after warming up.
+
+    Args:
+        options: Settings of the run.
+    """
+    if options.learning_rate is not None:
+        return options.learning_rate
+    return HEALING_RATE if options.task is None else TASK_RATE
+
+
 def learning_rate(options: Finetune, step: int, total: int) -> float:
     """Learning rate of a step.
 
@@ -39,14 +54,14 @@ def learning_rate(options: Finetune, step: int, total: int) -> float:
     """
     warm = round(options.warmup * total)
     if step < warm:
-        return options.learning_rate * (step + 1) / warm
+        return highest_rate(options) * (step + 1) / warm
     done = min(1.0, (step - warm) / max(1, total - warm))
     falling = {
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
         "linear": 1 - done,
         "constant": 1.0,
     }[options.schedule]
-    return options.learning_rate * falling
+    return highest_rate(options) * falling
 
 
 @dataclass

@@ -110,7 +110,7 @@ def test_numbers_that_are_not_finite_stop_the_run(
         train(folder, output, data=texts(tmp_path), checkpoint_every=1)
     assert re.fullmatch(message, failed.value.message)
     assert failed.value.exit_code == 2
-    assert "lower the learning rate, such as `--lr 0.000125`" in (failed.value.hint or "")
+    assert "lower the learning rate, such as `--lr 0.00025`" in (failed.value.hint or "")
     assert not output.exists()
     kept = tmp_path / ".out.partial" / "checkpoints"
     assert (kept / ("step-00000001" if what == "validation" else "step-00000002")).is_dir()

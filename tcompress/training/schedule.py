@@ -11,7 +11,7 @@ HEALING_STEPS = 1000
 TASK_EPOCHS = 3.0
 """Where neither steps nor epochs are given."""
 
-HEALING_RATE = 5e-4
+HEALING_RATE = 1e-3
 TASK_RATE = 2e-4
 """Where no learning rate is given; measured in docs/healing.md."""
 

@@ -1,4 +1,4 @@
-"""Time of a layer by the number of tokens: ways to apply a tensor train, and low rank, over dense.
+"""Time of a layer by the number of tokens: tensor trains, low rank and Tucker form against dense.
 
     python benchmarks/tokens.py [--widths 384 768 1024] [--tokens 1 16 256] [--threads 2]
 
@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[str, dict[str, object]]] = {
     "auto": ("tt", {}),
     "kept": ("tt", {}),
     "lowrank": ("lowrank", {}),
+    "tucker": ("tucker", {}),
 }
 
 

@@ -48,8 +48,9 @@ from tcompress.integration.models import load_model
 from tcompress.linalg.moments import Moments, MomentSums
 from tcompress.linalg.ttmodes import matrix_modes
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.planner import Choice, plan_terms
-from tcompress.recipe.schema import Calibration, Convert, structure_of
+from tcompress.planning.terms import Choice, plan_terms
+from tcompress.recipe.methods import structure_of
+from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures import Site
 from tcompress.structures.linear import PartLayout, StructuredLinear

@@ -1,4 +1,4 @@
-"""Which size every layer gets: a budget is spent where it saves the most predicted loss.
+"""What every layer may become, and what that is predicted to lose.
 
 One label-free backward pass gives the moments of every layer's inputs and output gradients. With
 them the loss of every way to store a layer is known before anything is converted, in one unit for
@@ -8,18 +8,16 @@ all layers (methods: Which error matters, and where to spend parameters).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from tcompress.anatomy import Layer
-from tcompress.conversion.backward import Worth
 from tcompress.conversion.fit import CURVATURE_DAMPING
 from tcompress.linalg.curvature import curved_constant, damped_curvature
-from tcompress.planning.budget import BudgetSite, Option, allocate
+from tcompress.planning.budget import BudgetSite, Option
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.planner import Choice, plan_terms, term_cost
+from tcompress.planning.terms import Choice, plan_terms, term_cost
 from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
 from tcompress.structures.base import predicted_loss
 
@@ -30,78 +28,93 @@ FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
 """Kept fractions that a layer is offered, up to nine tenths."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sized:
     """A layer as the allocator sees it.
 
     Attributes:
         key: Weight name in the checkpoint.
-        site: Its options, whose labels are choices.
+        role: What the layer does.
+        dense: Its parameters.
+        zero: Predicted loss of leaving it out.
+        unit: What one parameter costs: 1, or its bytes.
+        offers: What it may become, by name of the method: options labelled with choices.
     """
 
     key: str
-    site: BudgetSite
+    role: str
+    dense: int
+    zero: float
+    unit: int = 1
+    offers: dict[str, list[Option]] = field(default_factory=dict)
+
+    def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
+        """Returns what a budget may choose from.
+
+        Args:
+            methods: Names of the methods that count.
+            may_stay: Whether it may stay dense; it must where no method can take it.
+        """
+        options = [option for name in methods for option in self.offers.get(name, ())]
+        priced = [replace(option, cost=option.cost * self.unit) for option in options]
+        return BudgetSite(self.key, priced, self.dense * self.unit, may_stay or not priced)
 
 
 @dataclass(frozen=True)
-class _Aim:
+class Aim:
     """One part of a layer: what its fit aims at, and what it costs to leave it out."""
 
     target: Target
     constant: float
 
 
-def size_options(
+def options_of(
     entry: LayerPlan,
     layer: Layer,
-    weight: Tensor,
-    worth: Worth,
-    methods: Sequence[Spec],
-    damping: float,
+    aims: Sequence[Aim],
+    specs: Sequence[Spec],
+    fractions: Sequence[float],
+    *,
+    rows: int,
     sharing: int,
-) -> Sized:
-    """Lists what a layer may become, with parameters and predicted losses.
+    calibrated: bool,
+) -> list[Option]:
+    """Lists what a layer may become with one method, with parameters and predicted losses.
 
     Args:
         entry: Its plan, of any size.
         layer: The layer in the model.
-        weight: Dense weight.  # (out, in)
-        worth: What its inputs and outputs are worth.
-        methods: Methods to choose among.
-        damping: Ridge on the input moment, as a fraction of its mean diagonal.
+        aims: What its parts aim at.
+        specs: Options of the method; the first that the layer's dimensions allow counts.
+        fractions: Kept fractions to try, ascending.
+        rows: How many rows of data the aims are the mean of.
         sharing: How many layers read the same input.
+        calibrated: Whether the fit will have data.
     """
-    aims = list(_aims(entry, weight, worth, damping))
-    options = []
-    for method in methods:
-        offered = list(_offered(entry, layer, method, sharing))
+    for spec in specs:
+        offered = list(_offered(entry, layer, spec, fractions, sharing, calibrated=calibrated))
+        if not offered:
+            continue
         losses = [
             part_losses(aim, [terms[index] for _, _, terms in offered])
             for index, aim in enumerate(aims)
         ]
-        for place, (choice, cost, _) in enumerate(offered):
-            loss = sum(part[place] for part in losses) * worth.rows
-            options.append(Option(cost, loss, choice))
-    key = f"{entry.name}.{entry.parameter}"
-    return Sized(key, BudgetSite(key, options, entry.dense_parameters, may_stay=False))
+        return [
+            Option(cost, max(0.0, sum(part[place] for part in losses)) * rows, choice)
+            for place, (choice, cost, _) in enumerate(offered)
+        ]
+    return []
 
 
-def choose(sized: Sequence[Sized], target: float) -> dict[str, Choice]:
-    """Spends a budget: a fraction of the parameters of all these layers.
-
-    Raises:
-        PlanError: Even the smallest options do not fit.
-    """
-    budget = int(target * sum(item.site.dense for item in sized))
-    chosen = allocate([item.site for item in sized], budget).choices
-    found: dict[str, Choice] = {}
-    for item, option in zip(sized, chosen, strict=True):
-        assert isinstance(option.label, Choice)
-        found[item.key] = option.label
-    return found
+def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
+    """Kept fractions close enough that no rank is passed over."""
+    widest = max(part.out_features for part in entry.parts)
+    least = min(part.out_features for part in entry.parts)
+    step = (entry.in_features + least) / (2.0 * entry.in_features * widest)
+    return tuple(step * n for n in range(1, int(1 / step) + 1))
 
 
-def part_losses(aim: _Aim, offered: Sequence[Terms]) -> list[float]:
+def part_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
     """Predicts the loss of every way to store one weight.
 
     A low-rank term beside another one is judged by what the other leaves over, once for all ranks.
@@ -121,49 +134,68 @@ def part_losses(aim: _Aim, offered: Sequence[Terms]) -> list[float]:
     return losses
 
 
-def _losses(aim: _Aim, layouts: Sequence[Layout]) -> list[float]:
+def _losses(aim: Aim, layouts: Sequence[Layout]) -> list[float]:
     if not layouts:
         return []
     kind = structure(layouts[0].structure)
     return kind.losses(aim.target, aim.constant, layouts)
 
 
-def _rest(aim: _Aim, main: Layout) -> _Aim:
+def _rest(aim: Aim, main: Layout) -> Aim:
     """What the first term of a sum leaves to the second."""
     kind, target = structure(main.structure), aim.target
     dense = kind.quick_fit(target, main)
     left = replace(target, product=target.product - dense @ target.full_gram())
-    return _Aim(left, predicted_loss(dense, target, aim.constant))
+    return Aim(left, predicted_loss(dense, target, aim.constant))
 
 
 def _offered(
-    entry: LayerPlan, layer: Layer, method: Spec, sharing: int
+    entry: LayerPlan,
+    layer: Layer,
+    method: Spec,
+    fractions: Sequence[float],
+    sharing: int,
+    *,
+    calibrated: bool,
 ) -> Iterator[tuple[Choice, int, tuple[Terms, ...]]]:
-    """Choices, their parameters and the terms of every part."""
+    """Choices that differ, their parameters and the terms of every part."""
     readers = sharing * len(entry.parts)
-    for fraction in FRACTIONS:
+    before: tuple[Terms, ...] = ()
+    for fraction in fractions:
         choice = Choice(method, target=fraction)
         try:
             terms = tuple(
-                plan_terms(choice, Site(layer.in_features, part.size, layer.side), readers)
+                plan_terms(
+                    choice,
+                    Site(layer.in_features, part.size, layer.side),
+                    readers,
+                    calibrated=calibrated,
+                )
                 for part in layer.parts
             )
         except Refusal:
             continue
         cost = sum(term_cost(term, readers, 1) for part in terms for term in part)
-        if cost < entry.dense_parameters:
+        if terms != before and cost < entry.dense_parameters:
             yield choice, round(cost), terms
+        before = terms
 
 
-def _aims(entry: LayerPlan, weight: Tensor, worth: Worth, damping: float) -> Iterator[_Aim]:
-    gram = worth.moment(centred=entry.bias)
-    gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-    curvature = worth.curvature / worth.rows
-    start = 0
+def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[Aim]:
+    """Lists what the parts of a layer aim at, in the norm of both moments.
+
+    Args:
+        entry: The layer.
+        weight: Dense weight.  # (out, in)
+        gram: G, damped.  # (in, in)
+        curvature: S, not damped.  # (out, out)
+    """
+    aims, start = [], 0
     for part in entry.parts:
         stop = start + part.out_features
         rows = weight[start:stop].double()
         curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
         target = Target(rows @ gram, gram, curvature=curve)
-        yield _Aim(target, float(curved_constant(rows, gram, curve)))
+        aims.append(Aim(target, float(curved_constant(rows, gram, curve))))
         start = stop
+    return aims

@@ -59,6 +59,7 @@ from torch import nn
 
 from tcompress.conversion.depth import MOST_BYTES, SAMPLES
 from tcompress.planning.depth import cut_to
+from tcompress.planning.disk import copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
@@ -139,31 +140,18 @@ class _Work:
 
     @classmethod
     def of(cls, plan: Plan, source: SourceModel, recipe: Convert) -> _Work:
-        store, keymap = source.store, source.keymap
-        asked = None if recipe.dtype is None else getattr(torch, recipe.dtype)
-        replaced: set[str] = set()
-        itemsize: dict[str, int] = {}
-        disk = 0
-        for entry in plan.layers:
-            path = keymap.runtime_name(entry.name) or entry.name
-            keys = keymap.sources(f"{path}.{entry.parameter}").keys
-            replaced.update(keys)
-            itemsize[entry.name] = store.dtype(keys[0]).itemsize
-            disk += entry.parameters * _stored_as(store.dtype(keys[0]), asked).itemsize
-        copied = [key for key in store.keys() if key not in replaced]  # noqa: SIM118
-        for key in copied:
-            disk += prod(store.shape(key)) * _stored_as(store.dtype(key), asked).itemsize
+        keymap = source.keymap
         blocks: dict[str, tuple[str, list[LayerPlan]]] = {}
         for entry in plan.layers:
             path = keymap.runtime_name(entry.block) or entry.block
             blocks.setdefault(entry.block, (path, []))[1].append(entry)
         return cls(
             groups=tuple(_groups(plan.layers)),
-            itemsize=itemsize,
+            itemsize={item.name: weight_bytes(source, item, None) for item in plan.layers},
             model=keymap.model,
             blocks=blocks,
-            largest_copy=max((store.nbytes(key) for key in copied), default=0),
-            disk=disk,
+            largest_copy=max(map(source.store.nbytes, copied_keys(source, plan)), default=0),
+            disk=disk_bytes(source, plan, recipe.dtype),
             rows=_rows(source, recipe.calibration),
         )
 
@@ -314,10 +302,6 @@ def _side_flops(layout: Layout) -> float:
     macs = sum(kind.side_macs(layout, side) for side in sides if _side_size(layout, side))
     rows = layout.out_features
     return STEPS * 6 * (rows * macs + kind.core_macs(layout) ** 2 / rows) if macs else 0.0
-
-
-def _stored_as(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return own if asked is None or not own.is_floating_point else asked
 
 
 def _parameters(module: nn.Module) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress.conversion.quality import errors_of, loss_of, whole_of
 from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
 from tcompress.errors import FitError
 from tcompress.linalg.curvature import damped_curvature
@@ -24,7 +25,6 @@ from tcompress.structures.base import Side
 from tcompress.structures.linear import side_name, tensor_prefix
 
 ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
-PROBES = 64  # random inputs that measure a data-free fit
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
@@ -53,15 +53,18 @@ class FittedLayer:
         tensors: Tensors to store, by name relative to the layer.
         errors: Relative errors by kind: `calibration` and `held_out`, or `weight`.
         shift: What the bias gains, float64.  # (out,)
+        loss: Predicted loss relative to that of leaving the layer out, where it was
+            asked for.
     """
 
     tensors: dict[str, Tensor]
     errors: dict[str, float]
     shift: Tensor | None = None
+    loss: float | None = None
 
 
 @dataclass
-class _Part:
+class FittedPart:
     """One weight being fitted: a part of a layer, of one expert."""
 
     entry: LayerPlan
@@ -125,6 +128,7 @@ def fit_layers(
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
     banks: Banks = NO_BANKS,
+    judge: bool = False,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
@@ -137,6 +141,7 @@ def fit_layers(
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         banks: Tensors of banks as they are stored, by owner and name.
+        judge: Whether to say what fits on data are predicted to lose.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
@@ -154,7 +159,7 @@ def fit_layers(
                 part.banks = [bank_of(part.entry, item, banks, where) for item in part.terms]
             _fit_cluster([part for parts in clear for part in parts], dtype, names)
             for i, parts in zip(members, clear, strict=True):
-                fitted = _collect(entries[i], parts, moments[i], dtype)
+                fitted = _collect(entries[i], parts, moments[i], dtype, judge=judge)
                 fitted.tensors.update(owned(entries[i], banks))
                 results[_key(entries[i])] = fitted
     return [results[_key(entry)] for entry in entries]
@@ -177,7 +182,7 @@ def _parts(
     moments: Sequence[LayerMoments],
     damping: float,
     curvature: Tensor | None,
-) -> list[_Part]:
+) -> list[FittedPart]:
     stack = weight if entry.experts else weight[None]
     if not _finite(stack):
         raise FitError(
@@ -193,7 +198,7 @@ def _parts(
     sizes = [part.out_features for part in entry.parts]
     curves = _curvatures(curvature, sizes)
     return [
-        _Part(entry, index, expert, rows, damped[min(expert, len(damped) - 1)], curves[index])
+        FittedPart(entry, index, expert, rows, damped[min(expert, len(damped) - 1)], curves[index])
         for expert, matrix in enumerate(stack)
         for index, rows in enumerate(matrix.split(sizes))
     ]
@@ -211,7 +216,7 @@ def _curvatures(curvature: Tensor | None, sizes: Sequence[int]) -> list[Tensor |
     return [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
 
 
-def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str]) -> None:
+def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequence[str]) -> None:
     count = len(parts[0].terms)
     try:
         for part in parts:
@@ -232,13 +237,13 @@ def _fit_cluster(parts: Sequence[_Part], dtype: torch.dtype, names: Sequence[str
         ) from error
 
 
-def _fit_sides(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
+def _fit_sides(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> None:
     """Fits and builds both sides of a term; the input side is one for all parts."""
     layout = parts[0].terms[term]
     kind = structure(layout.structure)
     if kind.has_side(layout, "in"):
         _install(parts, term, "in", _side_tensors(parts, term, "in"), dtype)
-    by_part: dict[str, list[_Part]] = {}
+    by_part: dict[str, list[FittedPart]] = {}
     for part in parts:
         by_part.setdefault(f"{part.entry.name}/{part.index}", []).append(part)
     for group in by_part.values():
@@ -247,7 +252,7 @@ def _fit_sides(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
             _install(group, term, "out", _side_tensors(group, term, "out"), dtype)
 
 
-def _side_tensors(parts: Sequence[_Part], term: int, side: Side) -> dict[str, Tensor]:
+def _side_tensors(parts: Sequence[FittedPart], term: int, side: Side) -> dict[str, Tensor]:
     layout = parts[0].terms[term]
     kind = structure(layout.structure)
     if not kind.side_tensors(layout, side):
@@ -256,7 +261,7 @@ def _side_tensors(parts: Sequence[_Part], term: int, side: Side) -> dict[str, Te
     return kind.fit_side(_pooled(targets) if side == "in" else targets, layout, side)
 
 
-def _scaled(part: _Part, term: int) -> Target:
+def _scaled(part: FittedPart, term: int) -> Target:
     return replace(part.target(term), scale=part.scale)
 
 
@@ -279,7 +284,11 @@ def _seen(target: Target, gram: Tensor) -> Target:
 
 
 def _install(
-    parts: Sequence[_Part], term: int, side: Side, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    parts: Sequence[FittedPart],
+    term: int,
+    side: Side,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
 ) -> None:
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     layout = parts[0].terms[term]
@@ -291,7 +300,7 @@ def _install(
         part.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
 
 
-def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
+def _fit_terms(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> None:
     for part in parts:
         layout = part.terms[term]
         kind = structure(layout.structure)
@@ -309,7 +318,12 @@ def _fit_terms(parts: Sequence[_Part], term: int, dtype: torch.dtype) -> None:
 
 
 def _collect(
-    entry: LayerPlan, parts: Sequence[_Part], moments: Sequence[LayerMoments], dtype: torch.dtype
+    entry: LayerPlan,
+    parts: Sequence[FittedPart],
+    moments: Sequence[LayerMoments],
+    dtype: torch.dtype,
+    *,
+    judge: bool,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     width = len(entry.parts)
@@ -332,64 +346,17 @@ def _collect(
         own_moments = moments[min(expert, len(moments) - 1)]
         if own_moments.train is not None and entry.bias and not entry.experts:
             m = own_moments.train
-            weight, dense = _whole(own)
+            weight, dense = whole_of(own)
             shifts.append(weight @ m.dense_mean - dense @ m.mean)
-        errors.append(_errors(own, own_moments, shifts[0] if shifts else None))
+        errors.append(errors_of(own, own_moments, shifts[0] if shifts else None))
     kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
-    return FittedLayer(tensors, mean, shifts[0] if shifts else None)
-
-
-def _whole(parts: Sequence[_Part]) -> tuple[Tensor, Tensor]:
-    weight = torch.cat([part.weight for part in parts])
-    return weight, torch.cat([_total(part) for part in parts])
-
-
-def _total(part: _Part) -> Tensor:
-    return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
-
-
-def _errors(
-    parts: Sequence[_Part], moments: LayerMoments, shift: Tensor | None
-) -> dict[str, float]:
-    if moments.train is None:
-        return {"weight": _probed_error(parts)}
-    weight, dense = _whole(parts)
-    errors = {"calibration": moments.train.error(weight, dense)}
-    if moments.holdout is not None:
-        held = moments.holdout
-        errors["held_out"] = held.error(weight, dense)
-        if shift is not None:  # the bias was chosen on other rows
-            gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = (weight @ held.dense).mul(weight).sum()
-            errors["held_out"] += float(gap.square().sum() / norm)
-    return errors
-
-
-def _probed_error(parts: Sequence[_Part]) -> float:
-    """Relative squared error of the weight, from random inputs: the dense form is never built."""
-    generator = torch.Generator().manual_seed(0)
-    probes = torch.randn(PROBES, parts[0].weight.shape[1], generator=generator)
-    probes = probes.to(parts[0].stored.device)
-    norm = error = 0.0
-    for part in parts:
-        wanted = probes @ part.stored.to(probes.dtype).mT
-        found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
-        norm += float(wanted.square().sum())
-        error += float((wanted - found).square().sum())
-    return error / norm if norm else 0.0
+    return FittedLayer(
+        tensors, mean, shifts[0] if shifts else None, loss_of(parts) if judge else None
+    )
 
 
 def _finite(tensor: Tensor) -> bool:
     """NaN and infinity survive a sum; no mask of the tensor's size is made."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
-
-
-def _applied(part: _Part, term: int, x: Tensor) -> Tensor:
-    layout = part.terms[term]
-    kind = structure(layout.structure)
-    tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
-    tensors |= part.banks[term]
-    z = kind.encode(x.double(), part.operators[term].get("in"), layout)
-    return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)

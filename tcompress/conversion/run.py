@@ -176,7 +176,8 @@ class _Job:
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
         recipe, depth = self.recipe.within_blocks, self.plan.depth
-        if self.data is not None and self.plan.layers and recipe.surveys:
+        surveys = recipe.surveys if self.data is not None else recipe.by_loss
+        if self.plan.layers and surveys:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)

@@ -1,59 +1,61 @@
 """What a conversion learns before it fits: the curvature of every layer, and sizes for a budget.
 
 The pass over the calibration data is kept in the working folder, so that an interrupted conversion
-goes on without it.
+goes on without it. Without data the weights' own energy stands in for moments: every layer counts
+alike, and so does every direction of its inputs and outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from tcompress.anatomy import Block, Layer, anatomy_of
+from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
 from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.allocate import Sized, choose, size_options
+from tcompress.conversion.allocate import FRACTIONS, Sized, aims_of, fine_fractions, options_of
 from tcompress.conversion.backward import BackwardWalk, Worth
 from tcompress.conversion.banks import damped_inputs
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.probe import probe_of
+from tcompress.conversion.settle import Settler
+from tcompress.conversion.trial import Seen, Trials, trial_blocks
+from tcompress.planning.disk import weight_bytes
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, make_plan
+from tcompress.planning.terms import Choices
 from tcompress.progress import Progress
+from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
+from tcompress.structures import Spec
 
-ATTEMPTS = 5  # each takes away what the last one spent too much
+USUAL = 0.25
+"""Kept fraction for which structures are offered where a budget limits an error."""
 
 
+@dataclass
 class Survey:
-    """One backward pass, and what follows from it.
+    """One look at all layers, and what follows from it.
 
     Args:
         source: The dense model.
         recipe: How to convert it.
         plan: Its plan, with sizes that are alike for all layers.
-        data: Calibration data; what is held out is not looked at.
+        data: Calibration data; what is held out is not looked at. None for none.
         place: Where the results are kept.
         device: Where to compute.
     """
 
-    def __init__(
-        self,
-        source: SourceModel,
-        recipe: Convert,
-        plan: Plan,
-        data: CalibrationData,
-        place: FitWorkplace,
-        device: torch.device,
-    ) -> None:
-        self._source = source
-        self._recipe = recipe
-        self._plan = plan
-        self._data = data
-        self._place = place
-        self._device = device
+    source: SourceModel
+    recipe: Convert
+    plan: Plan
+    data: CalibrationData | None
+    place: FitWorkplace
+    device: torch.device
+    _sized: list[Sized] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Plan:
         """Returns the plan with its final sizes.
@@ -63,80 +65,196 @@ class Survey:
             FitError: Gradients are not finite.
             PlanError: Even the smallest sizes do not fit the budget.
         """
-        kept = self._place.plan()
+        kept = self.place.plan()
         if kept is not None:
             return kept
         plan = self._fresh(progress)
-        self._place.keep_plan(plan)
+        self.place.keep_plan(plan)
         return plan
 
     def _fresh(self, progress: Progress) -> Plan:
-        anatomy = anatomy_of(self._source.meta_model())
-        holdout = frozenset(self._data.holdout)
-        batches = [item for i, item in enumerate(self._data.batches) if i not in holdout]
-        seed = self._recipe.calibration.seed
-        walk = BackwardWalk(
-            self._source,
-            anatomy,
-            batches,
-            probe_of(self._source, seed),
-            self._place.scratch(),
-            self._device,
-        )
+        anatomy = anatomy_of(self.source.meta_model())
+        self._offers = self._methods()
+        self._trials = Trials(self._fraction)
+        self._tried = trial_blocks(anatomy.blocks)
+        walk = self._weights if self.data is None else self._walk
+        for block, seen in walk(anatomy, progress):
+            if self.recipe.by_loss:
+                self._block(block, seen)
+        if not self.recipe.by_loss:
+            return self.plan
+        for item in self._sized:
+            item.offers = {name: self._trials.corrected(item, name) for name in item.offers}
+        roles = {item.role for item in self._sized}
+        names = list(self._offers)
+        whole = [name for name in names if all(self._trials.keeps(name, role) for role in roles)]
+        return Settler(
+            self.recipe, self.source, self.plan, self._plan_with, self._sized, names, whole
+        ).run()
+
+    @property
+    def _fraction(self) -> float:
+        budget = self.recipe.budget
+        if self.plan.budget is None or budget is None or not budget.is_size:
+            return USUAL
+        return self.plan.budget.fraction
+
+    def _methods(self) -> dict[str, tuple[Spec, ...]]:
+        """Methods on offer by name, each with its options in the order of preference."""
+        method = self.recipe.at(None).method  # a tolerance is no option of any layer
+        if isinstance(method, AutoSpec):
+            return offered_by(method, self._fraction)
+        return {} if method is None else {structure_of(method).name: (method,)}
+
+    def _plan_with(self, choices: Choices) -> Plan:
+        fraction = self.plan.budget.fraction if self.plan.budget else None
+        return make_plan(self.recipe.at(fraction), self.source, self.plan.method, choices)
+
+    def _walk(
+        self, anatomy: Anatomy, progress: Progress
+    ) -> Iterator[tuple[Block, dict[str, Seen]]]:
+        """What all layers see and are worth, from a backward pass, the last block first."""
+        assert self.data is not None
+        holdout = frozenset(self.data.holdout)
+        batches = [item for i, item in enumerate(self.data.batches) if i not in holdout]
+        probe = probe_of(self.source, self.recipe.calibration.seed)
+        scratch = self.place.scratch()
+        walk = BackwardWalk(self.source, anatomy, batches, probe, scratch, self.device)
         progress.stage("measuring what layers are worth", 2 * len(anatomy.blocks), "passes")
-        sized: list[Sized] = []
         by_name = {block.name: block for block in anatomy.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
-            sized += self._block(by_name[name], worths)
-        if not self._recipe.by_loss:
-            return self._plan
-        return self._within(sized)
+            entries = self._entries(by_name[name])
+            seen = {key: worth for key, worth in worths.items() if worth.rows and key in entries}
+            self._keep(name, seen, entries)
+            yield (
+                by_name[name],
+                {
+                    entries[key].name: Seen(
+                        self._weight(key, entries[key]),
+                        worth.moment(centred=entries[key].bias),
+                        worth.curvature / worth.rows,
+                        worth.rows,
+                    )
+                    for key, worth in (seen.items() if self.recipe.by_loss else ())
+                },
+            )
 
-    def _within(self, sized: Sequence[Sized]) -> Plan:
-        """Spends the budget: less of it where layers end up not sharing what was counted once."""
-        target = fraction = self._recipe.target
-        assert target is not None
-        assert fraction is not None
-        for _ in range(ATTEMPTS):
-            choices = choose(sized, fraction)
-            plan = make_plan(self._recipe, self._source, self._plan.method, choices)
-            own = [item for item in plan.layers if f"{item.name}.{item.parameter}" in choices]
-            kept = sum(item.parameters for item in own) / sum(i.dense_parameters for i in own)
-            if kept <= target:
-                break
-            fraction *= target / kept
-        return plan
+    def _weights(
+        self, anatomy: Anatomy, progress: Progress
+    ) -> Iterator[tuple[Block, dict[str, Seen]]]:
+        """All layers in the norm of their weights."""
+        progress.stage("looking at weights", len(anatomy.blocks), "blocks")
+        for block in reversed(anatomy.blocks):
+            seen = {}
+            for key, entry in self._entries(block).items():
+                weight = self._weight(key, entry)
+                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
+                seen[entry.name] = Seen(weight, gram, None, 1)
+            yield block, seen
+            progress.advance(1, block.name)
 
-    def _block(self, block: Block, worths: dict[str, Worth]) -> list[Sized]:
-        """Keeps the curvature of a block's layers, and lists their sizes."""
-        entries = {
-            self._source.keymap.runtime_name(entry.name) or entry.name: entry
-            for entry in self._plan.layers
-            if entry.kind != "experts"
-        }
-        seen = {name: worth for name, worth in worths.items() if worth.rows and name in entries}
-        if self._recipe.calibration.output_moments is not False:
-            curvatures = {entries[name].name: w.curvature / w.rows for name, w in seen.items()}
-            self._place.keep_curvature(block.name, curvatures)
-        shared = damped_inputs(seen, entries, self._recipe.calibration.damping)
+    def _entries(self, block: Block) -> dict[str, LayerPlan]:
+        """Planned layers of a block by their names in the model; experts have no moments."""
+        inside = {layer.name for layer in block.layers}
+        named = ((self.source.keymap.runtime_name(e.name) or e.name, e) for e in self.plan.layers)
+        return {name: e for name, e in named if name in inside and e.kind != "experts"}
+
+    def _weight(self, path: str, entry: LayerPlan) -> Tensor:
+        name = f"{path}.{entry.parameter}"
+        weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
+        return weight.mT if entry.kind == "conv1d" else weight
+
+    def _keep(
+        self, block: str, seen: Mapping[str, Worth], entries: Mapping[str, LayerPlan]
+    ) -> None:
+        """Keeps what fits will need of a block's moments."""
+        if self.recipe.calibration.output_moments is not False:
+            found = {
+                entries[name].name: worth.curvature / worth.rows for name, worth in seen.items()
+            }
+            self.place.keep_curvature(block, found)
+        shared = damped_inputs(seen, entries, self.recipe.calibration.damping)
         if shared:
-            self._place.keep_inputs(block.name, shared)
-        if not self._recipe.by_loss:
-            return []
-        return [
-            self._sized(entries[layer.name], layer, seen[layer.name], len(group))
-            for group in block.groups
-            for layer in group
-            if layer.name in seen and not follows_rules(self._recipe, self._source, layer)
-        ]
+            self.place.keep_inputs(block, shared)
 
-    def _sized(self, entry: LayerPlan, layer: Layer, worth: Worth, sharing: int) -> Sized:
-        name = f"{layer.name}.{entry.parameter}"
-        weight = read_finite(self._source.store, self._source.keymap, name).to(self._device)
-        if entry.kind == "conv1d":
-            weight = weight.mT
-        damping = self._recipe.calibration.damping * entry.in_features / worth.rows
-        return size_options(entry, layer, weight, worth, self._methods(), damping, sharing)
+    def _block(self, block: Block, seen: Mapping[str, Seen]) -> None:
+        """Lists what the layers of a block may become, and corrects it in some by real fits."""
+        entries = {entry.name: key for key, entry in self._entries(block).items()}
+        by_key = {key: self.plan_entry(name) for name, key in entries.items()}
+        found: dict[str, Sized] = {}
+        for group in block.groups:
+            for layer in group:
+                entry = by_key.get(layer.name)
+                if entry is None or entry.name not in seen:
+                    continue
+                if not follows_rules(self.recipe, self.source, layer):
+                    sized = self._size(entry, layer, seen[entry.name], len(group))
+                    found[sized.key] = sized
+        if len(self._offers) > 1 and block.name in self._tried:
+            for name, specs in self._offers.items():
+                if not structure_of(specs[0]).exact_losses:
+                    self._try(name, specs[0], block, found, seen)
+            self._trials.drop(found.values())
+        self._sized += found.values()
 
-    def _methods(self) -> Sequence[Any]:
-        return [self._recipe.method]
+    def plan_entry(self, name: str) -> LayerPlan:
+        """Returns the plan of a layer, of a size that stands in."""
+        return next(entry for entry in self.plan.layers if entry.name == name)
+
+    def _size(self, entry: LayerPlan, layer: Layer, seen: Seen, sharing: int) -> Sized:
+        gram, curvature = seen.gram, seen.curvature
+        damping = self.recipe.calibration.damping * entry.in_features / seen.rows
+        if curvature is None:  # every layer counts alike
+            energy = float(seen.weight.double().square().sum()) or 1.0
+            curvature = torch.eye(entry.out_features).to(gram) / energy
+        else:
+            gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+        aims = aims_of(entry, seen.weight, gram, curvature)
+        budget = self.recipe.budget
+        sized = Sized(
+            key=f"{entry.name}.{entry.parameter}",
+            role=entry.role,
+            dense=entry.dense_parameters,
+            zero=sum(aim.constant for aim in aims) * seen.rows,
+        )
+        if budget is not None and budget.kind == "target_bytes":
+            sized.unit = weight_bytes(self.source, entry, self.recipe.dtype)
+        fine = budget is not None and budget.kind == "tol"
+        for name, specs in self._offers.items():
+            if self._trials.keeps(name, entry.role):
+                sized.offers[name] = options_of(
+                    entry,
+                    layer,
+                    aims,
+                    specs,
+                    fine_fractions(entry) if fine else FRACTIONS,
+                    rows=seen.rows,
+                    sharing=sharing,
+                    calibrated=self.data is not None,
+                )
+        return sized
+
+    def _try(
+        self,
+        name: str,
+        spec: Spec,
+        block: Block,
+        found: Mapping[str, Sized],
+        seen: Mapping[str, Seen],
+    ) -> None:
+        """Fits the layers of a block with one method, of sizes close to the budget."""
+        options = {key: self._trials.option(item, name) for key, item in found.items()}
+        choices = {key: option.label for key, option in options.items() if option is not None}
+        if not choices:
+            return
+        recipe = self.recipe.at(self._fraction, spec)
+        plan = make_plan(recipe, self.source, name, choices)  # type: ignore[arg-type]
+        own = {e.name: e for e in plan.layers if f"{e.name}.{e.parameter}" in choices}
+        for group in block.groups:
+            names = [self.source.keymap.checkpoint_prefix(layer.name) for layer in group]
+            members = [own[item] for item in names if item in own]
+            there = {entry.name for entry in members}  # sides are owned by one of them
+            members = [item for item in members if item.input_of is None or item.input_of in there]
+            if members:
+                damping = 0.0 if self.data is None else self.recipe.calibration.damping
+                self._trials.fit(name, members, found, seen, damping)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tcompress.recipe.budget import BudgetKind
 from tcompress.structures.bank import bank_module
 from tcompress.structures.base import Layout, Shapes, Side, structure
 from tcompress.structures.linear import PartLayout, bank_layouts, own_shapes, side_name
@@ -200,6 +201,32 @@ class DepthPlan(_Entry):
         return tuple(found)
 
 
+class BudgetPlan(_Entry):
+    """What a conversion may keep, and how that was shared out.
+
+    Errors are predicted: squared errors of outputs, weighed by what they are worth to the model,
+    summed over layers, relative to leaving all of them out.
+
+    Attributes:
+        kind: The option that limits it.
+        limit: A fraction, a number of parameters or bytes, or an error.
+        chosen: How layers got their sizes: all alike (`uniform`), by predicted loss (`loss`), or
+            not yet (`later`; those planned stand in).
+        fraction: Kept fraction of every layer if all were alike.
+        error: Predicted error of what was chosen.
+        uniform_error: That of the same budget shared out alike, by the best method offered.
+        single_errors: That of each method offered on its own, by its name.
+    """
+
+    kind: BudgetKind
+    limit: float
+    chosen: Literal["uniform", "loss", "later"]
+    fraction: float
+    error: float | None = None
+    uniform_error: float | None = None
+    single_errors: dict[str, float] = Field(default={})
+
+
 class Plan(_Entry):
     """What a conversion will do.
 
@@ -213,6 +240,7 @@ class Plan(_Entry):
         block_parameters: Parameters of all blocks, with biases and norms.
         dropped_parameters: Those of them in blocks that are dropped.
         depth: Which blocks stay, where some are dropped.
+        budget: What may be kept, where something limits it.
         warnings: What the user should know.
     """
 
@@ -225,6 +253,7 @@ class Plan(_Entry):
     block_parameters: int = 0
     dropped_parameters: int = 0
     depth: DepthPlan | None = None
+    budget: BudgetPlan | None = None
     warnings: tuple[str, ...] = Field(default=())
 
     @property

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from types import MappingProxyType
 
 from torch import nn
@@ -13,34 +12,18 @@ from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.depth import cut_to, plan_depth, with_depth
 from tcompress.planning.entries import LayerPlan, Left, Plan
+from tcompress.planning.goals import STAND_IN, plan_within
 from tcompress.planning.match import matches, nearest
 from tcompress.planning.pools import Pools, note_of
-from tcompress.recipe.schema import Convert, LayerRule, structure_of
+from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
+from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
+from tcompress.recipe.schema import Convert, LayerRule
 from tcompress.source import SourceModel
-from tcompress.structures import Layout, Refusal, Site, Spec, structure
+from tcompress.structures import Layout, Refusal, Site, structure
 from tcompress.structures.linear import PartLayout
-from tcompress.structures.lowrank import LowRankSpec
 
 KEPT = "kept dense by the recipe"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one layer becomes.
-
-    Attributes:
-        method: Options of the method.
-        residual_rank: Rank of the low-rank term beside it.
-        target: Kept fraction that the residual, or the method itself, fills up to.
-    """
-
-    method: Spec
-    residual_rank: int = 0
-    target: float | None = None
-
-
-Choices = Mapping[str, Choice]
-"""By weight name in the checkpoint."""
+STAYS = "the budget is better spent on keeping it dense"
 
 
 @dataclass
@@ -69,7 +52,7 @@ class _Planner:
         """Asks every weight which bank it would use, if any may."""
         recipe = self.recipe
         rules = (rule.method for rule in recipe.layers)
-        chosen = (choice.method for choice in self.choices.values())
+        chosen = (choice.method for choice in self.choices.values() if choice)
         if not any(method.pools for method in (recipe.method, *rules, *chosen) if method):
             return
         for block in self.anatomy.blocks:
@@ -124,9 +107,12 @@ class _Planner:
         if converted and layer.kind != "experts":
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
-        choice = self.choices.get(stored) or self._choice(_names(self.source, layer, name))
+        choice = self._choice(_names(self.source, layer, name))
         if choice is None:
             raise Refusal(KEPT)
+        choice = self.choices.get(stored, choice)
+        if choice is None:
+            raise Refusal(STAYS)
         return name, choice
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
@@ -149,7 +135,7 @@ class _Planner:
             experts=layer.experts,
             parts=parts,
         )
-        share = _kept(entry, sharing)
+        share = kept_share(entry, sharing)
         if share >= 1:
             raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
         return entry
@@ -169,40 +155,6 @@ class _Planner:
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
         return plan_terms(choice, site, readers, copies, calibrated=calibrated)
-
-
-def plan_terms(
-    choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
-) -> tuple[Layout, ...]:
-    """Decides the terms of one weight.
-
-    Args:
-        choice: What it becomes.
-        site: Where it sits.
-        readers: How many weights share its input side.
-        copies: How many share its output side: the experts of a layer.
-        calibrated: Whether the fit will have data.
-
-    Raises:
-        Refusal: A structure cannot take these dimensions, or is larger than the target.
-    """
-    dense = site.in_features * site.out_features
-    budget = None if choice.target is None else int(choice.target * dense)
-    kind = structure_of(choice.method)
-    main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
-    cost = term_cost(main, readers, copies)
-    rank = choice.residual_rank
-    if not rank and budget is not None and not kind.fills(choice.method):
-        rank = int(budget - cost) // (site.in_features + site.out_features)
-        if rank < 0:
-            raise Refusal(
-                f"{kind.name} alone keeps {cost / dense:.1%}, "
-                f"more than the target of {choice.target:.1%}"
-            )
-    if not rank:
-        return (main,)
-    residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
-    return (main, residual)
 
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
@@ -234,46 +186,17 @@ def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
 
 
 def _usual(recipe: Convert) -> Choice:
-    assert recipe.method is not None  # without one no layer is planned
-    return Choice(recipe.method, recipe.residual_rank, recipe.target)
+    method = recipe.method
+    assert method is not None  # without one no layer is planned
+    if isinstance(method, AutoSpec):  # the first one offered stands in
+        method = next(iter(offered_by(method, recipe.target or STAND_IN).values()))[0]
+    return Choice(method, recipe.residual_rank, recipe.target)
 
 
 def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
     base = choice or _usual(recipe)
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
     return Choice(rule.method or base.method, rank, rule.target or base.target)
-
-
-def _kept(entry: LayerPlan, sharing: int) -> float:
-    """Kept fraction of a layer, with its share of an input side and of banks."""
-    inputs = sum(
-        prod(shape)
-        for term in entry.parts[0].terms
-        for shape in structure(term.structure).side_tensors(term, "in").values()
-    )
-    terms = [term for part in entry.parts for term in part.terms]
-    banks = sum(map(bank_cost, terms)) - sum(map(bank_size, entry.own_banks.values()))
-    return (entry.parameters + banks - inputs * (1 - 1 / sharing)) / entry.dense_parameters
-
-
-def bank_size(layout: Layout) -> int:
-    """Parameters of the bank that a term uses."""
-    shapes = structure(layout.structure).bank_tensors(layout)
-    return sum(prod(shape) for shape in shapes.values())
-
-
-def bank_cost(layout: Layout) -> float:
-    """What a term answers for of its bank, in parameters."""
-    return bank_size(layout) * structure(layout.structure).bank_share(layout)
-
-
-def term_cost(layout: Layout, readers: int, writers: int) -> float:
-    """Parameters of one weight, with its share of sides and banks that others use too."""
-    kind = structure(layout.structure)
-    own = sum(prod(shape) for shape in kind.tensors(layout).values())
-    after = sum(prod(shape) for shape in kind.side_tensors(layout, "out").values())
-    before = sum(prod(shape) for shape in kind.side_tensors(layout, "in").values())
-    return own + bank_cost(layout) + after / writers + before / readers
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
@@ -312,7 +235,6 @@ def make_plan(
             one message.
     """
     model = source.meta_model()
-    anatomy = anatomy_of(model)
     if not source.renumbered:  # a pattern may be about blocks that are dropped
         _check_patterns(recipe, model, source)
     depth = plan_depth(recipe, source)
@@ -320,6 +242,15 @@ def make_plan(
     if depth is not None:
         cut = cut_to(source, depth)
         return with_depth(make_plan(recipe.within_blocks, cut, label, choices), depth, source)
+    return plan_within(
+        recipe, source, lambda target: _plan(recipe.at(target), source, model, label, choices)
+    )
+
+
+def _plan(
+    recipe: Convert, source: SourceModel, model: nn.Module, label: str, choices: Choices
+) -> Plan:
+    anatomy = anatomy_of(model)
     planner = _Planner(recipe, source, anatomy, choices)
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()

@@ -12,20 +12,24 @@ if TYPE_CHECKING:
     from tcompress.recipe.docs import json_schema, reference_markdown
     from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
     from tcompress.recipe.load import change_recipe, dump_recipe, load_recipe, parse_recipe
+    from tcompress.recipe.methods import (
+        AutoSpec,
+        MethodSpec,
+        default_method,
+        method_names,
+        structure_of,
+    )
     from tcompress.recipe.schema import (
         RECIPE_VERSION,
         Calibration,
         Convert,
         LayerRule,
-        MethodSpec,
         Recipe,
-        default_method,
-        method_names,
-        structure_of,
     )
 
 __all__ = [
     "RECIPE_VERSION",
+    "AutoSpec",
     "Calibration",
     "Convert",
     "LayerRule",
@@ -48,24 +52,25 @@ __all__ = [
 
 _HOMES = {
     "RECIPE_VERSION": "schema",
+    "AutoSpec": "methods",
     "Calibration": "schema",
     "Convert": "schema",
     "LayerRule": "schema",
-    "MethodSpec": "schema",
+    "MethodSpec": "methods",
     "Recipe": "schema",
     "change_recipe": "load",
     "copy_recipe": "library",
-    "default_method": "schema",
+    "default_method": "methods",
     "dump_recipe": "load",
     "find_recipe": "library",
     "json_schema": "docs",
     "load_recipe": "load",
-    "method_names": "schema",
+    "method_names": "methods",
     "parse_recipe": "load",
     "recipe_names": "library",
     "recipe_text": "library",
     "reference_markdown": "docs",
-    "structure_of": "schema",
+    "structure_of": "methods",
 }
 
 

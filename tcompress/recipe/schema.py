@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tcompress.structures import Spec, Structure, structures
+from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
+from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName, MethodSpec
+from tcompress.structures import Spec
 
 RECIPE_VERSION = 1
 
 DType = Literal["float32", "float16", "bfloat16"]
-
-
-def method_names() -> tuple[str, ...]:
-    """Returns the names that select a method."""
-    names: list[str] = []
-    for item in structures():
-        names.extend(item.spec.model_fields["name"].annotation.__args__)
-    return tuple(names)
-
-
-if TYPE_CHECKING:
-    MethodSpec = Any
-    MethodName = str
-else:
-    # Options of one method; `name` selects it.
-    MethodSpec = Annotated[
-        reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
-    ]
-    MethodName = Literal[method_names()]
 
 
 class _Model(BaseModel):
@@ -80,6 +61,14 @@ class LayerRule(_Model):
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
 
+_BUDGETS = ("target", "target_params", "target_bytes", "max_error")
+
+
+def _tol(method: Spec | None) -> float | None:
+    found: float | None = getattr(method, "tol", None)
+    return found
+
+
 BlockIndex = Annotated[int, Field(ge=0)]
 BlockCount = Annotated[int, Field(gt=0)]
 
@@ -87,9 +76,10 @@ BlockCount = Annotated[int, Field(gt=0)]
 class Convert(_Model):
     """How a dense model becomes a smaller one: structured layers, fewer blocks, or both."""
 
-    method: MethodSpec | None = Field(
+    method: AnyMethod | None = Field(
         None,
-        description="structure of the rewritten layers; without one only blocks are dropped",
+        description="structure of the rewritten layers, or `auto`, which chooses one for each; "
+        "without one only blocks are dropped",
     )
     keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = Field(
         None,
@@ -104,15 +94,32 @@ class Convert(_Model):
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
     )
+    target_params: Parameters | None = Field(
+        None, description="most parameters of the whole model, such as `30M`, in place of `target`"
+    )
+    target_bytes: Bytes | None = Field(
+        None,
+        description="most bytes of the weights on disk, such as `60MB`, in place of `target`; "
+        "headers of files, some kilobytes, come on top",
+    )
+    max_error: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="in place of `target`: largest predicted error of the rewritten layers' "
+        "outputs, squared, weighed by what they are worth to the model and summed over layers, "
+        "relative to that of leaving all of them out; without data of the weights alone",
+    )
     allocation: Literal["loss", "uniform"] = Field(
         "loss",
-        description="how `target` is shared out: by the predicted loss that parameters save, or "
-        "the same fraction for all layers; without calibration data always the latter",
+        description="how a budget is shared out: by the predicted loss that parameters save, or "
+        "the same fraction for all layers; without calibration data always the latter, but by "
+        "`auto` and `max_error`",
     )
     residual_rank: int = Field(
         0,
         ge=0,
-        description="rank of a low-rank term added to the structure; 0 leaves it to `target`",
+        description="rank of a low-rank term added to the structure; 0 leaves it to the budget",
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
@@ -134,10 +141,28 @@ class Convert(_Model):
         if self.method is None:
             if not self.cuts:
                 raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
-            alone = ("target", "residual_rank", "keep", "layers")
+            alone = (*_BUDGETS, "residual_rank", "keep", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
                 raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
+        return self
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Convert:
+        given = [name for name in _BUDGETS if getattr(self, name) is not None]
+        if _tol(self.method) is not None:
+            given.append("tol")
+        if len(given) > 1:
+            names = " and ".join(f"`{name}`" for name in given)
+            raise ValueError(f"{names} are given together; allowed is one of them")
+        for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
+            value = getattr(self, name)
+            if value is not None and parse(value) < 1:
+                raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
+        if any(_tol(rule.method) is not None for rule in self.layers):
+            raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
+        if isinstance(self.method, AutoSpec) and self.residual_rank:
+            raise ValueError("`residual_rank` is chosen by `auto` itself: leave it out")
         return self
 
     @property
@@ -157,21 +182,57 @@ class Convert(_Model):
         return self.model_copy(update={"keep_layers": None, "drop_layers": None})
 
     @property
+    def budget(self) -> Budget | None:
+        """What limits the size, or the error, if anything does."""
+        if self.target_params is not None:
+            return Budget("target_params", parameters_of(self.target_params))
+        if self.target_bytes is not None:
+            return Budget("target_bytes", bytes_of(self.target_bytes))
+        if self.max_error is not None:
+            return Budget("max_error", self.max_error)
+        tol = _tol(self.method)
+        if tol is not None:
+            return Budget("tol", tol)
+        return None if self.target is None else Budget("target", self.target)
+
+    def at(self, target: float | None, method: Spec | None = None) -> Convert:
+        """The same with a kept fraction in place of any other budget.
+
+        Args:
+            target: The fraction.
+            method: Another method, if any.
+        """
+        own = method or self.method
+        if own is not None and _tol(own) is not None:
+            own = own.model_copy(update={"tol": None})
+        others = dict.fromkeys(_BUDGETS, None)
+        return self.model_copy(update={**others, "target": target, "method": own})
+
+    @property
     def by_loss(self) -> bool:
-        """Whether sizes follow predicted loss."""
-        return self._asks_for_loss and self.method is not None and not self.method.pools
+        """Whether sizes, or structures, follow predicted loss."""
+        if self.budget is None or self.method is None or self.method.pools:
+            return False
+        return self._only_predicted or self._asks_for_loss
+
+    @property
+    def _only_predicted(self) -> bool:
+        """Whether nothing but a prediction can tell what layers become."""
+        limits_error = self.budget is not None and not self.budget.is_size
+        return limits_error or isinstance(self.method, AutoSpec)
 
     @property
     def _asks_for_loss(self) -> bool:
-        asked = self.target is not None and self.allocation == "loss"
+        asked = self.budget is not None and (self._only_predicted or self.allocation == "loss")
         return asked and self.calibration.source != "none"
 
     @property
     def surveys(self) -> bool:
         """Whether a conversion begins with a backward pass over the calibration data."""
+        if self.calibration.source == "none":
+            return False
         weighs = self.calibration.output_moments
-        weighs = self._asks_for_loss if weighs is None else weighs
-        return self.by_loss or (weighs and self.calibration.source != "none")
+        return self.by_loss or (self._asks_for_loss if weighs is None else weighs)
 
 
 TrainingTask = Literal[
@@ -310,7 +371,7 @@ class Bench(_Model):
 class Sweep(_Model):
     """Cells to compare: this recipe with each method and each target in place of its own."""
 
-    methods: tuple[MethodSpec | MethodName, ...] = Field(
+    methods: tuple[AnyMethod | MethodName, ...] = Field(
         (),
         description="methods: a name alone takes options that suit the target; default "
         "`convert.method`",
@@ -340,17 +401,3 @@ class Recipe(_Model):
     bench: Bench | None = Field(None, description="how to time in the end")
     sweep: Sweep | None = Field(None, description="methods and targets to compare")
     report: str | None = Field(None, description="HTML file to write in the end")
-
-
-def structure_of(spec: Spec) -> Structure[Any, Any]:
-    """Returns the structure that a method's options belong to."""
-    return next(item for item in structures() if isinstance(spec, item.spec))
-
-
-def default_method(only_blocks: bool) -> str | None:
-    """Returns the method of a conversion that names none.
-
-    Args:
-        only_blocks: Whether blocks are dropped, and nothing is said of layers.
-    """
-    return None if only_blocks else "lprod"

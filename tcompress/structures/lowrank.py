@@ -52,6 +52,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     reference = "Eckart & Young 1936; whitening as in SVD-LLM (arXiv:2403.07378)"
     spec = LowRankSpec
     layout_type = LowRankLayout
+    in_auto = True
+    exact_losses = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
         rank = spec.rank

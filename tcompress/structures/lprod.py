@@ -122,6 +122,7 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
     reference = "Elichi et al. 2026, arXiv:2603.05727"
     spec = LprodSpec
     layout_type = LprodLayout
+    in_auto = True
 
     def layout(self, spec: LprodSpec, site: Site, budget: int | None = None) -> LprodLayout:
         kind = spec.transform or "dct"
@@ -189,6 +190,11 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
     def suited(self, spec: LprodSpec, target: float) -> LprodSpec:
         # Half for the slices: transforms and a low-rank term take the rest, and do better with it.
         return spec.model_copy(update={"p": 2 ** ceil(log2(2 / target))})
+
+    def offered(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
+        # A quarter for the slices: layers that get little of a budget need small ones.
+        most = ceil(log2(4 / target))
+        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
 
     def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
         if spec.transform is not None:

@@ -10,8 +10,9 @@ from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.errors import PlanError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.recipe.methods import AutoSpec, structure_of
 from tcompress.recipe.naming import short_name
-from tcompress.recipe.schema import Convert, Recipe, Sweep, structure_of
+from tcompress.recipe.schema import Convert, Recipe, Sweep
 from tcompress.source import SourceModel
 from tcompress.structures import structures
 
@@ -88,12 +89,14 @@ def _conversions(recipe: Recipe) -> Iterator[Convert]:
     for method in sweep.methods or (recipe.convert.method,):
         for target in sorted(sweep.targets, reverse=True):
             spec = _suited(method, target) if isinstance(method, str) else method
-            yield recipe.convert.model_copy(update={"method": spec, "target": target})
+            yield recipe.convert.at(target, spec)
 
 
 def _suited(name: str, target: float) -> Any:
     spec = Convert.model_validate({"method": {"name": name}}).method
     assert spec is not None
+    if isinstance(spec, AutoSpec):
+        return spec
     return structure_of(spec).suited(spec, target)
 
 

@@ -1,0 +1,83 @@
+"""How good a fit of a layer is: relative squared errors, and its predicted loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tcompress.linalg.curvature import curved_constant
+from tcompress.structures import structure
+
+if TYPE_CHECKING:
+    from tcompress.conversion.fit import FittedPart, LayerMoments
+
+PROBES = 64  # random inputs that measure a data-free fit
+
+
+def whole_of(parts: Sequence[FittedPart]) -> tuple[Tensor, Tensor]:
+    """Returns the dense weight of a layer, and what its parts were fitted to.  # (out, in) each."""
+    weight = torch.cat([part.weight for part in parts])
+    return weight, torch.cat([_total(part) for part in parts])
+
+
+def _total(part: FittedPart) -> Tensor:
+    return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
+
+
+def errors_of(
+    parts: Sequence[FittedPart], moments: LayerMoments, shift: Tensor | None
+) -> dict[str, float]:
+    """Returns the relative squared errors of one layer, or of one of its experts, by kind."""
+    if moments.train is None:
+        return {"weight": _probed_error(parts)}
+    weight, dense = whole_of(parts)
+    errors = {"calibration": moments.train.error(weight, dense)}
+    if moments.holdout is not None:
+        held = moments.holdout
+        errors["held_out"] = held.error(weight, dense)
+        if shift is not None:  # the bias was chosen on other rows
+            gap = weight @ held.dense_mean - dense @ held.mean - shift
+            norm = (weight @ held.dense).mul(weight).sum()
+            errors["held_out"] += float(gap.square().sum() / norm)
+    return errors
+
+
+def _probed_error(parts: Sequence[FittedPart]) -> float:
+    """Relative squared error of the weight, from random inputs: the dense form is never built."""
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(PROBES, parts[0].weight.shape[1], generator=generator)
+    probes = probes.to(parts[0].stored.device)
+    norm = error = 0.0
+    for part in parts:
+        wanted = probes @ part.stored.to(probes.dtype).mT
+        found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
+        norm += float(wanted.square().sum())
+        error += float((wanted - found).square().sum())
+    return error / norm if norm else 0.0
+
+
+def loss_of(parts: Sequence[FittedPart]) -> float | None:
+    """Returns the predicted loss of a layer, relative to that of leaving it out."""
+    lost = missing = 0.0
+    for part in parts:
+        if part.moments is None:
+            return None
+        gram, weight = part.moments.gram, part.weight
+        curve = part.curvature
+        if curve is None:
+            curve = torch.eye(len(weight)).to(weight)
+        lost += float(curved_constant(weight - _total(part), gram, curve))
+        missing += float(curved_constant(weight, gram, curve))
+    return lost / missing if missing > 0 else 0.0
+
+
+def _applied(part: FittedPart, term: int, x: Tensor) -> Tensor:
+    layout = part.terms[term]
+    kind = structure(layout.structure)
+    tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
+    tensors |= part.banks[term]
+    z = kind.encode(x.double(), part.operators[term].get("in"), layout)
+    return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)

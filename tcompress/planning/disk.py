@@ -1,0 +1,50 @@
+"""Bytes that the tensors of an output take; exact, but for the headers of files."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.source import SourceModel
+
+
+def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
+    """Names in the checkpoint of the tensors that a rewritten weight is read from."""
+    path = source.keymap.runtime_name(entry.name) or entry.name
+    return tuple(source.keymap.sources(f"{path}.{entry.parameter}").keys)
+
+
+def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
+    """Names of the tensors that are carried over as they are."""
+    replaced = {key for entry in plan.layers for key in weight_keys(source, entry)}
+    return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
+
+
+def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
+    """Counts the bytes of all tensors of an output.
+
+    Args:
+        source: The dense model, without blocks that are dropped.
+        plan: What is done to it.
+        dtype: Dtype of the output; None for that of the source.
+    """
+    store = source.store
+    asked = None if dtype is None else getattr(torch, dtype)
+    total = sum(
+        prod(store.shape(k)) * _itemsize(store.dtype(k), asked) for k in copied_keys(source, plan)
+    )
+    for entry in plan.layers:
+        total += entry.parameters * weight_bytes(source, entry, dtype)
+    return total
+
+
+def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
+    """Bytes of one number of a rewritten weight."""
+    own = source.store.dtype(weight_keys(source, entry)[0])
+    return _itemsize(own, None if dtype is None else getattr(torch, dtype))
+
+
+def _itemsize(own: torch.dtype, asked: torch.dtype | None) -> int:
+    return (own if asked is None or not own.is_floating_point else asked).itemsize

@@ -1,0 +1,97 @@
+"""Methods by name: the options of every structure, and `auto`, which offers several."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from tcompress.structures import Spec, Structure, structures
+
+AUTO = "auto"
+
+
+def names_of(item: Structure[Any, Any]) -> tuple[str, ...]:
+    """Returns the names that select a structure, its usual one first."""
+    names: tuple[str, ...] = item.spec.model_fields["name"].annotation.__args__
+    return names
+
+
+def structure_names() -> tuple[str, ...]:
+    """Returns the names that select one structure for all layers."""
+    return tuple(name for item in structures() for name in names_of(item))
+
+
+def method_names() -> tuple[str, ...]:
+    """Returns the names that select a method."""
+    return (*structure_names(), AUTO)
+
+
+if TYPE_CHECKING:
+    StructureName = str
+else:
+    StructureName = Literal[structure_names()]
+
+
+class AutoSpec(Spec):
+    """Options of `auto`: every layer gets the structure that its budget does most with."""
+
+    name: Literal["auto"] = "auto"
+    offer: tuple[StructureName, ...] = Field(
+        (), description="structures to choose among; default those that are usually worthwhile"
+    )
+
+    @property
+    def has_size(self) -> bool:
+        return False
+
+
+if TYPE_CHECKING:
+    MethodSpec = Any
+    AnyMethod = Any
+    MethodName = str
+else:
+    # Options of one structure; `name` selects it.
+    MethodSpec = Annotated[
+        reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
+    ]
+    AnyMethod = Annotated[
+        reduce(operator.or_, (*(item.spec for item in structures()), AutoSpec)),
+        Field(discriminator="name"),
+    ]
+    MethodName = Literal[method_names()]
+
+
+def structure_of(spec: Spec) -> Structure[Any, Any]:
+    """Returns the structure that a method's options belong to."""
+    return next(item for item in structures() if isinstance(spec, item.spec))
+
+
+def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
+    """Lists what `auto` chooses among.
+
+    Args:
+        spec: Its options.
+        target: About which kept fraction the budget comes to.
+
+    Returns:
+        By the name of each its options in the order of preference: a layer takes the first that
+        its dimensions allow.
+    """
+    names = spec.offer or tuple(names_of(item)[0] for item in structures() if item.in_auto)
+    found: dict[str, tuple[Spec, ...]] = {}
+    for name in dict.fromkeys(names):
+        kind = next(item for item in structures() if name in names_of(item))
+        found[name] = kind.offered(kind.spec(name=name), target)
+    return found
+
+
+def default_method(only_blocks: bool) -> str | None:
+    """Returns the method of a conversion that names none.
+
+    Args:
+        only_blocks: Whether blocks are dropped, and nothing is said of layers.
+    """
+    return None if only_blocks else "lprod"

@@ -34,6 +34,9 @@ METHODS: dict[str, dict[str, object]] = {
         "method": {"name": "lprod", "p": 16, "transform": "dct"},
         "target": 0.25,
     },
+    "auto 25 %": {"method": {"name": "auto"}, "target": 0.25},
+    "auto 50 %": {"method": {"name": "auto"}, "target": 0.5},
+    "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
 }
 CALIBRATIONS = ("train", "builtin", "none")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
-METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker")
+METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker", "auto")
 SHARES = ("none", "heads", "layers", "model")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
@@ -46,6 +46,13 @@ def method_lists(incomplete: str) -> list[str]:
     """Offers methods with commas between."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in methods(last)]
+
+
+def structure_lists(incomplete: str) -> list[str]:
+    """Offers structures with commas between."""
+    before, comma, last = incomplete.rpartition(",")
+    names = [name for name in METHODS if name != "auto"]
+    return [f"{before}{comma}{name}" for name in _starting(names, last)]
 
 
 def allocations(incomplete: str) -> list[str]:

@@ -82,7 +82,8 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="`lprod`, `svd`, `tt`, ...; see `tcompress methods`. Default `lprod`; `none`, which "
+        help="`lprod`, `svd`, `tt`, ... (see `tcompress methods`), or `auto`: the best of several "
+        "for each layer. Default `lprod`; `none`, which "
         "rewrites no layer, where only blocks are dropped.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
@@ -161,11 +162,55 @@ Target = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+TargetParams = Annotated[
+    str | None,
+    typer.Option(
+        "--target-params",
+        metavar="N|30M",
+        help="In place of `--target`: most parameters of the whole model; K, M and B count.",
+        rich_help_panel=METHOD,
+    ),
+]
+TargetBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--target-bytes",
+        metavar="60MB",
+        help="In place of `--target`: most bytes of the weights on disk, in the output's dtype.",
+        rich_help_panel=METHOD,
+    ),
+]
+MaxError = Annotated[
+    float | None,
+    typer.Option(
+        help="In place of `--target`: largest predicted error of the rewritten layers' outputs, "
+        "squared, weighed by what they are worth to the model and summed over layers, relative to "
+        "that of leaving all of them out. The smallest sizes within it are chosen.",
+        rich_help_panel=METHOD,
+    ),
+]
+Tol = Annotated[
+    float | None,
+    typer.Option(
+        help="svd, tt, tucker: the smallest rank of each weight whose predicted error, squared "
+        "and relative to leaving the weight out, is at most this.",
+        rich_help_panel=METHOD,
+    ),
+]
+Offer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME,...",
+        help="auto: structures to choose among. Default `lowrank,lprod`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.structure_lists,
+    ),
+]
 Allocation = Annotated[
     str | None,
     typer.Option(
         metavar="loss|uniform",
-        help="Share `--target` out by the loss that parameters save, or alike. Default `loss`.",
+        help="Share a budget out by the loss that parameters save, or alike. Default `loss`.",
         rich_help_panel=METHOD,
         autocompletion=complete.allocations,
     ),

@@ -29,6 +29,8 @@ METHOD_OPTIONS = (
     "apply",
     "share",
     "cores",
+    "tol",
+    "offer",
 )
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 
@@ -41,7 +43,10 @@ _CALIBRATION = {
     "damping": "damping",
     "seed": "seed",
 }
-_LAYERS = ("target", "allocation", "residual_rank")
+BUDGETS = ("target", "target_params", "target_bytes", "max_error")
+"""Options of which a conversion takes one."""
+
+_LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "dtype", "device", "max_shard_size")
 
 
@@ -67,7 +72,14 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     given = {name: value for name, value in options.items() if value not in (None, [])}
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
+    if isinstance(given.get("offer"), str):
+        given["offer"] = tuple(filter(None, map(str.strip, given["offer"].split(","))))
+    for name in ("target_params", "target_bytes"):
+        if isinstance(given.get(name), str) and given[name].isdigit():
+            given[name] = int(given[name])
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
+    if any(name in given for name in (*BUDGETS, "tol", "rank")):  # in place of the recipe's
+        base |= {name: None for name in BUDGETS if name in base}
     blocks = _blocks(given)
     data = {
         **base,
@@ -123,10 +135,13 @@ def _cuts(data: Mapping[str, Any]) -> bool:
 
 def _method_class(name: str) -> type[Spec]:
     from tcompress.recipe import method_names
+    from tcompress.recipe.methods import AutoSpec, names_of
     from tcompress.structures import structures
 
+    if name == AutoSpec().name:
+        return AutoSpec
     for item in structures():
-        if name in _names(item.spec):
+        if name in names_of(item):
             return item.spec
     known = (*method_names(), NO_METHOD)
     listed = ", ".join(f"`{word}`" for word in known)
@@ -158,18 +173,22 @@ def _method(
     if "seed" in given and "seed" in kind.model_fields:
         chosen["seed"] = given["seed"]
     # Of another method's options nothing can be kept.
-    kept = base if base.get("name") in _names(kind) else {}
+    kept = dict(base) if base.get("name") in _names(kind) else {}
+    if "rank" in chosen or any(name in given for name in BUDGETS):
+        kept.pop("tol", None)
+    if "tol" in chosen:
+        kept.pop("rank", None)
     return {**kept, **chosen, "name": name}
 
 
 def _not_applicable(wrong: Sequence[str], name: str, kind: type[Spec]) -> RecipeError:
+    from tcompress.recipe.methods import AutoSpec
     from tcompress.structures import structures
 
     allowed = [option for option in METHOD_OPTIONS if option in kind.model_fields]
+    specs: list[type[Spec]] = [*(item.spec for item in structures()), AutoSpec]
     owners = [
-        _names(item.spec)[0]
-        for item in structures()
-        if all(option in item.spec.model_fields for option in wrong)
+        _names(spec)[0] for spec in specs if all(option in spec.model_fields for option in wrong)
     ]
     verb = "does" if len(wrong) == 1 else "do"
     belongs = "belongs" if len(wrong) == 1 else "belong"
@@ -245,8 +264,11 @@ def _fragment(
 def _check_size(convert: Convert) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
     method: Any = convert.method
-    if method is not None and not method.has_size and convert.target is None:
-        raise RecipeError(
-            f"method `{method.name}` needs a size: give `--target` or `--rank`",
-            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
-        )
+    if method is None or method.has_size or convert.budget is not None:
+        return
+    ways = "--target" if method.name == "auto" else "--target` or `--rank"
+    raise RecipeError(
+        f"method `{method.name}` needs a size: give `{ways}`",
+        "`--target 0.25` keeps a quarter of the rewritten layers' parameters; `--target-params`, "
+        "`--target-bytes` and `--max-error` are other ways to say it",
+    )

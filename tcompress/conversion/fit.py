@@ -7,20 +7,19 @@ form, so the error never grows. What is stored is rounded before the next step l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tcompress.conversion.parts import FittedPart
+from tcompress.conversion.parts import LayerMoments as LayerMoments
 from tcompress.conversion.quality import errors_of, loss_of, whole_of
 from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
 from tcompress.errors import FitError
 from tcompress.linalg.curvature import damped_curvature
-from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.structures import Layout, Target, structure
+from tcompress.structures import Target, structure
 from tcompress.structures.base import Side
 from tcompress.structures.linear import side_name, tensor_prefix
 
@@ -28,21 +27,6 @@ ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth di
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
-
-Operators = dict[Side, Any]
-
-
-@dataclass(frozen=True)
-class LayerMoments:
-    """Moments of one layer input: those to fit on, and those to measure on.
-
-    Attributes:
-        train: Moments of the calibration rows, or None for a data-free fit.
-        holdout: Moments of rows kept back, if there are any.
-    """
-
-    train: Moments | None = None
-    holdout: Moments | None = None
 
 
 @dataclass(frozen=True)
@@ -61,62 +45,6 @@ class FittedLayer:
     errors: dict[str, float]
     shift: Tensor | None = None
     loss: float | None = None
-
-
-@dataclass
-class FittedPart:
-    """One weight being fitted: a part of a layer, of one expert."""
-
-    entry: LayerPlan
-    index: int
-    expert: int
-    stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
-    moments: Moments | None  # damped
-    curvature: Tensor | None  # damped
-    tensors: list[dict[str, Tensor]] = field(default_factory=list)
-    operators: list[Operators] = field(default_factory=list)
-    banks: list[dict[str, Tensor]] = field(default_factory=list)
-    dense: list[Tensor | None] = field(default_factory=list)
-
-    @property
-    def weight(self) -> Tensor:
-        """Dense weight in float64; made anew each time, so that large layers are held once."""
-        return self.stored.double()
-
-    @property
-    def terms(self) -> tuple[Layout, ...]:
-        return self.entry.parts[self.index].terms
-
-    @cached_property
-    def scale(self) -> float:
-        """E||W x||^2, never zero."""
-        weight = self.weight
-        seen = weight if self.moments is None else weight @ self.moments.dense
-        return max(float(seen.mul(weight).sum()), torch.finfo(torch.float64).tiny)
-
-    @cached_property
-    def _product(self) -> Tensor:
-        """W C, which every round of a sum starts from."""
-        assert self.moments is not None
-        return self.weight @ self.moments.cross
-
-    def target(self, term: int) -> Target:
-        """What is left for one term."""
-        m = self.moments
-        weight = self.weight
-        product = weight if m is None else self._product
-        for other, dense in enumerate(self.dense):
-            if other != term and dense is not None:
-                weight = weight - dense
-                product = weight if m is None else product - dense @ m.gram
-        gram = None if m is None else m.gram
-        last, bank = self._fitted(term), self.banks[term]
-        return Target(product, gram, 1.0, self.curvature, weight, last, bank)
-
-    def _fitted(self, term: int) -> dict[str, Tensor]:
-        """The term's own tensors of the last round, as they are stored."""
-        tensors = self.tensors[term]
-        return {name: tensor.double() for name, tensor in tensors.items() if "." not in name}
 
 
 def fit_layers(

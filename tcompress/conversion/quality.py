@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tcompress.conversion.parts import FittedPart, LayerMoments
 from tcompress.linalg.curvature import curved_constant
 from tcompress.structures import structure
-
-if TYPE_CHECKING:
-    from tcompress.conversion.fit import FittedPart, LayerMoments
 
 PROBES = 64  # random inputs that measure a data-free fit
 

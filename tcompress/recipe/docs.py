@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tcompress.recipe.methods import AUTO, AUTO_ABOUT, AutoSpec
 from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import Fragment, describe, quoted, resolve
-from tcompress.structures import structures
+from tcompress.structures import Spec, structures
 
 _INTRO = """\
 # Recipe reference
@@ -22,8 +23,9 @@ _HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
     schema = Recipe.model_json_schema()
-    for item in structures():
-        options = schema["$defs"][item.spec.__name__]
+    specs: list[type[Spec]] = [*(item.spec for item in structures()), AutoSpec]
+    for spec in specs:
+        options = schema["$defs"][spec.__name__]
         # The name may be left out where options are built in Python, but not in a file.
         options["required"] = ["name", *options.get("required", ())]
         options["properties"]["name"].pop("default", None)
@@ -54,6 +56,8 @@ def _method_sections(root: Fragment) -> Iterator[str]:
         names = quoted(raw.get("enum", [raw.get("const")]))
         about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
         yield f"## Method {names}\n\n{about}\n\n{_table(fragment, 'convert.method', root)}"
+    fragment = root["$defs"][AutoSpec.__name__]
+    yield f"## Method `{AUTO}`\n\n{AUTO_ABOUT}\n\n{_table(fragment, 'convert.method', root)}"
 
 
 def _table(fragment: Fragment, path: str, root: Fragment) -> str:

@@ -11,6 +11,11 @@ from pydantic import Field
 from tcompress.structures import Spec, Structure, structures
 
 AUTO = "auto"
+AUTO_ABOUT = (
+    "For every layer the structure and size that save most predicted loss per parameter, under "
+    "one budget; layers may also stay dense. Never predicted to lose more than the best of the "
+    "structures on offer alone."
+)
 
 
 def names_of(item: Structure[Any, Any]) -> tuple[str, ...]:

@@ -161,6 +161,10 @@ class Convert(_Model):
                 raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
         if any(_tol(rule.method) is not None for rule in self.layers):
             raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
+        if self.max_error is not None and self.method is not None and self.method.pools:
+            raise ValueError(
+                "`max_error` sizes layers one by one, which banks cannot: give a target instead"
+            )
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             raise ValueError("`residual_rank` is chosen by `auto` itself: leave it out")
         return self

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tcompress.errors import RecipeError
 from tcompress.structures.terms import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
@@ -33,6 +34,7 @@ from tcompress.structures.terms import (
 )
 
 __all__ = [
+    "TOL",
     "AnyLayout",
     "Layout",
     "Refusal",

@@ -12,6 +12,7 @@ from torch import Tensor
 from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
@@ -31,6 +32,7 @@ class LowRankSpec(Spec):
 
     name: Literal["svd", "lowrank"] = "svd"
     rank: int | None = Field(None, gt=0, description="rank r of every rewritten weight")
+    tol: float | None = TOL
 
     @property
     def has_size(self) -> bool:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor
 
 from tcompress.linalg.curvature import curved_loss
@@ -21,10 +28,30 @@ class Refusal(Exception):
     """A structure cannot take these dimensions; the message says why."""
 
 
+TOL = Field(
+    None,
+    gt=0,
+    lt=1,
+    description="in place of a rank or budget: each weight gets the smallest rank whose predicted "
+    "error, squared and relative to leaving the weight out, is at most this",
+)
+
+
 class Spec(BaseModel):
     """Options of a method as a recipe gives them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _check_tol(self) -> Spec:
+        if getattr(self, "tol", None) is not None:
+            if getattr(self, "rank", None) is not None:
+                raise ValueError("`rank` and `tol` are both given; allowed is one")
+            if self.pools:
+                raise ValueError(
+                    "`tol` sizes weights one by one, which a bank cannot: give `rank` or a target"
+                )
+        return self
 
     @property
     def has_size(self) -> bool:

@@ -31,6 +31,7 @@ from tcompress.linalg.ttmodes import (
     rank_for_budget,
 )
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
@@ -69,8 +70,9 @@ class TTSpec(Spec):
         {}, description="factors of a width, such as `768: [24, 32]`; default as even as possible"
     )
     rank: PositiveInt | Modes | None = Field(
-        None, description="inner ranks: one for all, or a list; `qtt` has 2 unless `target` says"
+        None, description="inner ranks: one for all, or a list; `qtt` has 2 unless a budget says"
     )
+    tol: float | None = TOL
     apply: Way = Field(
         "auto",
         description="`contract` the cores with the input, `rebuild` the weight in each pass, or "

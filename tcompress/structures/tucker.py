@@ -31,6 +31,7 @@ from tcompress.linalg.tuckerbank import (
     mixed_weight,
 )
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
@@ -60,6 +61,7 @@ class TuckerSpec(Spec):
     rank: PositiveInt | Edges | None = Field(
         None, description="columns of the factors U and V; one number for both, or two if shared"
     )
+    tol: float | None = TOL
     cores: PositiveInt | None = Field(
         None, description="number of shared cores; default as many as blocks, within a `target`"
     )

@@ -18,6 +18,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
 from tcompress.recipe import Convert, default_method, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
+from tcompress.recipe.methods import AUTO, AutoSpec
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
 from tcompress.reporting.model import report_of as report
 from tcompress.source import SourceModel, default_output_name
@@ -72,7 +73,8 @@ def convert(
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
         progress: Hears how far it is.
-        **options: Options of the method (`p=4`) and of the conversion (`target=0.25`).
+        **options: Options of the method (`p=4`) and of the conversion (`target=0.25`,
+            `target_params="30M"`).
 
     Returns:
         The written folder and its manifest.
@@ -249,6 +251,8 @@ def _settled(
 
 
 def _fields_of(name: str) -> list[str]:
+    if name == AUTO:
+        return [field for field in AutoSpec.model_fields if field != "name"]
     for item in structures():
         if name in item.spec.model_fields["name"].annotation.__args__:
             return [field for field in item.spec.model_fields if field != "name"]

@@ -14,6 +14,7 @@ from tcompress.cli.main import app
 from tcompress.cli.settings import METHOD_OPTIONS
 from tcompress.evaluation.tasks import TASKS
 from tcompress.recipe import method_names, recipe_names
+from tcompress.recipe.methods import AutoSpec
 from tcompress.recipe.schema import DType
 from tcompress.structures import structures
 from tcompress.structures.transform import TransformKind
@@ -121,7 +122,8 @@ def test_spelled_out_completions_are_those_of_the_registry() -> None:
 
 
 def test_method_options_exist() -> None:
-    fields = {field for item in structures() for field in item.spec.model_fields}
+    specs = [AutoSpec, *(item.spec for item in structures())]
+    fields = {field for spec in specs for field in spec.model_fields}
     assert set(METHOD_OPTIONS) <= fields
     names = {info.name for info in app.registered_commands}
     assert names | {"recipes"} == set(COMMANDS)

@@ -10,16 +10,19 @@ from tcompress.errors import RecipeError
 from tcompress.recipe import dump_recipe, load_recipe, method_names, parse_recipe
 from tcompress.recipe.document import Document, Problem
 from tcompress.recipe.explain import explain
+from tcompress.recipe.methods import structure_names
 from tcompress.structures.lprod import LprodSpec
 
 METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))
+STRUCTURES = ", ".join(f"`{name}`" for name in sorted(structure_names()))
 TOP = (
     "`recipe_version`, `name`, `description`, `model`, `revision`, `output`, `convert`, "
     "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
 )
 CONVERT = (
-    "`method`, `keep_layers`, `drop_layers`, `target`, `allocation`, `residual_rank`, `keep`, "
-    "`layers`, `calibration`, `dtype`, `device`, `max_shard_size`"
+    "`method`, `keep_layers`, `drop_layers`, `target`, `target_params`, `target_bytes`, "
+    "`max_error`, `allocation`, `residual_rank`, `keep`, `layers`, `calibration`, `dtype`, "
+    "`device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "
@@ -96,11 +99,11 @@ hint: {COMPARE}"""
         ),
         (
             "name: svd, zzz: 3",
-            "3: `convert.method.zzz`: unknown key; known keys are `name`, `rank`",
+            "3: `convert.method.zzz`: unknown key; known keys are `name`, `rank`, `tol`",
         ),
         (
             "name: svd, 1: 3",
-            "3: `convert.method.1`: unknown key; known keys are `name`, `rank`",
+            "3: `convert.method.1`: unknown key; known keys are `name`, `rank`, `tol`",
         ),
         (
             "name: lpord",
@@ -195,7 +198,7 @@ def test_problem_of_a_method(options: str, line: str) -> None:
         (
             "layers: [{match: q, method: lprod}]",
             "4: `convert.layers[0].method`: found the text `lprod`; allowed is a mapping with a "
-            f"`name`, one of {METHODS}, and options of that method: write `{{name: lprod}}`",
+            f"`name`, one of {STRUCTURES}, and options of that method: write `{{name: lprod}}`",
         ),
         (
             "layers: {match: q}",
@@ -391,7 +394,7 @@ def test_file_that_cannot_be_opened(tmp_path: Path) -> None:
     ("methods", "line"),
     [
         ("[{name: lprodd}]", "[0].name`: found the text `lprodd`; allowed is one of {METHODS}; "),
-        ("[{name: svd, q: 3}]", "[0].q`: unknown key; known keys are `name`, `rank`"),
+        ("[{name: svd, q: 3}]", "[0].q`: unknown key; known keys are `name`, `rank`, `tol`"),
         ("[{name: lprod, p: x}]", "[0].p`: found the text `x`; allowed is a whole number, "),
         ("[svdd]", "[0]`: found the text `svdd`; allowed is a mapping with a `name`, one of"),
         ("[3]", "[0]`: found `3`; allowed is a mapping with a `name`, one of"),

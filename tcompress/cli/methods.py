@@ -9,7 +9,7 @@ from tcompress.cli import options as opt
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tcompress.structures import Structure
+    from tcompress.structures import Spec, Structure
 
 EPILOG = opt.examples("tcompress methods", "tcompress methods --json")
 
@@ -21,7 +21,7 @@ def methods(json: opt.Json = False) -> None:
     silence_libraries(verbose=False)
     from tcompress.structures import structures
 
-    facts = [method_facts(item) for item in structures()]
+    facts = [*(method_facts(item) for item in structures()), auto_facts()]
     if json:
         print_json({"methods": facts})
         return
@@ -39,10 +39,6 @@ def method_facts(item: Structure[Any, Any]) -> dict[str, Any]:
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
-    from tcompress.cli.settings import METHOD_OPTIONS, flag
-    from tcompress.recipe.words import describe
-
-    schema = item.spec.model_json_schema()
     names = item.spec.model_fields["name"].annotation.__args__
     return {
         "name": names[0],
@@ -50,18 +46,41 @@ def method_facts(item: Structure[Any, Any]) -> dict[str, Any]:
         "structure": item.name,
         "summary": item.summary,
         "reference": item.reference,
-        "options": [
-            {
-                "name": name,
-                "option": flag(name) if name in METHOD_OPTIONS else None,
-                "type": describe(fragment, schema),
-                "default": fragment.get("default"),
-                "description": fragment["description"],
-            }
-            for name, fragment in schema["properties"].items()
-            if name != "name"
-        ],
+        "options": _options(item.spec),
     }
+
+
+def auto_facts() -> dict[str, Any]:
+    """Describes the method that chooses among others, in the same form."""
+    from tcompress.recipe.methods import AUTO, AUTO_ABOUT, AutoSpec
+
+    summary, _, reference = AUTO_ABOUT.partition(". ")
+    return {
+        "name": AUTO,
+        "aliases": [],
+        "structure": None,
+        "summary": summary[:1].lower() + summary[1:],
+        "reference": reference,
+        "options": _options(AutoSpec),
+    }
+
+
+def _options(spec: type[Spec]) -> list[dict[str, Any]]:
+    from tcompress.cli.settings import METHOD_OPTIONS, flag
+    from tcompress.recipe.words import describe
+
+    schema = spec.model_json_schema()
+    return [
+        {
+            "name": name,
+            "option": flag(name) if name in METHOD_OPTIONS else None,
+            "type": describe(fragment, schema),
+            "default": fragment.get("default"),
+            "description": fragment["description"],
+        }
+        for name, fragment in schema["properties"].items()
+        if name != "name"
+    ]
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -69,7 +88,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
     result = table("option", "takes", "default", "")
     for row in rows:
-        default = "" if row["default"] in (None, {}) else str(row["default"]).lower()
+        default = "" if row["default"] in (None, {}, [], ()) else str(row["default"]).lower()
         option = row["option"] or f"{row['name']} (in recipes)"
         result.add_row(option, row["type"], default, row["description"])
     return result

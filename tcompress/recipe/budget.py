@@ -17,8 +17,14 @@ _BYTES = {
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
 }
 
-Parameters = Annotated[int, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMB]?$")]
-Bytes = Annotated[int, Field(gt=0)] | Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMG]i?)?B$")]
+Parameters = (
+    Annotated[int, Field(gt=0)]
+    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMB]?$", examples=["30M"])]
+)
+Bytes = (
+    Annotated[int, Field(gt=0)]
+    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMG]i?)?B$", examples=["60MB"])]
+)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,14 @@ def short_name(convert: Convert) -> str:
         words.append(transform)
     if convert.residual_rank:
         words.append(f"plus{convert.residual_rank}")
+    if getattr(method, "offer", ()):
+        words += method.offer
     if convert.target is not None:
         words.append(f"{100 * convert.target:g}")
+    for value in (convert.target_params, convert.target_bytes):
+        words += [] if value is None else [str(value)]
+    for letters, error in (("err", convert.max_error), ("tol", getattr(method, "tol", None))):
+        words += [] if error is None else [f"{letters}{error:g}"]
     for verb, blocks in (("keep", convert.keep_layers), ("drop", convert.drop_layers)):
         if blocks is not None:
             words.append(f"{verb}{_number_of(blocks)}")

@@ -111,7 +111,8 @@ def _describe_type(fragment: Fragment, root: Fragment) -> str:
         case "number":
             return "a number" + _bounds(fragment)
         case "string":
-            return f"text like `{fragment['pattern']}`" if "pattern" in fragment else "text"
+            like = fragment.get("examples", [fragment.get("pattern")])[0]
+            return f"text like `{like}`" if like else "text"
         case "boolean":
             return "`true` or `false`"
         case "array" if "items" in fragment:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
+from tcompress.reporting.budget import budget_rows
 from tcompress.reporting.model import layer_report
 from tcompress.reporting.rows import Row, amount, calibration_text, depth_row, rows_of, size
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
@@ -75,6 +76,7 @@ def render_plan(
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
         rows.append(Row("peak memory", f"about {bytes_text(estimate.memory_bytes)}"))
         rows.append(Row("time", f"roughly {time_text(estimate.seconds)}"))
+    rows += budget_rows(plan.budget)
     table = _amount_table(rows, "now", "after")
     layers = [layer_report(entry) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
@@ -110,7 +112,14 @@ class Comparison:
             name = Text(short_name(report, self.reports), overflow="fold")
             table.add_column(name, justify="right", overflow="fold")
         rows = [
-            {row.label: row for row in rows_of(report, self.reports, facts=True)}
+            {
+                row.label: row
+                for row in (
+                    *rows_of(report, self.reports, facts=True),
+                    *budget_rows(report.budget),
+                )
+                if row.label
+            }
             for report in reports
         ]
         for label in dict.fromkeys(label for row in rows for label in row):
@@ -181,7 +190,7 @@ def _single(report: ModelReport) -> RenderableType:
     parts.append(Text(" · ".join(facts), style="dim"))
     if report.source is not None and report.method != "dense":
         parts.append(Text(f"from {report.source}", style="dim"))
-    parts.append(_amount_table(rows_of(report), "dense", "now"))
+    parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
     return Group(*parts)
 
 

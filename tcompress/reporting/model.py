@@ -159,6 +159,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,
+        "budget": manifest.plan.budget,
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tcompress.artifact.manifest import Metric
+from tcompress.reporting.budget import budget_rows, budget_text, error_note
 from tcompress.reporting.choice import best_speed, main_metrics
 from tcompress.reporting.rows import calibration_text, healed_text
 from tcompress.reporting.tree import Amount, ModelReport
@@ -51,6 +52,8 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
         Line("blocks", _cells(reports, _blocks)),
         Line("bytes on disk", _cells(reports, _bytes)),
         Line(f"multiply-adds per token, T={length}", _cells(reports, _macs)),
+        Line("budget", _cells(reports, _budget)),
+        Line("predicted error", _cells(reports, _predicted)),
         *(Line(f"mean {error_name(kind)}", _errors(reports, kind)) for kind in kinds),
         Line("trained", _cells(reports, lambda r: Cell(healed_text(r)))),
         Line(name, tuple(map(_metric, metrics))),
@@ -84,6 +87,17 @@ def _rewritten(report: ModelReport) -> Cell:
 def _blocks(report: ModelReport) -> Cell:
     depth = report.depth
     return Cell() if depth is None else Cell(f"{depth.kept} of {depth.blocks}", depth.which)
+
+
+def _budget(report: ModelReport) -> Cell:
+    return Cell(budget_text(report.budget)) if budget_rows(report.budget) else Cell()
+
+
+def _predicted(report: ModelReport) -> Cell:
+    budget = report.budget
+    if budget is None or budget.error is None:
+        return Cell()
+    return Cell(error_text(budget.error), error_note(budget))
 
 
 def _bytes(report: ModelReport) -> Cell:

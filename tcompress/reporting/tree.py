@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
-from tcompress.planning.entries import DepthPlan, Left
+from tcompress.planning.entries import BudgetPlan, DepthPlan, Left
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -117,6 +117,7 @@ class ModelReport(_Node):
         macs_per_token: Multiply-adds for one token.
         layers: The rewritten weights.
         depth: Which blocks stay, where some were dropped; dense numbers are of all of them.
+        budget: What might be kept, how it was shared out, and the error predicted for that.
         left: Layers of the blocks that stayed dense, and why.
         errors: Means of the layers' errors by kind.
         calibration: Data that the fit looked at, if known.
@@ -138,6 +139,7 @@ class ModelReport(_Node):
     macs_per_token: Macs
     layers: tuple[LayerReport, ...] = ()
     depth: DepthPlan | None = None
+    budget: BudgetPlan | None = None
     left: tuple[Left, ...] = ()
     errors: dict[str, float] = Field(default_factory=dict)
     calibration: CalibrationFacts | None = None

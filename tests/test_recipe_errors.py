@@ -94,7 +94,7 @@ hint: {COMPARE}"""
     [
         (
             "name: svd, rnak: 3",
-            "3: `convert.method.rnak`: unknown key; known keys are `name`, `rank`; "
+            "3: `convert.method.rnak`: unknown key; known keys are `name`, `rank`, `tol`; "
             "did you mean `rank`?",
         ),
         (

@@ -11,7 +11,7 @@ each block is run once more from there. So memory does not grow with depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,14 @@ class Worth:
         curvature: S, summed over rows.  # (out, out)
         total: Sum of the inputs.  # (in,)
         rows: Tokens that were summed over; padding is left out.
+        half: The same of every second batch alone, where that was asked for.
     """
 
     gram: Tensor
     curvature: Tensor
     total: Tensor
     rows: int = 0
+    half: Worth | None = None
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Worth:
@@ -62,6 +64,15 @@ class Worth:
         self.curvature += gradient.T @ gradient
         self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
+
+    def include(self, other: Worth, sign: int = 1) -> Worth:
+        """Returns the sums of both; without the other one where the sign is -1."""
+        return Worth(
+            self.gram + sign * other.gram,
+            self.curvature + sign * other.curvature,
+            self.total + sign * other.total,
+            self.rows + sign * other.rows,
+        )
 
     def moment(self, *, centred: bool) -> Tensor:
         """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
@@ -110,6 +121,7 @@ class BackwardWalk:
         probe: Chooses random gradients of the model's output.
         folder: Where inputs of blocks are kept meanwhile; files are deleted as they are used.
         device: Where to compute.
+        halved: Blocks of which sums over every second batch are wanted too.
     """
 
     def __init__(
@@ -120,7 +132,9 @@ class BackwardWalk:
         probe: Probe,
         folder: Path,
         device: torch.device,
+        halved: Collection[str] = (),
     ) -> None:
+        self._halved = halved
         self._blocks = {block.name: block for block in anatomy.blocks}
         self._skeleton = Skeleton(source, list(self._blocks), device)
         self._skeleton.load_rest()
@@ -217,13 +231,15 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Worth]:
         module = self._skeleton.load_block(block.name)
         watch = _Watch(module, block, self._device)
-        for item in self._passes:
+        halved = block.name in self._halved
+        for index, item in enumerate(self._passes):
             visit = item.visits.pop()
             watch.batch = item.stream.batch
+            watch.sums = watch.second if halved and index % 2 else watch.found
             self._backward_visit(visit)
         watch.close()
         self._skeleton.drop_block(block.name)
-        return watch.found
+        return watch.joined() if halved else watch.found
 
     def _backward_visit(self, visit: _Visit) -> None:
         args, kwargs = torch.load(visit.file, map_location=self._device, weights_only=False)
@@ -255,12 +271,15 @@ class _Watch:
     def __init__(self, module: nn.Module, block: Block, device: torch.device) -> None:
         self.batch: Mapping[str, Tensor] = {}
         self.found: dict[str, Worth] = {}
+        self.second: dict[str, Worth] = {}
+        self.sums = self.found
         self._handles = []
         for layer in block.layers:
             if layer.kind == "experts":
                 continue  # no module computes one expert's output
             outputs = sum(part.size for part in layer.parts)
-            self.found[layer.name] = Worth.empty(layer.in_features, outputs, device)
+            for sums in (self.found, self.second):
+                sums[layer.name] = Worth.empty(layer.in_features, outputs, device)
             inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
             hook = self._hook(layer.name, block.name, layer.role)
             self._handles.append(inside.register_forward_hook(hook, with_kwargs=True))
@@ -275,12 +294,19 @@ class _Watch:
                 kept = (rows, back) if mask is None else (rows[mask], back[mask])
                 if not all(bool(torch.isfinite(part.sum())) for part in kept):
                     raise FitError(f"layer `{name}`: gradients hold NaN or infinity")
-                self.found[name].add(*kept)
+                self.sums[name].add(*kept)
 
             if output.requires_grad:
                 output.register_hook(arrived)
 
         return seen
+
+    def joined(self) -> dict[str, Worth]:
+        """Sums over all batches, with those of the second half apart."""
+        found = {name: worth.include(self.second[name]) for name, worth in self.found.items()}
+        for name, worth in found.items():
+            worth.half = self.second[name]
+        return found
 
     def close(self) -> None:
         """Stops watching."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tcompress.conversion.parts import FittedPart
 from tcompress.conversion.parts import LayerMoments as LayerMoments
-from tcompress.conversion.quality import errors_of, loss_of, whole_of
+from tcompress.conversion.quality import Judge, errors_of, loss_of, whole_of
 from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
 from tcompress.errors import FitError
 from tcompress.linalg.curvature import damped_curvature
@@ -27,6 +27,7 @@ ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth di
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
+NO_JUDGES: Mapping[str, Judge] = {}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def fit_layers(
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
     banks: Banks = NO_BANKS,
-    judge: bool = False,
+    judges: Mapping[str, Judge] = NO_JUDGES,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
@@ -69,7 +70,7 @@ def fit_layers(
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         banks: Tensors of banks as they are stored, by owner and name.
-        judge: Whether to say what fits on data are predicted to lose.
+        judges: Moments to predict losses of fits on data by, by name of the layer.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
@@ -87,7 +88,7 @@ def fit_layers(
                 part.banks = [bank_of(part.entry, item, banks, where) for item in part.terms]
             _fit_cluster([part for parts in clear for part in parts], dtype, names)
             for i, parts in zip(members, clear, strict=True):
-                fitted = _collect(entries[i], parts, moments[i], dtype, judge=judge)
+                fitted = _collect(entries[i], parts, moments[i], dtype, judges.get(entries[i].name))
                 fitted.tensors.update(owned(entries[i], banks))
                 results[_key(entries[i])] = fitted
     return [results[_key(entry)] for entry in entries]
@@ -250,8 +251,7 @@ def _collect(
     parts: Sequence[FittedPart],
     moments: Sequence[LayerMoments],
     dtype: torch.dtype,
-    *,
-    judge: bool,
+    judge: Judge | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     width = len(entry.parts)
@@ -281,7 +281,7 @@ def _collect(
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
     return FittedLayer(
-        tensors, mean, shifts[0] if shifts else None, loss_of(parts) if judge else None
+        tensors, mean, shifts[0] if shifts else None, loss_of(parts, judge) if judge else None
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,20 @@ from torch import Tensor
 from tcompress.conversion.parts import FittedPart, LayerMoments
 from tcompress.linalg.curvature import curved_constant
 from tcompress.structures import structure
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Moments that a fit is judged by.
+
+    Attributes:
+        gram: G.  # (in, in)
+        curvature: S of the whole layer; None for the identity.  # (out, out)
+    """
+
+    gram: Tensor
+    curvature: Tensor | None
+
 
 PROBES = 64  # random inputs that measure a data-free fit
 
@@ -56,18 +71,25 @@ def _probed_error(parts: Sequence[FittedPart]) -> float:
     return error / norm if norm else 0.0
 
 
-def loss_of(parts: Sequence[FittedPart]) -> float | None:
-    """Returns the predicted loss of a layer, relative to that of leaving it out."""
+def loss_of(parts: Sequence[FittedPart], judge: Judge) -> float:
+    """Returns the predicted loss of a layer, relative to that of leaving it out.
+
+    Args:
+        parts: Its parts, fitted on data.
+        judge: Moments to judge by, which may be of other data.
+    """
     lost = missing = 0.0
+    start = 0
     for part in parts:
-        if part.moments is None:
-            return None
-        gram, weight = part.moments.gram, part.weight
-        curve = part.curvature
-        if curve is None:
+        weight = part.weight
+        stop = start + len(weight)
+        if judge.curvature is None:
             curve = torch.eye(len(weight)).to(weight)
-        lost += float(curved_constant(weight - _total(part), gram, curve))
-        missing += float(curved_constant(weight, gram, curve))
+        else:
+            curve = judge.curvature[start:stop, start:stop]
+        lost += float(curved_constant(weight - _total(part), judge.gram, curve))
+        missing += float(curved_constant(weight, judge.gram, curve))
+        start = stop
     return lost / missing if missing > 0 else 0.0
 
 

@@ -21,7 +21,7 @@ from tcompress.conversion.banks import damped_inputs
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.probe import probe_of
 from tcompress.conversion.settle import Settler
-from tcompress.conversion.trial import Seen, Trials, trial_blocks
+from tcompress.conversion.trial import Moment, Seen, Trials, trial_blocks
 from tcompress.planning.disk import weight_bytes
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, make_plan
@@ -56,6 +56,7 @@ class Survey:
     place: FitWorkplace
     device: torch.device
     _sized: list[Sized] = field(default_factory=list)
+    _ruled: set[str] = field(default_factory=set)
 
     def run(self, progress: Progress) -> Plan:
         """Returns the plan with its final sizes.
@@ -108,6 +109,10 @@ class Survey:
 
     def _plan_with(self, choices: Choices) -> Plan:
         fraction = self.plan.budget.fraction if self.plan.budget else None
+        budget = self.recipe.budget
+        if budget is not None and not budget.is_size:  # of experts no error is known
+            keys = {f"{entry.name}.{entry.parameter}" for entry in self.plan.layers}
+            choices = {**dict.fromkeys(keys - self._ruled), **choices}
         return make_plan(self.recipe.at(fraction), self.source, self.plan.method, choices)
 
     def _walk(
@@ -119,7 +124,8 @@ class Survey:
         batches = [item for i, item in enumerate(self.data.batches) if i not in holdout]
         probe = probe_of(self.source, self.recipe.calibration.seed)
         scratch = self.place.scratch()
-        walk = BackwardWalk(self.source, anatomy, batches, probe, scratch, self.device)
+        halved = self._tried if len(self._offers) > 1 else ()
+        walk = BackwardWalk(self.source, anatomy, batches, probe, scratch, self.device, halved)
         progress.stage("measuring what layers are worth", 2 * len(anatomy.blocks), "passes")
         by_name = {block.name: block for block in anatomy.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
@@ -129,11 +135,8 @@ class Survey:
             yield (
                 by_name[name],
                 {
-                    entries[key].name: Seen(
-                        self._weight(key, entries[key]),
-                        worth.moment(centred=entries[key].bias),
-                        worth.curvature / worth.rows,
-                        worth.rows,
+                    entries[key].name: Seen.of(
+                        self._weight(key, entries[key]), worth, centred=entries[key].bias
                     )
                     for key, worth in (seen.items() if self.recipe.by_loss else ())
                 },
@@ -149,7 +152,8 @@ class Survey:
             for key, entry in self._entries(block).items():
                 weight = self._weight(key, entry)
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
-                seen[entry.name] = Seen(weight, gram, None, 1)
+                moment = Moment(gram, None, 1)
+                seen[entry.name] = Seen(weight, moment, (moment, moment))
             yield block, seen
             progress.advance(1, block.name)
 
@@ -187,14 +191,17 @@ class Survey:
                 entry = by_key.get(layer.name)
                 if entry is None or entry.name not in seen:
                     continue
-                if not follows_rules(self.recipe, self.source, layer):
-                    sized = self._size(entry, layer, seen[entry.name], len(group))
-                    found[sized.key] = sized
+                if follows_rules(self.recipe, self.source, layer):
+                    self._ruled.add(f"{entry.name}.{entry.parameter}")
+                    continue
+                sized = self._size(entry, layer, seen[entry.name], len(group))
+                found[sized.key] = sized
         if len(self._offers) > 1 and block.name in self._tried:
+            exact = [n for n, specs in self._offers.items() if structure_of(specs[0]).exact_losses]
             for name, specs in self._offers.items():
-                if not structure_of(specs[0]).exact_losses:
+                if self.data is not None or name not in exact:
                     self._try(name, specs[0], block, found, seen)
-            self._trials.drop(found.values())
+            self._trials.drop(found.values(), exact)
         self._sized += found.values()
 
     def plan_entry(self, name: str) -> LayerPlan:
@@ -202,8 +209,8 @@ class Survey:
         return next(entry for entry in self.plan.layers if entry.name == name)
 
     def _size(self, entry: LayerPlan, layer: Layer, seen: Seen, sharing: int) -> Sized:
-        gram, curvature = seen.gram, seen.curvature
-        damping = self.recipe.calibration.damping * entry.in_features / seen.rows
+        gram, curvature, rows = seen.whole.gram, seen.whole.curvature, seen.whole.rows
+        damping = self.recipe.calibration.damping * entry.in_features / rows
         if curvature is None:  # every layer counts alike
             energy = float(seen.weight.double().square().sum()) or 1.0
             curvature = torch.eye(entry.out_features).to(gram) / energy
@@ -215,7 +222,7 @@ class Survey:
             key=f"{entry.name}.{entry.parameter}",
             role=entry.role,
             dense=entry.dense_parameters,
-            zero=sum(aim.constant for aim in aims) * seen.rows,
+            zero=sum(aim.constant for aim in aims) * rows,
         )
         if budget is not None and budget.kind == "target_bytes":
             sized.unit = weight_bytes(self.source, entry, self.recipe.dtype)
@@ -228,7 +235,7 @@ class Survey:
                     aims,
                     specs,
                     fine_fractions(entry) if fine else FRACTIONS,
-                    rows=seen.rows,
+                    rows=rows,
                     sharing=sharing,
                     calibrated=self.data is not None,
                 )

@@ -1,15 +1,16 @@
 """A few real fits, which tell how far quick predictions of a method's losses are off.
 
 Quick predictions leave out what takes long: fitted transforms, terms of a sum that make room for
-each other. What these gain depends on the method and on the role of a layer far more than on its
-depth; so the layers of one or two blocks are fitted as the conversion will, and the ratio of both
-losses corrects the predictions for all layers of a role.
+each other. They also know only the rows that were looked at, to which structures adapt more or
+less. Both depend on the method and on the role of a layer far more than on its depth; so the layers
+of one or two blocks are fitted as the conversion will, on half of the rows, and judged by the other
+half. The ratio of both losses corrects the predictions for all layers of a role.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, fsum, log
 
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from tcompress.anatomy import Block
 from tcompress.conversion.allocate import Sized
+from tcompress.conversion.backward import Worth
 from tcompress.conversion.fit import LayerMoments, fit_layers
+from tcompress.conversion.quality import Judge
 from tcompress.linalg.moments import Moments
 from tcompress.planning.budget import Option
 from tcompress.planning.entries import LayerPlan
@@ -29,7 +32,7 @@ MARGIN = 1.15
 AROUND = 4.0
 """Kept fractions that count for that: up to so many times less or more than the budget's."""
 
-LEAST, MOST = 0.02, 2.0  # bounds of a ratio that is believed
+LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 
 
 def trial_blocks(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
@@ -49,26 +52,48 @@ def trial_blocks(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Moments of one layer that a trial fits on.
+class Moment:
+    """Moments of one layer, per row and not damped.
 
     Attributes:
-        weight: Dense weight.  # (out, in)
-        gram: G per row, as it is.  # (in, in)
-        curvature: S per row, or None where only the inputs count.  # (out, out)
+        gram: G.  # (in, in)
+        curvature: S, or None where only the inputs count.  # (out, out)
         rows: Number of rows.
     """
 
-    weight: Tensor
     gram: Tensor
     curvature: Tensor | None
     rows: int
 
-    @property
-    def moments(self) -> LayerMoments:
-        """The moments of an input that is still that of the dense model."""
-        zero = torch.zeros_like(self.gram[0])
-        return LayerMoments(Moments(self.gram, self.gram, self.gram, zero, zero, self.rows))
+    @classmethod
+    def of(cls, worth: Worth, *, centred: bool) -> Moment:
+        """Takes the moments of what was seen."""
+        return cls(worth.moment(centred=centred), worth.curvature / worth.rows, worth.rows)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One layer and what is known of it.
+
+    Attributes:
+        weight: Dense weight.  # (out, in)
+        whole: Moments of all rows.
+        halves: Those that a trial fits on, and those of other rows that it is judged by.
+    """
+
+    weight: Tensor
+    whole: Moment
+    halves: tuple[Moment, Moment]
+
+    @classmethod
+    def of(cls, weight: Tensor, worth: Worth, *, centred: bool) -> Seen:
+        """Makes it of what was seen in a backward pass."""
+        whole = Moment.of(worth, centred=centred)
+        half = worth.half
+        if half is None or not 0 < half.rows < worth.rows:
+            return cls(weight, whole, (whole, whole))
+        first = Moment.of(worth.include(half, -1), centred=centred)
+        return cls(weight, whole, (first, Moment.of(half, centred=centred)))
 
 
 @dataclass
@@ -106,18 +131,21 @@ class Trials:
             seen: Their moments, by layer name.
             damping: As for the conversion.
         """
+        halves = {entry.name: seen[entry.name].halves for entry in group}
         fitted = fit_layers(
             group,
             [seen[entry.name].weight for entry in group],
-            [[seen[entry.name].moments] for entry in group],
+            [[_moments(halves[entry.name][0])] for entry in group],
             dtype=torch.float32,
             damping=damping,
             curvatures={
-                entry.name: curve
-                for entry in group
-                if (curve := seen[entry.name].curvature) is not None
+                name: first.curvature
+                for name, (first, _) in halves.items()
+                if first.curvature is not None
             },
-            judge=True,
+            judges={
+                name: Judge(second.gram, second.curvature) for name, (_, second) in halves.items()
+            },
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = sized[f"{entry.name}.{entry.parameter}"]
@@ -126,11 +154,16 @@ class Trials:
                 ratio = layer.loss * own.zero / option.loss
                 self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))
 
-    def drop(self, sized: Iterable[Sized]) -> None:
-        """Drops methods that lose clearly more than others for a role, at all sizes that count."""
+    def drop(self, sized: Iterable[Sized], spared: Collection[str] = ()) -> None:
+        """Drops methods that lose clearly more than others for a role, at all sizes that count.
+
+        Args:
+            sized: Layers that trials were made on.
+            spared: Methods that stay in any case.
+        """
         for item in sized:
             curves = {name: self.corrected(item, name) for name in item.offers}
-            for name in curves:
+            for name in curves.keys() - set(spared):
                 others = [o for other, options in curves.items() if other != name for o in options]
                 if others and not self._competes(item, curves[name], others):
                     self._dropped.add((name, item.role))
@@ -165,3 +198,9 @@ class Trials:
                 if not rivals or option.loss <= MARGIN * min(rivals):
                     return True
         return False
+
+
+def _moments(seen: Moment) -> LayerMoments:
+    """Moments of an input that is still that of the dense model."""
+    zero = torch.zeros_like(seen.gram[0])
+    return LayerMoments(Moments(seen.gram, seen.gram, seen.gram, zero, zero, seen.rows))

@@ -90,7 +90,8 @@ def _blocks(report: ModelReport) -> Cell:
 
 
 def _budget(report: ModelReport) -> Cell:
-    return Cell(budget_text(report.budget)) if budget_rows(report.budget) else Cell()
+    budget = report.budget
+    return Cell(budget_text(budget)) if budget and budget_rows(budget) else Cell()
 
 
 def _predicted(report: ModelReport) -> Cell:

@@ -71,7 +71,7 @@ class Structure(ABC, Generic[S, L]):
     in_auto: ClassVar[bool] = False
     """Whether `auto` offers it without being told to."""
     exact_losses: ClassVar[bool] = False
-    """Whether `losses` are those of the fits themselves, so that no trial has to correct them."""
+    """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
 
     @abstractmethod
     def layout(self, spec: S, site: Site, budget: int | None = None) -> L:

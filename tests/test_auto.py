@@ -1,0 +1,323 @@
+"""Method `auto`: every layer gets what its budget does most with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tcompress.conversion import survey
+from tcompress.conversion.allocate import Sized
+from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.settle import Settler
+from tcompress.conversion.trial import Trials, trial_blocks
+from tcompress.errors import PlanError
+from tcompress.planning.budget import Allocation, Option
+from tcompress.planning.entries import BudgetPlan, Plan
+from tcompress.planning.planner import make_plan
+from tcompress.planning.terms import Choice
+from tcompress.recipe.methods import AutoSpec, offered_by
+from tcompress.recipe.schema import Convert
+from tcompress.reporting.html import write_html
+from tcompress.reporting.model import report_of
+from tcompress.source import SourceModel
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
+from tests.support.cli import run
+from tests.support.conversions import calibration, distance, make, outputs
+from tests.support.interrupted import Interrupt, contents
+from tests.support.lproduct import quick
+from tests.support.tiny import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
+ALL = {"method": {"name": "auto", "offer": ["lowrank", "tt", "lprod"]}, "target": 0.4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    model: Any = build("bert")
+    model.save_pretrained(folder)
+    return folder
+
+
+def _convert(folder: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
+    recipe = Convert.model_validate(changes)
+    return convert(str(folder), recipe, output, data=calibration("bert"), **options)
+
+
+def _facts(plan: Plan) -> BudgetPlan:
+    assert plan.budget is not None
+    return plan.budget
+
+
+# ---------------------------------------------------------------- never worse than one method
+
+
+class _Paper(BaseModel):
+    """A plan that is nothing but its cost."""
+
+    cost: int
+    budget: Any = None
+
+
+class _PaperSettler(Settler):
+    def _plan(self, found: Allocation) -> Any:
+        return _Paper(cost=found.cost)
+
+    def _measured(self, plan: Any) -> int:
+        return int(plan.cost)
+
+    def _limits(self) -> tuple[int, int]:
+        limit = int(self._budget.limit * sum(item.dense for item in self.sized))
+        return limit, limit
+
+
+def _spec(name: str) -> Choice:
+    return Choice(LowRankSpec() if name == "a" else LprodSpec())
+
+
+ladders = st.lists(st.tuples(st.integers(1, 99), st.integers(0, 400)), max_size=6)
+layers = st.lists(st.tuples(ladders, ladders), min_size=1, max_size=4)
+
+
+def _settled(found: Sequence[Any], limit: float, **changes: Any) -> Any:
+    sized = []
+    for index, pair in enumerate(found):
+        offers = {
+            name: [Option(cost, loss / 8, _spec(name)) for cost, loss in options]
+            for name, options in zip("ab", pair, strict=True)
+        }
+        sized.append(Sized(f"w{index}", "q", 100, 50.0, offers=offers))
+    recipe = Convert.model_validate({**AUTO, "target": limit, **changes})
+    facts = BudgetPlan(kind="target", limit=limit, chosen="later", fraction=limit)
+    plan = Plan(layers=(), budget=facts)
+    source: Any = SimpleNamespace()
+    return _PaperSettler(recipe, source, plan, lambda _: plan, sized, ["a", "b"], ["a", "b"]).run()
+
+
+@quick
+@given(found=layers, limit=st.floats(0.05, 0.95))
+def test_never_predicted_worse_than_the_best_single_method(found: Any, limit: float) -> None:
+    try:
+        made = _settled(found, limit)
+    except PlanError:
+        return
+    assert made.cost <= int(limit * 100 * len(found))
+    for error in made.budget.single_errors.values():
+        assert made.budget.error <= error
+
+
+def test_the_mixture_is_taken_where_it_is_better() -> None:
+    """One layer suits the first method, the other one the second."""
+    found = [([(40, 8)], [(40, 80)]), ([(40, 80)], [(40, 8)])]
+    made = _settled(found, 0.4)
+    assert made.budget.error == pytest.approx(0.02)
+    assert min(made.budget.single_errors.values()) == pytest.approx(0.11)
+    assert made.budget.uniform_error == pytest.approx(0.11)
+
+
+def test_a_budget_that_no_method_meets_is_refused() -> None:
+    with pytest.raises(PlanError, match="cost"):
+        _settled([([(50, 8)], [(60, 8)])], 0.3)
+
+
+# ---------------------------------------------------------------- trials
+
+
+def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> Sized:
+    made = {
+        name: [Option(cost, loss, _spec(name)) for cost, loss in options]
+        for name, options in offers.items()
+    }
+    return Sized(key, role, 100, 100.0, offers=made)
+
+
+def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
+    trials = Trials(0.25)
+    trials._ratios["b", "q"] += [0.5, 0.125]
+    trials._ratios["b", "k"] += [0.25]
+    assert trials.ratio("b", "q") == pytest.approx(0.25)
+    assert trials.ratio("b", "v") == pytest.approx(0.25)
+    assert trials.ratio("a", "q") == 1.0
+    item = _sized("w", "q", b=[(20, 8.0), (40, 4.0)])
+    assert [option.loss for option in trials.corrected(item, "b")] == pytest.approx([2.0, 1.0])
+
+
+def test_the_size_closest_to_the_budget_is_tried() -> None:
+    item = _sized("w", "q", b=[(10, 9.0), (22, 5.0), (60, 1.0)])
+    option = Trials(0.25).option(item, "b")
+    assert option is not None
+    assert option.cost == 22
+    assert Trials(0.25).option(item, "a") is None
+
+
+def test_methods_that_are_clearly_worse_at_all_sizes_are_dropped() -> None:
+    trials = Trials(0.25)
+    trials.drop(
+        [
+            _sized("w", "q", a=[(20, 5.0), (40, 2.0)], b=[(25, 7.0), (45, 4.0)]),
+            _sized("v", "k", a=[(20, 5.0), (40, 2.0)], b=[(25, 5.5), (45, 4.0)]),
+        ]
+    )
+    assert trials.keeps("a", "q")
+    assert not trials.keeps("b", "q")
+    assert trials.keeps("b", "k")  # close at one size
+
+
+def test_the_last_block_and_one_in_the_middle_of_each_kind_are_tried() -> None:
+    def block(name: str, *roles: str) -> Any:
+        return SimpleNamespace(name=name, layers=[SimpleNamespace(role=role) for role in roles])
+
+    blocks = [
+        *(block(f"e.{n}", "q") for n in range(6)),
+        *(block(f"d.{n}", "q", "o") for n in (0, 1)),
+    ]
+    assert trial_blocks(blocks) == {"e.5", "e.3", "d.1"}
+
+
+def test_what_is_offered() -> None:
+    assert list(offered_by(AutoSpec(), 0.25)) == ["svd", "lprod"]
+    found = offered_by(AutoSpec(offer=("tt", "lprod", "tt")), 0.25)
+    assert list(found) == ["tt", "lprod"]
+    assert [spec.p for spec in found["lprod"]] == [16, 8, 4, 2]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- conversions
+
+
+@pytest.mark.parametrize("changes", [AUTO, ALL], ids=["default", "all"])
+def test_a_budget_is_kept_by_a_mixture(changes: Any, folder: Path, tmp_path: Path) -> None:
+    plan = _convert(folder, tmp_path / "out", changes).manifest.plan
+    facts = _facts(plan)
+    stays = sum(item.parameters for item in plan.left)
+    dense = plan.dense_rewritten + stays
+    assert 0.9 * 0.4 < (plan.structured_rewritten + stays) / dense <= 0.4
+    assert facts.chosen == "loss"
+    assert facts.error is not None
+    assert facts.single_errors
+    assert all(facts.error <= error for error in facts.single_errors.values())
+    assert facts.uniform_error is not None
+    assert facts.error < facts.uniform_error
+    structures = {term.structure for entry in plan.layers for term in entry.parts[0].terms}
+    assert "lowrank" in structures
+
+
+def test_without_data_weights_decide(folder: Path, tmp_path: Path) -> None:
+    none = {"calibration": {"source": "none"}}
+    recipe = Convert.model_validate({**AUTO, **none})
+    done = convert(str(folder), recipe, tmp_path / "out")
+    facts = _facts(done.manifest.plan)
+    assert facts.error is not None
+    # The prediction is the error of the weights, layer by layer, which the fit measures.
+    plan = done.manifest.plan
+    total = sum(errors["weight"] for errors in done.manifest.fit.values())
+    assert total / (len(plan.layers) + len(plan.left)) == pytest.approx(facts.error, rel=0.25)
+
+
+def test_the_same_share_for_all_layers(folder: Path, tmp_path: Path) -> None:
+    plan = _convert(folder, tmp_path / "o", {**AUTO, "allocation": "uniform"}).manifest.plan
+    assert _facts(plan).chosen == "uniform"
+    shares = [entry.parameters / entry.dense_parameters for entry in plan.layers]
+    assert len(shares) == 12
+    assert 0.3 < min(shares) <= max(shares) <= 0.45  # sides are counted with their owners
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "mixtral", "t5", "vit"])
+def test_families(family: str, tmp_path: Path) -> None:
+    made = make(family, tmp_path, "svd", aware=True, target=0.4, method={"name": "auto"})
+    one, two = (outputs(made.load(), made.inputs()) for _ in range(2))
+    assert distance(one, two) == 0
+    assert _facts(made.plan).error is not None
+
+
+def test_with_fewer_blocks_and_within_bytes(folder: Path, tmp_path: Path) -> None:
+    changes = {"method": {"name": "auto"}, "target_bytes": 60_000, "drop_layers": 1}
+    plan = _convert(folder, tmp_path / "out", changes).manifest.plan
+    assert plan.depth is not None
+    assert plan.depth.kept == 1
+    size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert 0.85 * 60_000 < size < 1.1 * 60_000  # with headers
+
+
+def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> None:
+    rules = {"layers": [{"match": "value", "method": {"name": "tt"}, "target": 0.3}]}
+    plan = _convert(folder, tmp_path / "out", {**AUTO, **rules}).manifest.plan
+    for entry in plan.layers:
+        if "value" in entry.name:
+            assert entry.parts[0].terms[0].structure == "tt"
+
+
+def test_an_interrupted_run_goes_on_with_the_choice_it_made(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _convert(folder, tmp_path / "whole", AUTO)
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        _convert(folder, output, AUTO, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
+
+    def walk(*_: object) -> None:
+        raise AssertionError("the backward pass was made again")
+
+    monkeypatch.setattr(survey, "BackwardWalk", walk)
+    _convert(folder, output, AUTO)
+    assert contents(output) == contents(whole.folder)
+
+
+def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 15, "intermediate_size": 35, "num_attention_heads": 3}
+    model = BertForMaskedLM(BertConfig(vocab_size=100, num_hidden_layers=2, **sizes))
+    model.save_pretrained(tmp_path / "odd")
+    plan = _convert(tmp_path / "odd", tmp_path / "out", AUTO).manifest.plan
+    assert {entry.parts[0].terms[0].structure for entry in plan.layers} == {"lowrank"}
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_reports_compare_with_equal_shares_and_single_methods(folder: Path, tmp_path: Path) -> None:
+    _convert(folder, tmp_path / "out", AUTO)
+    done = run("report", tmp_path / "out", "--layers")
+    for text in ("budget", "--target 0.4", "predicted error", "shared out alike", " alone"):
+        assert text in done.out
+    found = run("report", tmp_path / "out", "--json").document["reports"][0]
+    assert found["budget"]["error"] <= min(found["budget"]["single_errors"].values())
+    page = write_html([report_of(tmp_path / "out")], tmp_path / "page.html").read_text("utf-8")
+    assert "shared out alike" in page
+    assert f"All {len(found['layers'])} rewritten weights" in page
+    assert found["layers"][0]["structure"] in page
+
+
+def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
+    done = run("convert", folder, "--method", "auto", "--target", "0.25", "--dry-run")
+    assert done.code == 0
+    assert "shared out when converting: what is shown stands in" in done.out
+
+
+def test_a_size_is_needed(folder: Path) -> None:
+    done = run("convert", folder, "--method", "auto")
+    assert done.code == 2
+    assert "method `auto` needs a size: give `--target`" in done.err
+    source = SourceModel.open(str(folder))
+    with pytest.raises(PlanError, match="no rank is given"):
+        make_plan(Convert.model_validate({"method": {"name": "auto"}}), source)
+
+
+def test_unknown_structures_on_offer_are_refused(folder: Path) -> None:
+    done = run("convert", folder, "--method", "auto", "--target", "0.2", "--offer", "lowrank,foo")
+    assert done.code == 2
+    assert "`--offer` is `lowrank,foo`, allowed is a list, each entry one of `svd`" in done.err
+    done = run("convert", folder, "--method", "svd", "--target", "0.2", "--offer", "tt")
+    assert "`--offer` belongs to `--method auto`" in done.err

@@ -1,0 +1,252 @@
+"""Budgets: parameters, bytes and errors in place of a kept fraction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors import safe_open
+
+import tcompress
+from tcompress.conversion.estimate import estimate
+from tcompress.conversion.run import Converted, convert
+from tcompress.errors import PlanError
+from tcompress.planning.disk import disk_bytes
+from tcompress.planning.planner import make_plan
+from tcompress.recipe.budget import bytes_of, parameters_of
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tests.support.cli import run
+from tests.support.conversions import calibration
+from tests.support.lproduct import quick
+from tests.support.tiny import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+METHODS: dict[str, dict[str, Any]] = {
+    "svd": {"name": "svd"},
+    "tt": {"name": "tt"},
+    "lprod": {"name": "lprod", "p": 16, "transform": "dct"},
+    "tucker": {"name": "tucker"},
+    "bank": {"name": "tucker", "share": "layers"},
+    "auto": {"name": "auto"},
+}
+NONE = {"calibration": {"source": "none"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    model: Any = build("bert")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> SourceModel:
+    return SourceModel.open(str(folder))
+
+
+def _recipe(**changes: Any) -> Convert:
+    return Convert.model_validate(changes)
+
+
+def _convert(folder: Path, output: Path, *, data: bool = True, **changes: Any) -> Converted:
+    given = {} if data else NONE
+    batches = calibration("bert") if data else None
+    return convert(str(folder), _recipe(**changes, **given), output, data=batches)
+
+
+def _stored(folder: Path) -> int:
+    """Bytes of all tensors in the weight files."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            total += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
+    return total
+
+
+# ---------------------------------------------------------------- amounts
+
+
+def test_amounts_are_read() -> None:
+    assert [parameters_of(text) for text in (7, "7", "1.5K", "30M", "2B")] == [
+        7,
+        7,
+        1500,
+        30_000_000,
+        2_000_000_000,
+    ]
+    assert [bytes_of(text) for text in (7, "7B", "60MB", "1.5kB".upper(), "2MiB")] == [
+        7,
+        7,
+        60_000_000,
+        1500,
+        2 * 2**20,
+    ]
+
+
+@quick
+@given(count=st.integers(1, 10**12))
+def test_whole_numbers_are_themselves(count: int) -> None:
+    assert parameters_of(count) == parameters_of(str(count)) == count
+    assert bytes_of(count) == bytes_of(f"{count}B") == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"target": 0.5, "target_params": "1M"}, "`target` and `target_params` are given together"),
+        ({"max_error": 0.1, "target_bytes": "1MB"}, "`target_bytes` and `max_error` are given"),
+        ({"method": {"name": "svd", "tol": 0.1}, "target": 0.5}, "`target` and `tol` are given"),
+        ({"method": {"name": "svd", "tol": 0.1, "rank": 3}}, "`rank` and `tol` are both given"),
+        ({"method": {**METHODS["bank"], "tol": 0.1}}, "which a bank cannot"),
+        ({"method": METHODS["bank"], "max_error": 0.1}, "which banks cannot"),
+        ({"method": {"name": "auto"}, "residual_rank": 3}, "leave it out"),
+        ({"target_params": "0.1"}, "allowed is 1 or more"),
+        ({"layers": [{"match": "q", "method": {"name": "svd", "tol": 0.1}}]}, "`tol` is for all"),
+    ],
+)
+def test_what_contradicts_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        _recipe(**{"method": {"name": "svd"}, **changes})
+
+
+# ---------------------------------------------------------------- from shapes alone
+
+
+@pytest.mark.parametrize("depth", [{}, {"keep_layers": [1]}], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", METHODS)
+def test_plans_keep_within_parameters_and_bytes(
+    name: str, depth: dict[str, Any], source: SourceModel
+) -> None:
+    """The same fraction for all layers, as large as fits: one more step would not."""
+    dense = make_plan(_recipe(method={"name": "svd"}, target=0.5, **depth), source)
+    parameters = dense.parameters - dense.dropped_parameters
+    limit = parameters - dense.dense_rewritten // 2
+    plan = make_plan(_recipe(method=METHODS[name], target_params=limit, **depth), source)
+    assert 0.93 * limit < plan.parameters - plan.saved <= limit
+    recipe = _recipe(method=METHODS[name], target_bytes=2 * limit, dtype="float16", **depth)
+    plan = make_plan(recipe, source)
+    assert 0.93 * 2 * limit < estimate(plan, source, recipe).disk_bytes <= 2 * limit
+    assert plan.budget is not None
+    assert plan.budget.kind == "target_bytes"
+    assert plan.budget.chosen == ("uniform" if name == "bank" else "later")
+
+
+def test_budgets_out_of_reach_name_the_smallest(source: SourceModel) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_plan(_recipe(method={"name": "svd"}, target_params=10), source)
+    assert caught.value.message.startswith("`--target-params 10` is out of reach: the smallest")
+    smallest = int(caught.value.message.split()[-2].replace(",", ""))
+    plan = make_plan(_recipe(method={"name": "svd"}, target_params=smallest), source)
+    assert plan.parameters - plan.saved <= smallest
+    with pytest.raises(PlanError, match="asks for nothing: the dense model has"):
+        make_plan(_recipe(method={"name": "svd"}, target_bytes="1GB"), source)
+
+
+def test_dry_runs_show_the_budget(folder: Path) -> None:
+    asked = ("convert", str(folder), "--dry-run", "--method", "svd")
+    for option in ("--target-params=20K", "--target-bytes=80KB", "--max-error=0.1", "--tol=0.1"):
+        done = run(*asked, option)
+        assert done.code == 0, done.err
+        name = option.partition("=")[0]
+        assert name in done.out
+        assert "shared out when converting" in done.out
+    done = run(*asked, "--target-params=20K", "--calib=none")
+    assert "alike for all layers" in done.out
+    done = run(*asked, "--target-params=5")
+    assert done.code == 2
+    assert "smallest possible is" in done.err
+
+
+def test_options_override_the_budget_of_a_recipe(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "recipe_version: 1\nconvert: {method: {name: svd, tol: 0.1}}\n", encoding="utf-8"
+    )
+    asked = ("convert", str(folder), "--dry-run", "--json", "--recipe", str(recipe))
+    assert run(*asked).document["plan"]["budget"]["kind"] == "tol"
+    found = run(*asked, "--target-bytes", "80KB").document["plan"]["budget"]
+    assert (found["kind"], found["limit"]) == ("target_bytes", 80_000)
+
+
+def test_python_takes_budgets(folder: Path) -> None:
+    plan = tcompress.plan(str(folder), method="auto", target_params="20K", calibration="none")
+    assert plan.parameters - plan.saved <= 20_000
+    plan = tcompress.plan(str(folder), method="svd", tol=0.1)
+    assert plan.budget is not None
+    assert plan.budget.kind == "tol"
+
+
+# ---------------------------------------------------------------- on data
+
+
+@pytest.mark.parametrize("name", ["svd", "lprod", "tucker"])
+def test_parameters_are_shared_out_by_loss(name: str, folder: Path, tmp_path: Path) -> None:
+    limit = 20_000
+    plan = _convert(
+        folder, tmp_path / "out", method=METHODS[name], target_params=limit
+    ).manifest.plan
+    assert 0.97 * limit < plan.parameters - plan.saved <= limit
+    budget = plan.budget
+    assert budget is not None
+    assert budget.chosen == "loss"
+    assert budget.error is not None
+    assert budget.uniform_error is None or budget.error <= budget.uniform_error
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["data", "none"])
+def test_bytes_are_those_on_disk(data: bool, folder: Path, tmp_path: Path) -> None:
+    limit = 38_000
+    done = _convert(
+        folder,
+        tmp_path / "o",
+        data=data,
+        method=METHODS["svd"],
+        target_bytes=limit,
+        dtype="float16",
+    )
+    assert 0.97 * limit < _stored(done.folder) <= limit
+    source = SourceModel.open(str(folder))
+    assert disk_bytes(source, done.manifest.plan, "float16") == _stored(done.folder)
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["data", "none"])
+@pytest.mark.parametrize("name", ["svd", "tt", "auto"])
+def test_the_largest_error_is_met_by_the_smallest_sizes(
+    name: str, data: bool, folder: Path, tmp_path: Path
+) -> None:
+    sizes = []
+    for limit in (0.05, 0.3):
+        plan = _convert(
+            folder, tmp_path / f"{limit}", data=data, method=METHODS[name], max_error=limit
+        ).manifest.plan
+        assert plan.budget is not None
+        assert plan.budget.error is not None
+        assert 0.5 * limit < plan.budget.error <= limit * (1 + 1e-9)
+        sizes.append(plan.parameters - plan.saved)
+    assert sizes[1] < sizes[0]
+
+
+def test_an_error_that_nothing_smaller_meets_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="leaves every layer dense"):
+        _convert(folder, tmp_path / "out", method=METHODS["svd"], max_error=1e-9)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["svd", "tt", "tucker"])
+def test_a_tolerance_holds_for_every_weight(name: str, folder: Path, tmp_path: Path) -> None:
+    """Without data it is the error of the weight, which the fit then measures."""
+    done = _convert(
+        folder, tmp_path / "out", data=False, method={**METHODS[name], "tol": 0.2}, dtype="float32"
+    )
+    errors = [errors["weight"] for errors in done.manifest.fit.values()]
+    assert all(error < 0.2 * 1.25 for error in errors)  # measured on random inputs
+    assert max(errors) > 0.15
+    wider = _convert(folder, tmp_path / "w", data=False, method={**METHODS[name], "tol": 0.4})
+    assert wider.manifest.plan.structured_rewritten < done.manifest.plan.structured_rewritten

@@ -14,6 +14,10 @@ from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 
 SEE = "see `tcompress convert --help`"
+QUARTER = (
+    "`--target 0.25` keeps a quarter of the rewritten layers' parameters; `--target-params`, "
+    "`--target-bytes` and `--max-error` are other ways to say it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +69,13 @@ def test_value_of_a_wrong_type() -> None:
         (
             ["--method", "lprd"],
             "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
-            "`none`",
+            "`auto`, `none`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
             "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
-            "`none`",
+            "`auto`, `none`",
             "see `tcompress methods`",
         ),
         (
@@ -83,7 +87,7 @@ def test_value_of_a_wrong_type() -> None:
         (
             ["--method", "tt"],
             "method `tt` needs a size: give `--target` or `--rank`",
-            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
+            QUARTER,
         ),
         (
             ["--method", "tt", "--rank", "4,x"],
@@ -140,13 +144,13 @@ def test_value_of_a_wrong_type() -> None:
         ),
         (
             ["--method", "lowrank", "--p", "4", "--tubal-rank", "2"],
-            "`--p`, `--tubal-rank` do not apply to method `lowrank`; its options are `--rank`",
+            "`--p`, `--tubal-rank` do not apply to method `lowrank`; its options are `--rank`, `--tol`",
             "`--p`, `--tubal-rank` belong to `--method lprod`",
         ),
         (
             ["--method", "svd"],
             "method `svd` needs a size: give `--target` or `--rank`",
-            "`--target 0.25` keeps a quarter of the rewritten layers' parameters",
+            QUARTER,
         ),
         (["--p", "0"], "`--p` is `0`, allowed is a whole number, at least 1", SEE),
         (

@@ -166,7 +166,7 @@ def test_recipe_with_a_sweep_runs() -> None:
     [
         (
             ["--methods", "svd:p=3"],
-            "`--p` does not apply to method `svd`; its options are `--rank`",
+            "`--p` does not apply to method `svd`; its options are `--rank`, `--tol`",
             "`--p` belongs to `--method lprod`",
         ),
         (

@@ -227,13 +227,15 @@ def _method(text: str) -> Any:
     """Reads `svd`, or `lprod:p=8:transform=dct`."""
     from tcompress.cli.settings import METHOD_OPTIONS, conversion
 
+    # A tolerance leaves nothing to targets, and lists of structures have commas of their own.
+    allowed = [item for item in METHOD_OPTIONS if item not in ("tol", "offer")]
     name, *pairs = [word.strip() for word in text.split(":")]
     options: dict[str, Any] = {}
     for pair in pairs:
         option, equals, value = pair.partition("=")
         field = option.strip().replace("-", "_")
-        if not equals or field not in METHOD_OPTIONS:
-            known = ", ".join(f"`{item}`" for item in METHOD_OPTIONS)
+        if not equals or field not in allowed:
+            known = ", ".join(f"`{item}`" for item in allowed)
             raise RecipeError(
                 f"`--methods` has `{pair}`, expected an option with its value; options are {known}",
                 "write, for example, `--methods svd,lprod:p=8`",

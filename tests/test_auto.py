@@ -77,6 +77,9 @@ class _PaperSettler(Settler):
     def _measured(self, plan: Any) -> int:
         return int(plan.cost)
 
+    def _planned(self, plan: Any) -> set[str]:
+        return {item.key for item in self.sized}
+
     def _limits(self) -> tuple[int, int]:
         limit = int(self._budget.limit * sum(item.dense for item in self.sized))
         return limit, limit

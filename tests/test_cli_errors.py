@@ -144,7 +144,8 @@ def test_value_of_a_wrong_type() -> None:
         ),
         (
             ["--method", "lowrank", "--p", "4", "--tubal-rank", "2"],
-            "`--p`, `--tubal-rank` do not apply to method `lowrank`; its options are `--rank`, `--tol`",
+            "`--p`, `--tubal-rank` do not apply to method `lowrank`; its options are `--rank`, "
+            "`--tol`",
             "`--p`, `--tubal-rank` belong to `--method lprod`",
         ),
         (

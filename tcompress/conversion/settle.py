@@ -27,7 +27,7 @@ from tcompress.planning.terms import Choice
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
-ATTEMPTS = 6  # each takes away what the last one spent too much
+ATTEMPTS = 8  # each takes away what the last one spent too much
 
 Chosen = dict[str, Choice | None]
 
@@ -109,7 +109,9 @@ class Settler:
     def _candidate(self, methods: Sequence[str]) -> _Candidate:
         kind, limit = self._budget.kind, self._budget.limit
         limits_error = kind in ("max_error", "tol")
-        stay = limits_error or len(self.methods) > 1
+        # On data a rewritten layer makes up for what those before it lost; a dense one does not.
+        free = self.recipe.calibration.source == "none" and len(self.methods) > 1
+        stay = limits_error or free
         sites = [item.site(methods, may_stay=stay) for item in self.sized]
         if limits_error:
             if kind == "tol":
@@ -119,20 +121,47 @@ class Settler:
             else:
                 found = allocate_for_loss(sites, limit * fsum(item.zero for item in self.sized))
             return _Candidate(self._plan(found), found.loss)
-        return self._within(sites)
+        return self._within(methods, stay=stay)
 
-    def _within(self, sites: Sequence[BudgetSite]) -> _Candidate:
-        """Spends less where layers end up not sharing what was counted once."""
+    def _within(self, methods: Sequence[str], *, stay: bool) -> _Candidate:
+        """Spends less where layers end up not sharing what was counted once.
+
+        Where a layer would then not even shrink, it has to do without that method.
+        """
         limit, spent = self._limits()
-        room = spent
+        room, barred = spent, set[tuple[str, str]]()
         for _ in range(ATTEMPTS):
+            sites = [
+                item.site([m for m in methods if (item.key, m) not in barred], may_stay=stay)
+                for item in self.sized
+            ]
             found = self._allocated(sites, room)
             plan = self._plan(found)
             over = self._measured(plan) - limit
-            if over <= 0:
+            lost = self._refused(found, plan, methods)
+            if over <= 0 and not lost:
                 return _Candidate(plan, found.loss)
-            room -= over
+            barred |= lost
+            room -= 0 if lost else over
         raise PlanError(f"`--{self._budget.kind}` could not be met", "offer fewer methods")
+
+    def _refused(
+        self, found: Allocation, plan: Plan, methods: Sequence[str]
+    ) -> set[tuple[str, str]]:
+        """Layers, each with its method, that were to be rewritten and then stayed dense."""
+        if len(methods) == 1:
+            return set()
+        planned = self._planned(plan)
+        lost = set()
+        for item, option in zip(self.sized, found.choices, strict=True):
+            if option.label != DENSE and item.key not in planned:
+                own = (
+                    m
+                    for m in methods
+                    if any(o.label == option.label for o in item.offers.get(m, ()))
+                )
+                lost.add((item.key, next(own)))
+        return lost
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
         if self.recipe.allocation == "uniform":
@@ -170,8 +199,11 @@ class Settler:
         kept = sum(e.parameters for e in plan.layers if f"{e.name}.{e.parameter}" in own)
         return kept + self._dense_left(plan)
 
+    def _planned(self, plan: Plan) -> set[str]:
+        return {f"{entry.name}.{entry.parameter}" for entry in plan.layers}
+
     def _dense_left(self, plan: Plan) -> int:
-        planned = {f"{entry.name}.{entry.parameter}" for entry in plan.layers}
+        planned = self._planned(plan)
         return sum(item.dense for item in self.sized if item.key not in planned)
 
     def _plan(self, found: Allocation) -> Plan:

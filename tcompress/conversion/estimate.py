@@ -59,6 +59,7 @@ from torch import nn
 
 from tcompress.conversion.depth import MOST_BYTES, SAMPLES
 from tcompress.planning.depth import cut_to
+from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.recipe.schema import Calibration, Convert
@@ -109,7 +110,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         memory = work.stream_memory() + max(
             work.fit_memory(group) + work.moment_memory(group) for group in work.groups
         )
-    memory = max(memory, *work.bank_memory())
+    memory = max(memory, *work.bank_memory(), *(_table_memory(item) for item in plan.embeddings))
     flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
     flops += work.bank_flops(walks=not recipe.surveys)
     if recipe.surveys and work.groups:
@@ -144,10 +145,13 @@ class _Work:
         replaced: set[str] = set()
         itemsize: dict[str, int] = {}
         disk = 0
-        for entry in plan.layers:
+        for entry in plan.entries:
             path = keymap.runtime_name(entry.name) or entry.name
             keys = keymap.sources(f"{path}.{entry.parameter}").keys
             replaced.update(keys)
+            if entry.kind == "embedding":
+                tied = (keymap.sources(f"{name}.weight").keys for name in tied_to(source, path))
+                replaced.update(*tied)
             itemsize[entry.name] = store.dtype(keys[0]).itemsize
             disk += entry.parameters * _stored_as(store.dtype(keys[0]), asked).itemsize
         copied = [key for key in store.keys() if key not in replaced]  # noqa: SIM118
@@ -262,6 +266,11 @@ class _Work:
 
     def _width(self) -> int:
         return max(entry.in_features for entry in self.groups[0])
+
+
+def _table_memory(entry: LayerPlan) -> int:
+    """The table as it is and in float64, weighted, fitted, and what is wrong of it."""
+    return 44 * entry.dense_parameters
 
 
 def _choice_memory(source: SourceModel, depth: DepthPlan, rows: float) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.depth import cut_to, plan_depth, with_depth
+from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.match import matches, nearest
 from tcompress.planning.pools import Pools, note_of
@@ -320,6 +321,7 @@ def make_plan(
     if depth is not None:
         cut = cut_to(source, depth)
         return with_depth(make_plan(recipe.within_blocks, cut, label, choices), depth, source)
+    embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
     planner = _Planner(recipe, source, anatomy, choices)
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
@@ -328,6 +330,7 @@ def make_plan(
     blocks = {block.name for block in anatomy.blocks}
     return Plan(
         layers=tuple(planner.layers),
+        embeddings=embeddings,
         left=tuple(planner.left)
         + tuple(
             Left(name=item.name, block="", role="", parameters=0, reason=item.reason)

@@ -17,10 +17,13 @@ DType = Literal["float32", "float16", "bfloat16"]
 
 def method_names() -> tuple[str, ...]:
     """Returns the names that select a method."""
-    names: list[str] = []
-    for item in structures():
-        names.extend(item.spec.model_fields["name"].annotation.__args__)
-    return tuple(names)
+    return tuple(name for item in structures() for name in names_of(item))
+
+
+def names_of(item: Structure[Any, Any]) -> tuple[str, ...]:
+    """Returns the method names of one structure."""
+    names: tuple[str, ...] = item.spec.model_fields["name"].annotation.__args__
+    return names
 
 
 if TYPE_CHECKING:
@@ -80,6 +83,23 @@ class LayerRule(_Model):
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
 
+class Embeddings(_Model):
+    """How the word embedding is rewritten, and with it an output head that is tied to it."""
+
+    method: MethodSpec = Field(description="structure of the table")
+    target: float | None = Field(
+        None, gt=0, lt=1, description="kept fraction of the table's parameters"
+    )
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Embeddings:
+        if self.method.pools:
+            raise ValueError("the word embedding shares nothing with layers: leave `share` out")
+        if not self.method.has_size and self.target is None:
+            raise ValueError(f"`{self.method.name}` needs a size: give `target`")
+        return self
+
+
 BlockIndex = Annotated[int, Field(ge=0)]
 BlockCount = Annotated[int, Field(gt=0)]
 
@@ -116,6 +136,9 @@ class Convert(_Model):
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
+    embeddings: Embeddings | None = Field(
+        None, description="how the word embedding is rewritten; left as it is by default"
+    )
     calibration: Calibration = Field(Calibration(), description="calibration data")
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
     device: str = Field(
@@ -132,7 +155,7 @@ class Convert(_Model):
         if self.keep_layers is not None and self.drop_layers is not None:
             raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
         if self.method is None:
-            if not self.cuts:
+            if not self.cuts and self.embeddings is None:
                 raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
             alone = ("target", "residual_rank", "keep", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
@@ -147,9 +170,10 @@ class Convert(_Model):
 
     @property
     def label(self) -> str:
-        """What is done, for people: the method, `depth`, or both."""
+        """What is done, for people: the method, `depth`, `embeddings`, or several."""
         words = [] if self.method is None else [self.method.name]
-        return " + ".join([*words, *(["depth"] if self.cuts else [])])
+        words += ["depth"] if self.cuts else []
+        return " + ".join([*words, *(["embeddings"] if self.embeddings else [])])
 
     @property
     def within_blocks(self) -> Convert:

@@ -219,21 +219,25 @@ def _errors(artifact: Artifact) -> list[dict[str, float]]:
     manifest = artifact.manifest
     if manifest is None:
         return [{} for _ in artifact.layers]
-    keys = [f"{entry.name}.{entry.parameter}" for entry in manifest.plan.layers]
+    keys = [f"{entry.name}.{entry.parameter}" for entry in manifest.plan.entries]
     return [manifest.fit.get(key, {}) for key in keys]
 
 
 def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> Parameters:
     """Counts a model and the dense one that it was, which may have had more blocks."""
-    layers = tuple(layers)
+    entries = tuple(layers)
+    layers = [entry for entry in entries if entry.kind != "embedding"]
+    shrunk = sum(
+        entry.dense_parameters - entry.parameters for entry in entries if entry.kind == "embedding"
+    )
     rewritten = Amount.of(
         sum(entry.dense_parameters for entry in layers),
         sum(entry.parameters for entry in layers),
     )
     saved = rewritten.dense - rewritten.now
-    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved)
+    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved - shrunk)
     blocks = Amount.of(block_parameters(*dense), block_parameters(*now) - saved)
-    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now))
+    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now) - shrunk)
     return Parameters(
         embeddings=embeddings,
         blocks=blocks,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 import tcompress
 from tcompress.artifact.reader import Artifact
@@ -81,6 +82,9 @@ def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
     tensors = {name: tensor.double() for name, tensor in layer._tensors(0, 0).items()}
     found = kind.rows(index, tensors, layout)
     assert_close(found, reference_of(layer)[index].double(), rtol=1e-5, atol=1e-6)
+    with FlopCounterMode(display=False) as counted:
+        kind.rows(torch.tensor([3]), tensors, layout)
+    assert counted.get_total_flops() == 2 * kind.row_macs(layout)
     scales = torch.rand(layout.out_features, dtype=torch.float64) + 0.5
     scaled = kind.scale_rows(tensors, scales, layout)
     if scaled is not None:
@@ -444,7 +448,8 @@ def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
     other = make("opt", tmp_path / "other", "svd", target=0.5)
     plain = report_of(str(other.folder), length=8).macs_per_token
     assert macs.dense == plain.dense
-    assert plain.now - macs.now == entry.dense_parameters - entry.macs(8) // 8  # the tied head
+    head = entry.dense_parameters - entry.macs(8) // 8
+    assert plain.now - macs.now == head - entry.row_macs  # the tied head, and a lookup
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

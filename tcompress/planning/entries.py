@@ -99,6 +99,12 @@ class LayerPlan(_Entry):
         """Parameters after the conversion, without the bias."""
         return sum(prod(shape) for shape in self.tensor_shapes.values())
 
+    @property
+    def row_macs(self) -> int:
+        """Multiply-adds of looking one word up, of a table of embeddings."""
+        terms = self.parts[0].terms
+        return sum(structure(layout.structure).row_macs(layout) for layout in terms)
+
     def macs(self, tokens: int) -> int:
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
         total = 0

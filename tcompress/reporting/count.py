@@ -9,7 +9,7 @@ models with an encoder and a decoder, or with two towers, one token of each. The
     + output head                 d x vocabulary, if the class of the model has one
 
 What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
-Embeddings are look-ups and count nothing. Left out are norms, activations and biases, projections
+Embeddings are look-ups and count nothing, but for what a rewritten one builds a row with. Left out are norms, activations and biases, projections
 outside the blocks other than the output head, what runs once per sequence (poolers, classifiers,
 tables of relative positions), and patch projections. Windows and causal masks are not subtracted:
 the number is that of the last of T tokens under full attention. In families without a table of
@@ -77,6 +77,7 @@ def macs_per_token(
     same += sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
     dense = now = same * length
     dense += _head(model, anatomy) * length
+    now += sum(item.row_macs for item in planned.values() if item.kind == "embedding") * length
     table = _tied_table(model, anatomy, planned)
     now += _head(model, anatomy) * length if table is None else table.macs(length)
     for layer in anatomy.layers:

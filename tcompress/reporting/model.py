@@ -85,6 +85,9 @@ def layer_report(
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
+    macs = Amount.of(dense, -(-layer_macs(entry, runs, length) // length))
+    if entry.kind == "embedding":  # an output head that is tied to it counts in the whole
+        macs = Amount.of(0, entry.row_macs)
     return LayerReport(
         name=entry.name,
         parameter=entry.parameter,
@@ -97,7 +100,7 @@ def layer_report(
         experts=entry.experts,
         input_of=entry.input_of,
         parameters=Amount.of(*counts),
-        macs=Amount.of(dense, -(-layer_macs(entry, runs, length) // length)),
+        macs=macs,
         bytes=size,
         errors=dict(errors or {}),
     )

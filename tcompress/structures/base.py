@@ -236,6 +236,10 @@ class Structure(ABC, Generic[S, L]):
         """Builds rows of the dense weight, where `looks_up` says so.  # (n,) -> (n, in)."""
         raise NotImplementedError
 
+    def row_macs(self, layout: L) -> int:
+        """Multiply-adds of `rows` for one row."""
+        return 0
+
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: L) -> dict[str, Tensor] | None:
         """Multiplies the rows of the dense weight, if these tensors can say so.
 

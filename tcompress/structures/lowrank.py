@@ -86,6 +86,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return embedding(index, tensors["a"]) @ tensors["b"]
 
+    def row_macs(self, layout: LowRankLayout) -> int:
+        return layout.rank * layout.in_features
+
     def scale_rows(
         self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
     ) -> dict[str, Tensor]:

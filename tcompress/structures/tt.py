@@ -166,6 +166,13 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         words, places = index.unique(return_inverse=True)
         return tt_rows(words, cores)[:, : layout.in_features][places]
 
+    def row_macs(self, layout: TTLayout) -> int:
+        bonds, done, total = (1, *layout.ranks, 1), 1, 0
+        for index, mode in enumerate(layout.in_modes):
+            total += done * bonds[index] * mode * bonds[index + 1]
+            done *= mode
+        return total
+
     def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
 

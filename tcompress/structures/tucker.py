@@ -175,6 +175,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
     def rows(self, index: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
 
+    def row_macs(self, layout: TuckerLayout) -> int:
+        left, right = layout.ranks
+        return left * right + right * layout.in_features
+
     def scale_rows(
         self, tensors: Tensors, scales: Tensor, layout: TuckerLayout
     ) -> dict[str, Tensor]:

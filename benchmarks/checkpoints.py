@@ -35,6 +35,8 @@ METHODS = {
     "lprod p=2": {"method": {"name": "lprod", "p": 2}},
     "svd 25 %": {"method": {"name": "svd"}, "target": 0.25},
     "lprod p=4": {"method": {"name": "lprod", "p": 4}},
+    "auto 50 %": {"method": {"name": "auto"}, "target": 0.5},
+    "auto 25 %": {"method": {"name": "auto"}, "target": 0.25},
 }
 
 

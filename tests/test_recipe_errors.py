@@ -21,8 +21,8 @@ TOP = (
 )
 CONVERT = (
     "`method`, `keep_layers`, `drop_layers`, `target`, `target_params`, `target_bytes`, "
-    "`max_error`, `allocation`, `residual_rank`, `keep`, `layers`, `calibration`, `dtype`, "
-    "`device`, `max_shard_size`"
+    "`max_error`, `allocation`, `residual_rank`, `keep`, `layers`, "
+    "`embeddings`, `calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "

@@ -13,14 +13,14 @@ def model_card(manifest: Manifest) -> str:
     name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
     base = "" if name else f"base_model: {manifest.source.id}\n"
     shown, tags = name or manifest.source.id, "- tcompress\n"
-    if plan.layers or plan.depth:
+    if plan.entries or plan.depth:
         title, tags = f"{shown}, compressed with `{plan.method}`", tags + "- compressed\n"
         body, loading = _conversion(manifest), "It loads without tcompress. "
-        if plan.layers:
+        if plan.entries:
             loading = "Without `import tcompress`, loading stops with an error. "
     else:
         title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
-    first = "import tcompress\n" if plan.layers else ""
+    first = "import tcompress\n" if plan.entries else ""
     return f"""---
 library_name: transformers
 {base}tags:
@@ -51,6 +51,9 @@ def _conversion(manifest: Manifest) -> str:
             *rows,
         ]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
+    for item in plan.embeddings:
+        rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
+        done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
@@ -68,7 +71,7 @@ Calibration: {manifest.calibration.name} ({manifest.calibration.samples} samples
 
 def _errors(manifest: Manifest) -> str:
     """What the rewritten layers lost."""
-    if not manifest.plan.layers:
+    if not manifest.plan.entries:
         return ""
     errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
     mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"

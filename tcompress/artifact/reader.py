@@ -76,7 +76,7 @@ class Artifact:
         layers = _attempt(problems, lambda: parse_layers(_plan_of(section)))
         store = _attempt(problems, lambda: WeightStore.open(folder))
         manifest = _attempt(problems, lambda: read_manifest(folder))
-        if layers is not None and manifest is not None and manifest.plan.layers != layers:
+        if layers is not None and manifest is not None and manifest.plan.entries != layers:
             problems.append(
                 ArtifactError("`tcompress.json` and `config.json` hold different plans", _AGAIN)
             )

@@ -46,10 +46,14 @@ class Stream:
     Args:
         forward: Runs the model on a batch.
         batch: Inputs of the model.
+        rewritten: Whether it is the stream of what was rewritten already.
     """
 
-    def __init__(self, forward: Callable[..., Any], batch: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], batch: Mapping[str, Tensor], *, rewritten: bool = False
+    ) -> None:
         self.batch = batch
+        self.rewritten = rewritten
         self.call: Call | None = None
         self._forward = forward
         self._answer: Any = None
@@ -102,6 +106,29 @@ class Stream:
             self._error = error
         finally:
             self._main.release()
+
+
+class Fork(nn.Module):
+    """Two modules in one place, outside the blocks: each stream runs its own.
+
+    Args:
+        dense: The model's own.
+        rewritten: What takes its place.
+    """
+
+    def __init__(self, dense: nn.Module, rewritten: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.rewritten = dense, rewritten
+
+    @property
+    def weight(self) -> Any:
+        """The dense weight, for hosts that ask for its dtype."""
+        return self.dense.weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the one that the current stream is for."""
+        stream: Stream = _CURRENT.stream
+        return (self.rewritten if stream.rewritten else self.dense)(*args, **kwargs)
 
 
 def common_block(streams: Sequence[Stream]) -> str:

@@ -228,6 +228,23 @@ Keep = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+Embeddings = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD",
+        help="Rewrite the word embedding too, and an output head tied to it: `svd`, `tt`, `qtt` "
+        "or `tucker`. Alone, or with a method for the layers.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.methods,
+    ),
+]
+EmbeddingTarget = Annotated[
+    float | None,
+    typer.Option(
+        help="Kept fraction of the word embedding. Default that of `--target`, or 0.25.",
+        rich_help_panel=METHOD,
+    ),
+]
 KeepLayers = Annotated[
     list[str] | None,
     typer.Option(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tcompress.structures import Spec
 
 NO_METHOD = "none"
+EMBEDDING_TARGET = 0.25
+"""Kept fraction of the word embedding where none is given, nor one for the layers."""
 """Rewrite no layer."""
 
 METHOD_OPTIONS = (
@@ -81,10 +83,13 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     if any(name in given for name in (*BUDGETS, "tol", "rank")):  # in place of the recipe's
         base |= {name: None for name in BUDGETS if name in base}
     blocks = _blocks(given)
+    embeddings = _embeddings(given, base.get("embeddings"))
+    left = {**base, **blocks, "embeddings": embeddings}
     data = {
         **base,
         **blocks,
-        "method": _method(given, base.get("method") or {}, cuts=_cuts({**base, **blocks})),
+        "embeddings": embeddings,
+        "method": _method(given, base.get("method") or {}, without=_cuts(left)),
         "calibration": base["calibration"] | _calibration(given),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
         **{name: given[name] for name in _CONVERT if name in given},
@@ -129,8 +134,28 @@ def _blocks(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any:
+    """What is said of the word embedding; a method takes the place of the recipe's."""
+    name, target = given.get("embeddings"), given.get("embedding_target")
+    if name == NO_METHOD:
+        return None
+    if name is None and target is None:
+        return base
+    if name is None and base is None:
+        raise RecipeError(
+            "`--embedding-target` needs a method for the word embedding", "add `--embeddings svd`"
+        )
+    if name is not None:
+        _method_class(name)  # says which there are
+        base = {"method": {"name": name}}
+    default = (base or {}).get("target") or given.get("target") or EMBEDDING_TARGET
+    return {**(base or {}), "target": target or default}
+
+
 def _cuts(data: Mapping[str, Any]) -> bool:
-    return any(data.get(name) is not None for name in ("keep_layers", "drop_layers"))
+    """Whether something is done without a method for the layers of blocks."""
+    fields = ("keep_layers", "drop_layers", "embeddings")
+    return any(data.get(name) is not None for name in fields)
 
 
 def _method_class(name: str) -> type[Spec]:
@@ -155,13 +180,13 @@ def _names(spec: type[Spec]) -> tuple[str, ...]:
 
 
 def _method(
-    given: Mapping[str, Any], base: Mapping[str, Any], *, cuts: bool
+    given: Mapping[str, Any], base: Mapping[str, Any], *, without: bool
 ) -> dict[str, Any] | None:
     from tcompress.recipe import default_method
 
     chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
     about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep"))
-    name = given.get("method") or base.get("name") or default_method(cuts and not about_layers)
+    name = given.get("method") or base.get("name") or default_method(without and not about_layers)
     if name in (None, NO_METHOD):
         if chosen:
             raise RecipeError(f"{_flags(chosen)} needs a method", "such as `--method lprod`")
@@ -236,6 +261,8 @@ def _place(steps: Sequence[str]) -> tuple[str, str]:
         return "method", steps[min(2, len(steps) - 1)]
     if steps[0] == "calibration":
         return "calibration", steps[min(1, len(steps) - 1)]
+    if steps[0] == "embeddings":
+        return "embeddings", steps[min(1, len(steps) - 1)]
     return "", steps[0]
 
 
@@ -247,6 +274,8 @@ def _option(section: str, field: str) -> str:
     if section == "calibration":
         names = {field: name for name, field in _CALIBRATION.items()}
         return flag(names.get(field, field))
+    if section == "embeddings":
+        return "--embedding-target" if field == "target" else "--embeddings"
     return flag(field)
 
 
@@ -254,7 +283,7 @@ def _fragment(
     schema: Mapping[str, Any], section: str, field: str, data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Finds the part of the schema that a failed field belongs to."""
-    owner = "Calibration" if section == "calibration" else "Convert"
+    owner = {"calibration": "Calibration", "embeddings": "Embeddings"}.get(section, "Convert")
     if section == "method":
         owner = _method_class(data["method"]["name"]).__name__
     found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(field)

@@ -123,7 +123,7 @@ LearningRate = Annotated[
     float | None,
     typer.Option(
         "--lr",
-        help="Highest learning rate; default 1e-3 to heal, 2e-4 with a task.",
+        help="Highest learning rate; default 1e-3 to heal, 1e-4 with a task.",
         rich_help_panel=RUNNING,
     ),
 ]

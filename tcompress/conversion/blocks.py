@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 
 from tcompress.anatomy import Anatomy, Block, anatomy_of
 from tcompress.calibrate.skeleton import Skeleton
-from tcompress.calibrate.streams import Stream, common_block, intercept_blocks
+from tcompress.calibrate.streams import Fork, Stream, common_block, intercept_blocks
 from tcompress.conversion.capture import first_tensor, handed_on, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.shared import NO_BANKS, Banks
 from tcompress.conversion.sums import SplitSums
 from tcompress.errors import DataError, FitError
-from tcompress.integration.build import fill, install_layers
+from tcompress.integration.build import fill, install_layers, set_module
+from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures.bank import BankModule
@@ -58,6 +60,7 @@ class BlockFitter:
         device: Where to compute.
         whole: The dense model with all its blocks, where `source` lacks some. Its states are
             aimed at, so that what is left makes up for blocks that are gone.
+        tables: Rewritten word embeddings by module path, fitted before.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class BlockFitter:
         dtype_of: Callable[[LayerPlan], torch.dtype],
         device: torch.device,
         whole: SourceModel | None = None,
+        tables: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._source = source
         self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
@@ -87,6 +91,11 @@ class BlockFitter:
         dense = whole or source
         names = [block.name for block in anatomy_of(dense.meta_model()).blocks]
         self._skeleton = Skeleton(dense, names, device)
+        for path, table in tables.items():
+            for name in (path, *tied_to(dense, path)):
+                module = self._skeleton.model.get_submodule(name)
+                if isinstance(module, nn.Embedding):  # the output head is never reached
+                    set_module(self._skeleton.model, name, Fork(module, table))
         own = intercept_blocks(self._skeleton.model, names)
         self._own = {block.name: own[name] for name, block in self._blocks.items()}
         self._gone = {name: own[name] for name in names if name not in self._blocks}
@@ -95,7 +104,7 @@ class BlockFitter:
         self._entries = {(self._paths[entry.name], entry.parameter): entry for entry in entries}
         moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
         self._dense = [Stream(self._skeleton.model, batch) for batch in moved]
-        self._new = [Stream(self._skeleton.model, batch) for batch in moved]
+        self._new = [Stream(self._skeleton.model, batch, rewritten=True) for batch in moved]
 
     def run(
         self,

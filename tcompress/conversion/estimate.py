@@ -110,7 +110,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         memory = work.stream_memory() + max(
             work.fit_memory(group) + work.moment_memory(group) for group in work.groups
         )
-    memory = max(memory, *work.bank_memory())
+    memory = max(memory, *work.bank_memory(), *(_table_memory(item) for item in plan.embeddings))
     flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
     flops += work.bank_flops(walks=not recipe.surveys)
     if recipe.surveys and work.groups:
@@ -147,7 +147,7 @@ class _Work:
             blocks.setdefault(entry.block, (path, []))[1].append(entry)
         return cls(
             groups=tuple(_groups(plan.layers)),
-            itemsize={item.name: weight_bytes(source, item, None) for item in plan.layers},
+            itemsize={item.name: weight_bytes(source, item, None) for item in plan.entries},
             model=keymap.model,
             blocks=blocks,
             largest_copy=max(map(source.store.nbytes, copied_keys(source, plan)), default=0),
@@ -250,6 +250,11 @@ class _Work:
 
     def _width(self) -> int:
         return max(entry.in_features for entry in self.groups[0])
+
+
+def _table_memory(entry: LayerPlan) -> int:
+    """The table as it is and in float64, weighted, fitted, and what is wrong of it."""
+    return 44 * entry.dense_parameters
 
 
 def _choice_memory(source: SourceModel, depth: DepthPlan, rows: float) -> int:

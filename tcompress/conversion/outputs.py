@@ -12,6 +12,7 @@ from tcompress.artifact.shards import Stored
 from tcompress.conversion.fit import FittedLayer
 from tcompress.errors import FitError
 from tcompress.integration.build import stored_name
+from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel
 
@@ -52,7 +53,7 @@ class Outputs:
     def of(
         cls, source: SourceModel, layers: Sequence[LayerPlan], dtype: torch.dtype | None
     ) -> Outputs:
-        """Lists the outputs of a plan."""
+        """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
         replaced: dict[str, Cluster] = {}
         for cluster in clusters_of(layers):
@@ -71,8 +72,11 @@ class Outputs:
         return self
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
-        keymap = self.source.keymap
-        yield from keymap.sources(f"{self.runtime_name(entry)}.{entry.parameter}").keys
+        keymap, path = self.source.keymap, self.runtime_name(entry)
+        yield from keymap.sources(f"{path}.{entry.parameter}").keys
+        if entry.kind == "embedding":  # a tied head may have been stored a second time
+            tied = (keymap.sources(f"{name}.weight").keys for name in tied_to(self.source, path))
+            yield from (key for keys in tied for key in keys)
         if entry.bias and entry.kind != "experts":
             yield from keymap.sources(f"{self.runtime_name(entry)}.bias").keys
 

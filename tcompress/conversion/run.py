@@ -29,6 +29,7 @@ from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.depth import choose_blocks
+from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed, read_table
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
@@ -41,6 +42,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
+from tcompress.structures.embedding import StructuredEmbedding
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def convert(
     with job.workplace() as place:
         job.settle_depth(place)
         job.settle_sizes(place)
+        job.fit_embeddings(place)
         job.fit_banks(place)
         job.fit_blocks(place)
         checksums = job.write(place)
@@ -120,6 +123,7 @@ class _Job:
     data: CalibrationData | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -181,12 +185,28 @@ class _Job:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
-        self.outputs = Outputs.of(self.source, self.plan.layers, dtype)
+        self.outputs = Outputs.of(self.source, self.plan.entries, dtype)
         self.block_of = {
             layer.name: block.name
             for block in anatomy_of(self.source.meta_model()).blocks
             for layer in block.layers
-        }
+        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+
+    def fit_embeddings(self, place: FitWorkplace) -> None:
+        """Fits tables of word embeddings on the words of the calibration data, if there is any."""
+        if self.data is None or not self.plan.embeddings:
+            return
+        result = place.block(EMBEDDINGS)
+        if result is None:
+            self.progress.stage("fitting embeddings", len(self.plan.embeddings), "tables")
+            result = fit_embeddings(
+                self.source, self.plan.embeddings, self.data, self.outputs.dtype_of, self.device
+            )
+            place.keep_block(result)
+            self.progress.advance(len(self.plan.embeddings), "")
+        for entry in self.plan.embeddings:
+            fitted = result.layers[f"{entry.name}.{entry.parameter}"]
+            self.tables[self.outputs.runtime_name(entry)] = installed(entry, fitted, self.device)
 
     def fit_banks(self, place: FitWorkplace) -> None:
         """Fits what layers share, if anything is."""
@@ -212,6 +232,7 @@ class _Job:
             dtype_of=self.outputs.dtype_of,
             device=self.device,
             whole=self.dense,
+            tables=self.tables,
         )
         for result in fitter.run(
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
@@ -267,7 +288,9 @@ class _Job:
         weights, biases = [], {}
         for entry in cluster:
             path = self.outputs.runtime_name(entry)
-            weight = self._read(f"{path}.{entry.parameter}")
+            is_table = entry.kind == "embedding"
+            name = f"{path}.{entry.parameter}"
+            weight = read_table(self.source, entry) if is_table else self._read(name)
             weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self.device))
             if entry.bias and entry.kind != "experts":
                 biases[entry.name] = self._read(f"{path}.bias")
@@ -329,6 +352,6 @@ class _Job:
         if self.recipe.dtype is not None:
             raw.pop("torch_dtype", None)
             raw["dtype"] = self.recipe.dtype
-        if self.plan.layers:  # else it is a plain model
-            raw["quantization_config"] = quantization_section(self.plan.layers)
+        if self.plan.entries:  # else it is a plain model
+            raw["quantization_config"] = quantization_section(self.plan.entries)
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

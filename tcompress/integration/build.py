@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.structures.bank import BankModule
+from tcompress.structures.embedding import StructuredEmbedding, tie_tables
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 
@@ -45,6 +46,9 @@ def install_layers(
         path = runtime_name(entry.name)
         if path is None:
             continue
+        if entry.kind == "embedding":
+            made[entry.name] = _table_at(root, path, entry, dtype, device)
+            continue
         if entry.kind == "experts":
             stack = made[entry.name] = _experts_at(root, path)
             stack.rewrite(entry.parameter, entry.parts, dtype=dtype, device=device)
@@ -69,6 +73,21 @@ def install_layers(
         banks.update({(entry.name, name): layer.banks[name] for name in entry.own_banks})
         set_module(root, path, layer)
     return made
+
+
+def _table_at(
+    root: nn.Module,
+    path: str,
+    entry: LayerPlan,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> StructuredEmbedding:
+    """Replaces an embedding, and what is tied to it."""
+    padding = getattr(root.get_submodule(path), "padding_idx", None)
+    table = StructuredEmbedding(entry.parts, padding_idx=padding, dtype=dtype, device=device)
+    set_module(root, path, table)
+    tie_tables(root, path, table)
+    return table
 
 
 def _experts_at(root: nn.Module, path: str) -> StructuredExperts:

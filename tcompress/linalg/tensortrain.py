@@ -72,6 +72,25 @@ def tt_to_matrix(cores: Sequence[Tensor]) -> Tensor:
     return merge_cores(left, right)[..., 0, :, :, 0]
 
 
+def tt_rows(index: Tensor, cores: Sequence[Tensor]) -> Tensor:
+    """Builds single rows of the matrix; gradients flow to the cores.
+
+    Args:
+        index: Which rows.  # (n,)
+        cores: Cores of one matrix.  # (R_{n-1}, I_n, J_n, R_n)
+
+    Returns:
+        The rows, padding of the columns' modes included.  # (n, J)
+    """
+    digits = torch.unravel_index(index, [core.shape[1] for core in cores])
+    # Every word has a chain of its own: (n, J so far, R).
+    chain = torch.ones((), dtype=cores[0].dtype, device=index.device).expand(len(index), 1, 1)
+    for core, digit in zip(cores, digits, strict=True):
+        own = core.transpose(0, 1)[digit]  # (n, R_{n-1}, J_n, R_n)
+        chain = (chain @ own.flatten(2)).view(len(index), -1, core.shape[-1])
+    return chain[..., 0]
+
+
 def rebuild_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
     """Counts the multiply-adds of `tt_to_matrix`."""
     return min(_cut_macs(in_modes, out_modes, ranks)) if ranks else 0

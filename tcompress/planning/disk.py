@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.source import SourceModel
 
@@ -18,7 +19,10 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
 
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     """Names of the tensors that are carried over as they are."""
-    replaced = {key for entry in plan.layers for key in weight_keys(source, entry)}
+    replaced = {key for entry in plan.entries for key in weight_keys(source, entry)}
+    for entry in plan.embeddings:
+        for name in tied_to(source, source.keymap.runtime_name(entry.name) or entry.name):
+            replaced.update(source.keymap.sources(f"{name}.weight").keys)
     return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
 
 
@@ -35,7 +39,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     total = sum(
         prod(store.shape(k)) * _itemsize(store.dtype(k), asked) for k in copied_keys(source, plan)
     )
-    for entry in plan.layers:
+    for entry in plan.entries:
         total += entry.parameters * weight_bytes(source, entry, dtype)
     return total
 

@@ -24,7 +24,7 @@ class _Entry(BaseModel):
 
 
 class LayerPlan(_Entry):
-    """One layer that will be rewritten.
+    """One layer, or table of word embeddings, that will be rewritten.
 
     Attributes:
         name: Name of the module in the checkpoint (for experts, of the experts module).
@@ -44,7 +44,7 @@ class LayerPlan(_Entry):
     parameter: str = "weight"
     block: str
     role: str
-    kind: Literal["linear", "conv1d", "experts"]
+    kind: Literal["linear", "conv1d", "experts", "embedding"]
     bias: bool
     experts: int | None = None
     parts: tuple[PartLayout, ...]
@@ -99,6 +99,12 @@ class LayerPlan(_Entry):
     def parameters(self) -> int:
         """Parameters after the conversion, without the bias."""
         return sum(prod(shape) for shape in self.tensor_shapes.values())
+
+    @property
+    def row_macs(self) -> int:
+        """Multiply-adds of looking one word up, of a table of embeddings."""
+        terms = self.parts[0].terms
+        return sum(structure(layout.structure).row_macs(layout) for layout in terms)
 
     def macs(self, tokens: int) -> int:
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
@@ -231,7 +237,8 @@ class Plan(_Entry):
     """What a conversion will do.
 
     Attributes:
-        layers: Layers to be rewritten, in order of execution.
+        layers: Layers of the blocks to be rewritten, in order of execution.
+        embeddings: Tables of word embeddings to be rewritten: words are their output features.
         left: Layers of the blocks that stay dense.
         source: Name of the source model.
         family: Its model type.
@@ -245,6 +252,7 @@ class Plan(_Entry):
     """
 
     layers: tuple[LayerPlan, ...]
+    embeddings: tuple[LayerPlan, ...] = ()
     left: tuple[Left, ...] = ()
     source: str = ""
     family: str = ""
@@ -258,27 +266,39 @@ class Plan(_Entry):
 
     @property
     def dense_rewritten(self) -> int:
-        """Parameters of the rewritten weights before."""
+        """Parameters of the blocks' rewritten weights before."""
         return sum(layer.dense_parameters for layer in self.layers)
 
     @property
     def structured_rewritten(self) -> int:
-        """Parameters of the rewritten weights after, generators counted."""
+        """Parameters of the blocks' rewritten weights after, generators counted."""
         return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def entries(self) -> tuple[LayerPlan, ...]:
+        """All that is rewritten, in order of execution."""
+        return (*self.embeddings, *self.layers)
 
     @property
     def reads_data(self) -> bool:
         """Whether calibration data matters, where there is any."""
-        return bool(self.layers) or (self.depth is not None and self.depth.chosen == "later")
+        return bool(self.entries) or (self.depth is not None and self.depth.chosen == "later")
 
     @property
     def saved(self) -> int:
         """Parameters that the whole model loses."""
+        return self.saved_in_blocks + sum(
+            item.dense_parameters - item.parameters for item in self.embeddings
+        )
+
+    @property
+    def saved_in_blocks(self) -> int:
+        """Those of them that its blocks lose, or that dropped blocks had."""
         return self.dense_rewritten - self.structured_rewritten + self.dropped_parameters
 
     @property
     def kept(self) -> float:
-        """Kept fraction of the rewritten weights' parameters; all where none is rewritten."""
+        """Kept fraction of the blocks' rewritten weights; all where none is rewritten."""
         if not self.layers:
             return 1.0
         return self.structured_rewritten / max(1, self.dense_rewritten)

@@ -11,6 +11,7 @@ from torch import nn
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.depth import cut_to, plan_depth, with_depth
+from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.goals import STAND_IN, plan_within
 from tcompress.planning.match import matches, nearest
@@ -251,6 +252,7 @@ def _plan(
     recipe: Convert, source: SourceModel, model: nn.Module, label: str, choices: Choices
 ) -> Plan:
     anatomy = anatomy_of(model)
+    embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
     planner = _Planner(recipe, source, anatomy, choices)
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
@@ -259,6 +261,7 @@ def _plan(
     blocks = {block.name for block in anatomy.blocks}
     return Plan(
         layers=tuple(planner.layers),
+        embeddings=embeddings,
         left=tuple(planner.left)
         + tuple(
             Left(name=item.name, block="", role="", parameters=0, reason=item.reason)

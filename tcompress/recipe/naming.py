@@ -37,6 +37,9 @@ def short_name(convert: Convert) -> str:
     for verb, blocks in (("keep", convert.keep_layers), ("drop", convert.drop_layers)):
         if blocks is not None:
             words.append(f"{verb}{_number_of(blocks)}")
+    if convert.embeddings is not None:
+        share = convert.embeddings.target
+        words.append("words" + ("" if share is None else f"{100 * share:g}"))
     return "-".join(words)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
-from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName, MethodSpec
+from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName
+from tcompress.recipe.sections import BUDGETS, Section, tol_of
+from tcompress.recipe.sections import Calibration as Calibration
+from tcompress.recipe.sections import Embeddings as Embeddings
+from tcompress.recipe.sections import LayerRule as LayerRule
 from tcompress.structures import Spec
 
 RECIPE_VERSION = 1
@@ -15,65 +19,11 @@ RECIPE_VERSION = 1
 DType = Literal["float32", "float16", "bfloat16"]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Calibration(_Model):
-    """Data that the fit may look at; labels are never used."""
-
-    source: str = Field(
-        "builtin",
-        description="`builtin`, `none`, a txt, csv, jsonl or parquet file, a folder of images, "
-        "or a hub id",
-    )
-    split: str = Field("train", description="split of a hub dataset")
-    columns: tuple[str, ...] = Field(
-        (), description="text or image columns; guessed where not given"
-    )
-    samples: int = Field(1024, gt=0, description="number of texts or images")
-    max_length: int = Field(256, gt=1, description="longest text, in tokens")
-    batch_size: int = Field(32, gt=0, description="texts or images run together")
-    holdout: float = Field(
-        0.1, gt=0, lt=0.9, description="share of the samples kept back to measure errors on"
-    )
-    damping: float = Field(
-        0.1,
-        ge=0,
-        description="ridge added to the moments where there is one row per regressor, in units of "
-        "their mean diagonal; shrinks with more rows",
-    )
-    output_moments: bool | None = Field(
-        None,
-        description="weigh errors by what they cost the model, known from one backward pass "
-        "without labels; default where `allocation` is by loss",
-    )
-    seed: int = Field(0, ge=0, description="seed of the choice of samples and of directions")
-
-
-class LayerRule(_Model):
-    """An exception for some layers; of what several rules say, the last word counts."""
-
-    match: str = Field(description="layer name with `*` wildcards, or `re:` and an expression")
-    keep: bool = Field(False, description="leave these layers dense")
-    method: MethodSpec | None = Field(None, description="another method for these layers")
-    residual_rank: int | None = Field(None, ge=0, description="another residual rank")
-    target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
-
-
-_BUDGETS = ("target", "target_params", "target_bytes", "max_error")
-
-
-def _tol(method: Spec | None) -> float | None:
-    found: float | None = getattr(method, "tol", None)
-    return found
-
-
 BlockIndex = Annotated[int, Field(ge=0)]
 BlockCount = Annotated[int, Field(gt=0)]
 
 
-class Convert(_Model):
+class Convert(Section):
     """How a dense model becomes a smaller one: structured layers, fewer blocks, or both."""
 
     method: AnyMethod | None = Field(
@@ -123,6 +73,9 @@ class Convert(_Model):
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
+    embeddings: Embeddings | None = Field(
+        None, description="how the word embedding is rewritten; left as it is by default"
+    )
     calibration: Calibration = Field(Calibration(), description="calibration data")
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
     device: str = Field(
@@ -139,9 +92,9 @@ class Convert(_Model):
         if self.keep_layers is not None and self.drop_layers is not None:
             raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
         if self.method is None:
-            if not self.cuts:
+            if not self.cuts and self.embeddings is None:
                 raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
-            alone = (*_BUDGETS, "residual_rank", "keep", "layers")
+            alone = (*BUDGETS, "residual_rank", "keep", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
                 raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
@@ -149,8 +102,8 @@ class Convert(_Model):
 
     @model_validator(mode="after")
     def _check_budget(self) -> Convert:
-        given = [name for name in _BUDGETS if getattr(self, name) is not None]
-        if _tol(self.method) is not None:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if tol_of(self.method) is not None:
             given.append("tol")
         if len(given) > 1:
             names = " and ".join(f"`{name}`" for name in given)
@@ -159,7 +112,7 @@ class Convert(_Model):
             value = getattr(self, name)
             if value is not None and parse(value) < 1:
                 raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
-        if any(_tol(rule.method) is not None for rule in self.layers):
+        if any(tol_of(rule.method) is not None for rule in self.layers):
             raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
         if self.max_error is not None and self.method is not None and self.method.pools:
             raise ValueError(
@@ -176,9 +129,10 @@ class Convert(_Model):
 
     @property
     def label(self) -> str:
-        """What is done, for people: the method, `depth`, or both."""
+        """What is done, for people: the method, `depth`, `embeddings`, or several."""
         words = [] if self.method is None else [self.method.name]
-        return " + ".join([*words, *(["depth"] if self.cuts else [])])
+        words += ["depth"] if self.cuts else []
+        return " + ".join([*words, *(["embeddings"] if self.embeddings else [])])
 
     @property
     def within_blocks(self) -> Convert:
@@ -194,7 +148,7 @@ class Convert(_Model):
             return Budget("target_bytes", bytes_of(self.target_bytes))
         if self.max_error is not None:
             return Budget("max_error", self.max_error)
-        tol = _tol(self.method)
+        tol = tol_of(self.method)
         if tol is not None:
             return Budget("tol", tol)
         return None if self.target is None else Budget("target", self.target)
@@ -207,9 +161,9 @@ class Convert(_Model):
             method: Another method, if any.
         """
         own = method or self.method
-        if own is not None and _tol(own) is not None:
+        if own is not None and tol_of(own) is not None:
             own = own.model_copy(update={"tol": None})
-        others = dict.fromkeys(_BUDGETS, None)
+        others = dict.fromkeys(BUDGETS, None)
         return self.model_copy(update={**others, "target": target, "method": own})
 
     @property
@@ -245,7 +199,7 @@ TrainingTask = Literal[
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
 
 
-class TrainingData(_Model):
+class TrainingData(Section):
     """What a model is trained on. Without a task labels are never read."""
 
     source: tuple[str, ...] = Field(
@@ -270,7 +224,7 @@ class TrainingData(_Model):
     validation_samples: int = Field(1000, gt=0, description="most examples to validate on")
 
 
-class Finetune(_Model):
+class Finetune(Section):
     """How a model is trained: healed against its teacher, or taught a task."""
 
     task: TrainingTask | None = Field(
@@ -304,7 +258,7 @@ class Finetune(_Model):
     max_minutes: float | None = Field(None, gt=0, description="longest duration, in minutes")
     batch_size: int = Field(64, gt=0, description="examples in a step, in each process")
     learning_rate: float | None = Field(
-        None, gt=0, description="highest learning rate; default 1e-3 to heal, 2e-4 with a task"
+        None, gt=0, description="highest learning rate; default 1e-3 to heal, 1e-4 with a task"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="course of the learning rate after warming up"
@@ -348,7 +302,7 @@ EvaluationTask = Literal[
 ]
 
 
-class Evaluate(_Model):
+class Evaluate(Section):
     """One measurement of all models of a recipe: the dense one, as converted, as trained."""
 
     task: EvaluationTask = Field(description="what is measured")
@@ -363,7 +317,7 @@ class Evaluate(_Model):
     )
 
 
-class Bench(_Model):
+class Bench(Section):
     """Time of a forward pass beside the dense model's."""
 
     batch: tuple[int, ...] = Field((1, 8, 32), description="sizes of batches")
@@ -372,7 +326,7 @@ class Bench(_Model):
     repeats: int = Field(7, gt=0, description="timed passes; medians count")
 
 
-class Sweep(_Model):
+class Sweep(Section):
     """Cells to compare: this recipe with each method and each target in place of its own."""
 
     methods: tuple[AnyMethod | MethodName, ...] = Field(
@@ -390,7 +344,7 @@ class Sweep(_Model):
     )
 
 
-class Recipe(_Model):
+class Recipe(Section):
     """A whole recipe."""
 
     recipe_version: Literal[1] = Field(description="version of this schema")

@@ -67,7 +67,8 @@ def render_plan(
     """
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
-        ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved),
+        ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
+        *(("word embedding", item.dense_parameters, item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else [depth_row(plan.depth)]

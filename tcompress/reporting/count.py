@@ -9,11 +9,12 @@ models with an encoder and a decoder, or with two towers, one token of each. The
     + output head                 d x vocabulary, if the class of the model has one
 
 What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
-Embeddings are look-ups and count nothing. Left out are norms, activations and biases, projections
-outside the blocks other than the output head, what runs once per sequence (poolers, classifiers,
-tables of relative positions), and patch projections. Windows and causal masks are not subtracted:
-the number is that of the last of T tokens under full attention. In families without a table of
-roles every block is taken to hold one attention of the width that the config calls `hidden_size`.
+Embeddings are look-ups and count nothing, but for what a rewritten one builds a row with. Left out
+are norms, activations and biases, projections outside the blocks other than the output head, what
+runs once per sequence (poolers, classifiers, tables of relative positions), and patch projections.
+Windows and causal masks are not subtracted: the number is that of the last of T tokens under full
+attention. In families without a table of roles every block is taken to hold one attention of the
+width that the config calls `hidden_size`.
 """
 
 from __future__ import annotations
@@ -73,9 +74,13 @@ def macs_per_token(
         length: Number of tokens T in the sequence.
     """
     config = getattr(model, "config", None)
-    same = _attention(anatomy, config, length) + _head(model, anatomy)
+    same = _attention(anatomy, config, length)
     same += sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
     dense = now = same * length
+    dense += _head(model, anatomy) * length
+    now += sum(item.row_macs for item in planned.values() if item.kind == "embedding") * length
+    table = _tied_table(model, anatomy, planned)
+    now += _head(model, anatomy) * length if table is None else table.macs(length)
     for layer in anatomy.layers:
         runs = experts_per_token(config, layer.experts)
         own = layer.in_features * layer.out_features * runs * length
@@ -139,6 +144,17 @@ def _head(model: nn.Module, anatomy: Anatomy) -> int:
         return 0
     weight = getattr(model.get_submodule(anatomy.output_head), "weight", None)
     return 0 if weight is None else int(weight.numel())
+
+
+def _tied_table(model: nn.Module, anatomy: Anatomy, planned: Planned) -> LayerPlan | None:
+    """The rewritten word embedding that the output head applies, if it does."""
+    if anatomy.output_head is None:
+        return None
+    own = getattr(model.get_submodule(anatomy.output_head), "weight", None)
+    for (path, _), entry in planned.items():
+        if entry.kind == "embedding" and model.get_submodule(path).weight is own:
+            return entry
+    return None
 
 
 def _left_alone(module: nn.Module, config: Any) -> int:

@@ -218,7 +218,7 @@ def plan_table(
         table.add_row(
             name,
             f"{plan.kept:.1%}",
-            f"{plan.parameters - plan.dense_rewritten + plan.structured_rewritten:,}",
+            f"{plan.parameters - plan.saved:,}",
             bytes_text(costs.disk_bytes),
             f"{len(plan.left)} of {len(plan.left) + len(plan.layers)}",
             bytes_text(costs.memory_bytes),

@@ -85,6 +85,9 @@ def layer_report(
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
+    macs = Amount.of(dense, -(-layer_macs(entry, runs, length) // length))
+    if entry.kind == "embedding":  # an output head that is tied to it counts in the whole
+        macs = Amount.of(0, entry.row_macs)
     return LayerReport(
         name=entry.name,
         parameter=entry.parameter,
@@ -97,7 +100,7 @@ def layer_report(
         experts=entry.experts,
         input_of=entry.input_of,
         parameters=Amount.of(*counts),
-        macs=Amount.of(dense, -(-layer_macs(entry, runs, length) // length)),
+        macs=macs,
         bytes=size,
         errors=dict(errors or {}),
     )
@@ -220,21 +223,25 @@ def _errors(artifact: Artifact) -> list[dict[str, float]]:
     manifest = artifact.manifest
     if manifest is None:
         return [{} for _ in artifact.layers]
-    keys = [f"{entry.name}.{entry.parameter}" for entry in manifest.plan.layers]
+    keys = [f"{entry.name}.{entry.parameter}" for entry in manifest.plan.entries]
     return [manifest.fit.get(key, {}) for key in keys]
 
 
 def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> Parameters:
     """Counts a model and the dense one that it was, which may have had more blocks."""
-    layers = tuple(layers)
+    entries = tuple(layers)
+    layers = [entry for entry in entries if entry.kind != "embedding"]
+    shrunk = sum(
+        entry.dense_parameters - entry.parameters for entry in entries if entry.kind == "embedding"
+    )
     rewritten = Amount.of(
         sum(entry.dense_parameters for entry in layers),
         sum(entry.parameters for entry in layers),
     )
     saved = rewritten.dense - rewritten.now
-    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved)
+    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved - shrunk)
     blocks = Amount.of(block_parameters(*dense), block_parameters(*now) - saved)
-    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now))
+    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now) - shrunk)
     return Parameters(
         embeddings=embeddings,
         blocks=blocks,

@@ -140,6 +140,28 @@ class Structure(ABC, Generic[S, L]):
                 seen[layout] = predicted_loss(dense, target, constant)
         return [seen[layout] for layout in layouts]
 
+    def looks_up(self, layout: L) -> bool:
+        """Whether `rows` can be asked for, so that a table of embeddings may be stored so."""
+        return False
+
+    def rows(self, index: Tensor, tensors: Tensors, layout: L) -> Tensor:
+        """Builds rows of the dense weight, where `looks_up` says so.  # (n,) -> (n, in)."""
+        raise NotImplementedError
+
+    def row_macs(self, layout: L) -> int:
+        """Multiply-adds of `rows` for one row."""
+        return 0
+
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: L) -> dict[str, Tensor] | None:
+        """Multiplies the rows of the dense weight, if these tensors can say so.
+
+        Args:
+            tensors: The layer's own tensors.
+            scales: A factor for each row.  # (out,)
+            layout: Their layout.
+        """
+        return None
+
     def pass_macs(self, layout: L, tokens: int) -> tuple[int, int]:
         """Multiply-adds of `core` in a pass over so many tokens.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
@@ -82,6 +83,20 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
 
     def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (z @ tensors["b"].mT) @ tensors["a"].mT
+
+    def looks_up(self, layout: LowRankLayout) -> bool:
+        return True
+
+    def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        return embedding(index, tensors["a"]) @ tensors["b"]
+
+    def row_macs(self, layout: LowRankLayout) -> int:
+        return layout.rank * layout.in_features
+
+    def scale_rows(
+        self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
+    ) -> dict[str, Tensor]:
+        return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fills(self, spec: LowRankSpec) -> bool:
         return True

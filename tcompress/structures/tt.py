@@ -18,6 +18,7 @@ from tcompress.linalg.tensortrain import (
     contract_moves,
     rebuild_macs,
     tt_apply,
+    tt_rows,
     tt_svd,
     tt_to_matrix,
 )
@@ -57,6 +58,10 @@ ONCE = 3e6  # building a weight, however small
 
 CURVED_SWEEPS = 2
 """Sweeps with output moments, after those without: each takes conjugate gradients."""
+
+
+PADDED = 0.01
+"""Share of a weight that may be padding: the zeros there cost next to nothing to fit."""
 
 
 class TTSpec(Spec):
@@ -152,6 +157,23 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         if _contracts(layout, prod(z.shape[lead:-1]), price):
             return tt_apply(z, cores)[..., : layout.out_features]
         return z @ _matrix(cores, layout).mT
+
+    def looks_up(self, layout: TTLayout) -> bool:
+        return True
+
+    def rows(self, index: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
+        cores = _cores(tensors, layout)
+        if torch.compiler.is_compiling():  # it cannot know how many different words there are
+            return tt_rows(index, cores)[:, : layout.in_features]
+        words, places = index.unique(return_inverse=True)
+        return tt_rows(words, cores)[:, : layout.in_features][places]
+
+    def row_macs(self, layout: TTLayout) -> int:
+        bonds, done, total = (1, *layout.ranks, 1), 1, 0
+        for index, mode in enumerate(layout.in_modes):
+            total += done * bonds[index] * mode * bonds[index + 1]
+            done *= mode
+        return total
 
     def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
@@ -271,10 +293,10 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
 
 
 def _is_settled(layout: TTLayout) -> bool:
-    """Whether the SVD that a fit starts from is the optimum where there is no data."""
-    sizes = prod(layout.in_modes), prod(layout.out_modes)
-    padded = sizes != (layout.in_features, layout.out_features)
-    return len(layout.in_modes) == 2 and not padded
+    """Whether the SVD that a fit starts from is the optimum where there is no data, or nearly."""
+    whole = prod(layout.in_modes) * prod(layout.out_modes)
+    padded = 1 - layout.in_features * layout.out_features / whole
+    return len(layout.in_modes) == 2 and padded <= PADDED
 
 
 def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import best_factors, fit_lowrank
@@ -169,6 +170,21 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
     def pass_macs(self, layout: TuckerLayout, tokens: int) -> tuple[int, int]:
         once = prod((*layout.grid, layout.cores, *layout.ranks)) if layout.bank else 0
         return once, self.core_macs(layout)
+
+    def looks_up(self, layout: TuckerLayout) -> bool:
+        return layout.bank is None
+
+    def rows(self, index: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
+        return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
+
+    def row_macs(self, layout: TuckerLayout) -> int:
+        left, right = layout.ranks
+        return left * right + right * layout.in_features
+
+    def scale_rows(
+        self, tensors: Tensors, scales: Tensor, layout: TuckerLayout
+    ) -> dict[str, Tensor]:
+        return {**tensors, "u": tensors["u"] * scales[:, None]}
 
     def core(self, z: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         u, v = tensors["u"], tensors["v"]

@@ -39,13 +39,12 @@ class Cell:
         """Returns what is planned as plain data."""
         if self.plan is None or self.costs is None:
             return {"name": self.name, "refused": self.refusal}
-        saved = self.plan.dense_rewritten - self.plan.structured_rewritten
         return {
             "name": self.name,
             "refused": None,
             "kept": self.plan.kept,
             "rewritten_parameters": self.plan.structured_rewritten,
-            "parameters": self.plan.parameters - saved,
+            "parameters": self.plan.parameters - self.plan.saved,
             "layers": len(self.plan.layers),
             "left": len(self.plan.left),
             "estimate": self.costs.model_dump(mode="json"),

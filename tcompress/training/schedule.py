@@ -12,7 +12,7 @@ TASK_EPOCHS = 3.0
 """Where neither steps nor epochs are given."""
 
 HEALING_RATE = 1e-3
-TASK_RATE = 2e-4
+TASK_RATE = 1e-4
 """Where no learning rate is given; measured in docs/healing.md."""
 
 _PACED = 20  # steps over which the pace is measured, after the first ones

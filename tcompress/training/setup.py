@@ -22,6 +22,7 @@ from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
 from tcompress.source.text import listed
+from tcompress.structures.embedding import StructuredEmbedding
 from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tcompress.structures.side import SideModule
@@ -195,6 +196,7 @@ def choose_trained(model: PreTrainedModel, anatomy: Anatomy, options: Finetune) 
         chosen = {name for name, _ in model.named_parameters()}
     elif how == "blocks":
         inside = tuple(f"{block.name}." for block in anatomy.blocks)
+        inside += tuple(f"{name}." for name in _tables(model))
         chosen = {name for name, _ in model.named_parameters() if name.startswith(inside)}
     else:
         kinds = (StructuredLinear, StructuredExperts, SideModule)
@@ -211,6 +213,12 @@ def choose_trained(model: PreTrainedModel, anatomy: Anatomy, options: Finetune) 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in chosen)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _tables(model: PreTrainedModel) -> list[str]:
+    """Paths of rewritten word embeddings."""
+    modules = model.named_modules()
+    return [path for path, module in modules if isinstance(module, StructuredEmbedding)]
 
 
 def drop_nothing(model: nn.Module) -> None:

@@ -171,7 +171,7 @@ def assert_wired(made: Made) -> nn.Module:
     """Load a conversion, whose checkpoint must fit; its results are those of its dense form."""
     model, info = type(made.dense).from_pretrained(made.folder, output_loading_info=True)
     assert {name: found for name, found in info.items() if found} == {}
-    assert len(structured(model)) == len(made.plan.layers)
+    assert len(structured(model)) == len(made.plan.entries)
     inputs = made.inputs()
     assert distance(outputs(model, inputs), outputs(densified(model, made.dense), inputs)) <= 1e-4
     return model

@@ -1,0 +1,121 @@
+"""Word embeddings whose table is structured, and output heads that are tied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tcompress.structures.base import structure
+from tcompress.structures.linear import PartLayout, StructuredLinear
+
+
+class StructuredEmbedding(StructuredLinear):
+    """A table of word vectors, stored as a structure.
+
+    The table is the weight (out, in) = (words, width) of a layer from vectors to scores: that is
+    how an output head which is tied to it applies it. Looking words up reads rows of it, of which
+    only those asked for are built.
+
+    Args:
+        parts: One part: all words.
+        padding_idx: The word that pads, for hosts that ask.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartLayout],
+        *,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(parts, dtype=dtype, device=device)
+        self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
+        self.padding_idx = padding_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Looks words up, or scores vectors as a tied output head does.
+
+        Args:
+            x: Numbers of words (...), or vectors (..., width).
+
+        Returns:
+            Vectors (..., width) in the dtype of the parameters, or scores (..., words).
+        """
+        if x.is_floating_point():
+            return super().forward(x)
+        weight = self.kept_weight()
+        if weight is not None:
+            return functional.embedding(x, weight)
+        total: Tensor | None = None
+        for term, layout in enumerate(self.parts[0].terms):
+            rows = structure(layout.structure).rows(x.flatten(), self._tensors(0, term), layout)
+            total = rows if total is None else total + rows
+        assert total is not None
+        stored = next(self.parameters(recurse=False)).dtype
+        return total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
+
+
+class TiedTable(nn.Module):
+    """An embedding or an output head that uses a structured embedding of the same model.
+
+    Args:
+        owner: The embedding.
+        host: The module in whose place this one is put; its bias is kept.
+    """
+
+    def __init__(self, owner: StructuredEmbedding, host: nn.Module) -> None:
+        super().__init__()
+        # A tuple keeps the owner out of the children: its tensors are stored once.
+        self._owner = (owner,)
+        bias = getattr(host, "bias", None)
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor, for hosts that read the dtype, the device or the number of words."""
+        owner = self._owner[0]
+        return owner.weight.new_empty((owner.num_embeddings, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Looks words up, or scores vectors.  # as in `StructuredEmbedding`."""
+        # Called as a module, so that hooks which bring offloaded tensors to the device run.
+        y = self._owner[0](x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[str]:
+    """Puts a tied table in the place of all modules whose weight is that of an embedding.
+
+    Afterwards nothing ties them any more: there is no weight of their own.
+
+    Args:
+        model: The model, the embedding already in it.
+        path: Path of the embedding.
+        owner: The embedding.
+
+    Returns:
+        Paths of the replaced modules.
+    """
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    names = [target for target, source in ties.items() if source == f"{path}.weight"]
+    paths = [name.removesuffix(".weight") for name in names]
+    for name, other in zip(names, paths, strict=True):
+        parent, _, leaf = other.rpartition(".")
+        host: Any = model.get_submodule(other)
+        setattr(model.get_submodule(parent), leaf, TiedTable(owner, host).train(host.training))
+        ties.pop(name)
+    for inner, module in model.named_modules():
+        own: Any = getattr(module, "_tied_weights_keys", None)
+        if isinstance(own, dict):
+            prefix = f"{inner}." if inner else ""
+            module._tied_weights_keys = {  # type: ignore[assignment]
+                target: source for target, source in own.items() if prefix + target not in names
+            }
+    return paths

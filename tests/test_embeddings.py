@@ -1,0 +1,483 @@
+"""Rewritten word embeddings: lookups, tied heads, fits, files, refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+import tcompress
+from tcompress.artifact.reader import Artifact
+from tcompress.cli.settings import conversion, default_output
+from tcompress.conversion.embeddings import EMBEDDINGS, count_words, fit_table, frequencies
+from tcompress.conversion.run import convert
+from tcompress.errors import PlanError, RecipeError, SourceError
+from tcompress.exporting.dense import export_dense
+from tcompress.planning.embeddings import lookup_methods
+from tcompress.planning.planner import make_plan
+from tcompress.recipe.schema import Convert
+from tcompress.reporting.model import report_of
+from tcompress.source import SourceModel
+from tcompress.structures import structure
+from tcompress.structures.embedding import StructuredEmbedding, TiedTable
+from tests.support.cli import run
+from tests.support.conversions import assert_wired, calibration, distance, make, outputs
+from tests.support.model_folders import save_tokenizer
+from tests.support.structure_cases import Case, marked_cases
+from tests.support.structures import make_layer, randn, reference_of
+from tests.support.tiny import TINY, VOCAB, build
+from tests.support.training import texts, train
+
+METHODS: dict[str, dict[str, Any]] = {
+    "svd": {"method": {"name": "svd"}, "target": 0.5},
+    "tt": {"method": {"name": "tt"}, "target": 0.5},
+    "qtt": {"method": {"name": "qtt", "rank": 4}},
+    "tucker": {"method": {"name": "tucker"}, "target": 0.5},
+}
+ALONE: dict[str, Any] = {"method": None, "target": None}
+
+# What each family ties to its table: a head with a bias, without one, none, other tables.
+TABLES = {
+    "bert": 1, "roberta": 1, "distilbert": 1, "electra": 1, "mpnet": 1, "modernbert": 1,
+    "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
+}  # fmt: skip
+ROWS = [
+    pytest.param(family, method, marks=() if tiered_in else pytest.mark.grid)
+    for family in TABLES
+    for method in METHODS
+    for tiered_in in [method == "svd" or family in ("bert", "t5")]
+]
+
+
+def made(family: str, folder: Path, table: str = "svd", *, aware: bool = False, **more: Any) -> Any:
+    options = {**ALONE, "embeddings": METHODS[table], **more}
+    return make(family, folder, aware=aware, **options)
+
+
+def tables(model: nn.Module) -> list[StructuredEmbedding]:
+    return [module for module in model.modules() if isinstance(module, StructuredEmbedding)]
+
+
+# ---------------------------------------------------------------- the module
+
+
+def _looks_up(case: Case) -> bool:
+    layout = case.layout()
+    return structure(layout.structure).looks_up(layout)
+
+
+@pytest.mark.parametrize("case", marked_cases(_looks_up), ids=str)
+def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
+    layout = case.layout()
+    kind = structure(layout.structure)
+    layer = make_layer(layout)
+    index = torch.tensor([3, 0, layout.out_features - 1, 3])
+    tensors = {name: tensor.double() for name, tensor in layer._tensors(0, 0).items()}
+    found = kind.rows(index, tensors, layout)
+    assert_close(found, reference_of(layer)[index].double(), rtol=1e-5, atol=1e-6)
+    with FlopCounterMode(display=False) as counted:
+        kind.rows(torch.tensor([3]), tensors, layout)
+    assert counted.get_total_flops() == 2 * kind.row_macs(layout)
+    scales = torch.rand(layout.out_features, dtype=torch.float64) + 0.5
+    scaled = kind.scale_rows(tensors, scales, layout)
+    if scaled is not None:
+        dense = kind.dense(tensors, layout, {})
+        assert_close(kind.dense(scaled, layout, {}), dense * scales[:, None])
+
+
+def _table(method: str = "svd") -> StructuredEmbedding:
+    name = "lowrank" if method == "svd" else method
+    from tcompress.structures import Site
+    from tcompress.structures.linear import PartLayout
+
+    kind = structure(name)
+    layout = kind.layout(kind.spec(), Site(12, 30, "both"), 150)
+    table = StructuredEmbedding([PartLayout(name="embedding", terms=(layout,))], padding_idx=0)
+    for seed, parameter in enumerate(table.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    return table
+
+
+@pytest.mark.parametrize("method", ["svd", "tt", "tucker"])
+def test_a_table_looks_words_up_and_scores_vectors(method: str) -> None:
+    table = _table(method)
+    dense = table.dense_weight(torch.float32)
+    ids = torch.tensor([[1, 2, 29], [2, 2, 0]])
+    assert_close(table(ids), dense[ids])
+    x = randn(4, 12).float()
+    assert_close(table(x), x @ dense.mT, rtol=1e-4, atol=1e-5)
+    assert (table.num_embeddings, table.embedding_dim, table.padding_idx) == (30, 12, 0)
+
+
+@pytest.mark.parametrize("method", ["svd", "tt", "tucker"])
+def test_lookups_train_the_tensors(method: str) -> None:
+    table = _table(method).double()
+    ids = torch.tensor([1, 5, 5])
+    names = [name for name, _ in table.named_parameters()]
+
+    def looked_up(*tensors: Tensor) -> Tensor:
+        swapped = dict(zip(names, tensors, strict=True))
+        return torch.func.functional_call(table, swapped, (ids,))
+
+    start = [tensor.detach().clone().requires_grad_() for tensor in table.parameters()]
+    assert torch.autograd.gradcheck(looked_up, start)
+
+
+def test_a_kept_weight_serves_lookups() -> None:
+    table = _table().eval()
+    ids = torch.tensor([4, 7])
+    with torch.no_grad():
+        before = table(ids)
+        assert tcompress.keep_weights(table) == 30 * 12 * 4
+        assert_close(table(ids), before)
+
+
+def test_autocast_leaves_the_dtype_of_lookups() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _table()(torch.tensor([1])).dtype == torch.float32
+
+
+# ---------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize(("family", "method"), ROWS)
+def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path: Path) -> None:
+    found = made(family, tmp_path, method)
+    model = assert_wired(found)
+    assert len(tables(model)) == 1
+    ties = [module for module in model.modules() if isinstance(module, TiedTable)]
+    assert len(ties) == TABLES[family]
+    assert (found.plan.layers, found.plan.kept) == ((), 1.0)
+    assert sum(p.numel() for p in model.parameters()) == found.plan.parameters - found.plan.saved
+
+
+@pytest.mark.parametrize("family", ["bert", "opt", "t5"])
+def test_saved_again_trained_and_exported(family: str, tmp_path: Path) -> None:
+    found = made(family, tmp_path, aware=True, method={"name": "svd"}, target=0.5)
+    model, inputs = found.load(), found.inputs()
+    before = outputs(model, inputs)
+    model.save_pretrained(tmp_path / "again")
+    again, info = type(found.dense).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert {name: value for name, value in info.items() if value} == {}
+    assert distance(outputs(again, inputs), before) == 0.0
+    plain = type(found.dense).from_pretrained(export_dense(found.folder, tmp_path / "plain"))
+    assert distance(outputs(plain, inputs), before) <= 1e-4
+    assert not tables(plain)
+    model.train()
+    sum(output.square().mean() for output in _with_gradients(model, inputs)).backward()
+    (table,) = tables(model)
+    assert all(p.grad is not None and bool(p.grad.any()) for p in table.parameters())
+
+
+def _with_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    return [model(**inputs).logits]
+
+
+def test_a_model_of_another_head_loads(tmp_path: Path) -> None:
+    from transformers import BertForSequenceClassification, BertModel
+
+    found = made("bert", tmp_path)
+    own = found.load().bert
+    body = BertModel.from_pretrained(found.folder)
+    ids = found.inputs()["input_ids"]
+    assert_close(body(input_ids=ids)[0], own(input_ids=ids)[0])
+    assert len(tables(BertForSequenceClassification.from_pretrained(found.folder))) == 1
+    body.save_pretrained(tmp_path / "body")
+    with_head, info = type(found.dense).from_pretrained(tmp_path / "body", output_loading_info=True)
+    assert_close(with_head.bert(input_ids=ids)[0], own(input_ids=ids)[0])
+    assert not any(
+        "word_embeddings" in name or "decoder.weight" in name for name in info["missing_keys"]
+    )
+
+
+def test_ties_are_gone_for_good(tmp_path: Path) -> None:
+    model: Any = made("bert", tmp_path).load()
+    inputs = TINY["bert"].inputs(2, 8, 3)
+    before = outputs(model, inputs)
+    model.tie_weights()  # users and trainers call it
+    assert distance(outputs(model, inputs), before) == 0.0
+    moved = copy.deepcopy(model).to(torch.bfloat16)
+    assert moved(**inputs).logits.dtype == torch.bfloat16
+
+
+def test_text_is_generated_with_a_cache_as_without(tmp_path: Path) -> None:
+    model: Any = made("opt", tmp_path).load()
+    ids = TINY["opt"].inputs(1, 6, 1)["input_ids"]
+    texts = [
+        model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("on_disk", ["model.decoder.embed_tokens", "lm_head", "model.decoder"])
+def test_disk_offload_gives_the_same(on_disk: str, tmp_path: Path) -> None:
+    found = made("opt", tmp_path)
+    resident = found.load()
+    leaves = [
+        name
+        for name, module in resident.named_modules()
+        if list(module.parameters(recurse=False)) and not name.startswith(on_disk)
+    ]
+    places = {**dict.fromkeys(leaves, "cpu"), on_disk: "disk"}
+    away = found.load(device_map=places, offload_folder=str(tmp_path / "offload"))
+    inputs = found.inputs()
+    for _ in range(2):
+        assert distance(outputs(away, inputs), outputs(resident, inputs)) <= 1e-6
+
+
+# ---------------------------------------------------------------- the fit
+
+
+def test_words_that_occur_count_more(tmp_path: Path) -> None:
+    """Only a third of the words occur; their vectors are kept better than without data."""
+    data = calibration("bert")
+    for batch in data.batches:
+        batch["input_ids"] = batch["input_ids"] % 33
+    build("bert").save_pretrained(tmp_path / "dense")
+    errors = []
+    for name, source in (("free", "none"), ("aware", "builtin")):
+        chosen = Convert.model_validate(
+            {**ALONE, "embeddings": METHODS["svd"], "calibration": {"source": source}}
+        )
+        folder = convert(
+            str(tmp_path / "dense"), chosen, tmp_path / name, data=data if name == "aware" else None
+        ).folder
+        entry = Artifact.open(folder).layers[0]
+        (table,) = tables(type(build("bert")).from_pretrained(folder))
+        dense = build("bert").get_submodule(entry.name).weight
+        wrong = (table.dense_weight() - dense).square().sum(1).detach()
+        errors.append(float(wrong @ count_words(data, VOCAB, held_out=True)))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_the_fit_is_the_best_of_its_rank_in_the_norm_of_frequencies(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path)
+    chosen = Convert.model_validate({**ALONE, "embeddings": METHODS["svd"]})
+    (entry,) = make_plan(chosen, SourceModel.open(str(tmp_path))).embeddings
+    weight, counts = randn(VOCAB, 32, seed=1), torch.arange(VOCAB).double()
+    fitted = fit_table(entry, weight, counts, counts, torch.float64)
+    scales = frequencies(counts).sqrt()[:, None]
+    rank = entry.parts[0].terms[0].rank  # type: ignore[attr-defined]
+    tail = torch.linalg.svdvals(weight.double() * scales)[rank:].square().sum()
+    wrong = weight - fitted.tensors["tc_a"] @ fitted.tensors["tc_b"]
+    assert float((wrong * scales).square().sum()) == pytest.approx(float(tail), rel=1e-6)
+    norm = (weight * scales).square().sum()
+    assert fitted.errors["calibration"] == pytest.approx(float(tail / norm), rel=1e-6)
+
+
+def test_frequencies_leave_room_for_words_that_were_not_seen() -> None:
+    found = frequencies(torch.tensor([0.0, 1.0, 1.0, 6.0]))
+    assert found.sum() == pytest.approx(1.0)
+    assert found[0] == pytest.approx(0.25 / 4)  # two of eight words were seen once
+    assert found.min() > 0
+    assert torch.equal(frequencies(torch.zeros(4)), torch.full((4,), 0.25))
+    assert frequencies(torch.full((4,), 5.0)).min() > 0
+
+
+def test_counts_leave_padding_and_held_out_data_out() -> None:
+    data = calibration("bert")
+    counts = [count_words(data, VOCAB, held_out=held) for held in (False, True)]
+    kept = [int(batch["attention_mask"].sum()) for batch in data.batches]
+    assert [int(found.sum()) for found in counts] == [sum(kept[:-1]), kept[-1]]
+    assert counts[0][0] == 0  # padding
+
+
+def test_layers_are_fitted_to_what_the_rewritten_table_gives(tmp_path: Path) -> None:
+    """The shift of the first bias makes up for the means of both sides of the fit."""
+    small = {"method": {"name": "svd"}, "target": 0.1}
+    found = make("bert", tmp_path, "svd", aware=True, embeddings=small)
+    dense: Any = found.dense
+    model: Any = found.load()
+    data = calibration("bert")
+    means = []
+    for host in (dense, model):
+        rows = []
+        for batch in data.batches[:-1]:
+            states = host.bert.embeddings(input_ids=batch["input_ids"])
+            rows.append(states[batch["attention_mask"].bool()].detach())
+        means.append(torch.cat(rows).double().mean(0))
+    name = "bert.encoder.layer.0.attention.self.query"
+    old, new = (host.get_submodule(name) for host in (dense, model))
+    wanted = old.bias + old.weight.double() @ means[0] - new.dense_weight() @ means[1]
+    assert_close(new.bias.double(), wanted.detach(), rtol=1e-4, atol=1e-5)
+    assert float((means[0] - means[1]).norm()) > 0.1 * float(means[0].norm())
+
+
+def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: Any) -> None:
+    from tcompress.conversion import run as running
+
+    build("bert").save_pretrained(tmp_path / "dense")
+    chosen = Convert.model_validate(
+        {"method": {"name": "svd"}, "target": 0.5, "embeddings": METHODS["svd"]}
+    )
+    options: dict[str, Any] = {"data": calibration("bert")}
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running._Job, "fit_blocks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
+    monkeypatch.setattr(running, "fit_embeddings", None)  # nothing is fitted again
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
+    assert done.resumed
+    assert EMBEDDINGS not in {entry.block for entry in done.manifest.plan.layers}
+
+
+# ---------------------------------------------------------------- heads that are stored twice
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("aware", [True, False])
+def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path) -> None:
+    build("opt").save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.decoder.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head if same else head + 1}, file, {"format": "pt"})
+    chosen = Convert.model_validate({**ALONE, "embeddings": METHODS["svd"]})
+    data = calibration("opt") if aware else None
+    if not aware:
+        chosen = chosen.model_copy(
+            update={"calibration": chosen.calibration.model_copy(update={"source": "none"})}
+        )
+    if same:
+        folder = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=data).folder
+        stored = load_file(folder / "model.safetensors")
+        assert "lm_head.weight" not in stored
+        return
+    with pytest.raises(SourceError, match="stores both, and they differ") as failed:
+        convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=data)
+    assert "tie_word_embeddings" in (failed.value.hint or "")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- refusals, options, reports
+
+
+@pytest.mark.parametrize(
+    ("family", "embeddings", "message"),
+    [
+        ("gemma3", METHODS["svd"], "`Gemma3TextScaledWordEmbedding` computes more than a table"),
+        ("vit", METHODS["svd"], "no word embedding can be rewritten: the model has none"),
+        (
+            "bert",
+            {"method": {"name": "lprod", "p": 4}},
+            "`lprod` cannot look words up; allowed are",
+        ),
+        ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
+        ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
+    ],
+)
+def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
+    chosen = Convert.model_validate({"method": None, "embeddings": embeddings})
+    with pytest.raises(PlanError) as failed:
+        make_plan(chosen, SourceModel.open(str(tmp_path)))
+    assert message in failed.value.message
+    assert "leave `embeddings` out" in (failed.value.hint or "")
+
+
+def test_methods_that_look_up() -> None:
+    assert lookup_methods() == ("svd", "lowrank", "tt", "qtt", "tucker")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"embeddings": "svd"}, ("svd", 0.25, None)),
+        ({"embeddings": "svd", "target": 0.4}, ("svd", 0.4, "lprod")),
+        ({"embeddings": "tt", "embedding_target": 0.3, "method": "svd", "target": 0.5},
+         ("tt", 0.3, "svd")),
+    ],
+)  # fmt: skip
+def test_options(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    made = conversion(given)
+    assert made.embeddings is not None
+    method = None if made.method is None else made.method.name
+    assert (made.embeddings.method.name, made.embeddings.target, method) == wanted
+
+
+def test_names_and_labels() -> None:
+    made = conversion({"embeddings": "svd", "target": 0.4, "method": "svd"})
+    assert made.label == "svd + embeddings"
+    assert default_output("models/tiny", made) == "tiny-svd-40-words40"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"embedding_target": 0.5}, "`--embedding-target` needs a method for the word embedding"),
+        ({"embeddings": "sdv"}, "unknown method `sdv`"),
+        ({"embeddings": "svd", "embedding_target": 1.5}, "`--embedding-target` is `1.5`"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as failed:
+        conversion(given)
+    assert message in failed.value.message
+
+
+def test_none_takes_a_recipe_back() -> None:
+    recipe: Any = type("R", (), {"convert": Convert(embeddings=METHODS["svd"])})()
+    assert (
+        conversion({"embeddings": "none", "method": "svd", "target": 0.5}, recipe).embeddings
+        is None
+    )
+
+
+def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
+    found = made("opt", tmp_path, method={"name": "svd"}, target=0.5)
+    parts = report_of(str(found.folder)).parameters
+    (entry,) = found.plan.embeddings
+    assert (
+        parts.embeddings.dense - parts.embeddings.now == entry.dense_parameters - entry.parameters
+    )
+    assert parts.rewritten.now == found.plan.structured_rewritten
+    assert parts.total.now == sum(p.numel() for p in found.load().parameters())
+    macs = report_of(str(found.folder), length=8).macs_per_token
+    other = make("opt", tmp_path / "other", "svd", target=0.5)
+    plain = report_of(str(other.folder), length=8).macs_per_token
+    assert macs.dense == plain.dense
+    head = entry.dense_parameters - entry.macs(8) // 8
+    assert plain.now - macs.now == head - entry.row_macs  # the tied head, and a lookup
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    command = ["convert", tmp_path / "dense", "--embeddings", "svd", "--calib", "none"]
+    planned = run(*command, "--dry-run")
+    assert planned.code == 0
+    assert "word embedding" in planned.out
+    done = run(*command, "-o", tmp_path / "out")
+    assert done.code == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "word embedding" in card
+    assert "import tcompress" in card
+    wrong = run("convert", tmp_path / "dense", "--embeddings", "lprod", "-o", tmp_path / "not")
+    assert wrong.code == 2
+    assert not (tmp_path / "not").exists()
+
+
+def test_healing_trains_the_table(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    chosen = Convert.model_validate(
+        {**ALONE, "embeddings": METHODS["svd"], "calibration": {"source": "none"}}
+    )
+    folder = convert(str(tmp_path / "dense"), chosen, tmp_path / "small").folder
+    done = train(folder, tmp_path / "healed", data=texts(tmp_path), steps=12, learning_rate=3e-3)
+    curve = [point.validation for point in done.facts.curve]
+    assert min(curve[1:]) < curve[0]
+    one, two = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "healed"))
+    assert any("word_embeddings.tc_" in key and not torch.equal(one[key], two[key]) for key in one)

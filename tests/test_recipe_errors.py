@@ -18,8 +18,9 @@ TOP = (
     "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
 )
 CONVERT = (
-    "`method`, `keep_layers`, `drop_layers`, `target`, `allocation`, `residual_rank`, `keep`, "
-    "`layers`, `calibration`, `dtype`, `device`, `max_shard_size`"
+    "`method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, `target`, "
+    "`allocation`, `residual_rank`, `keep`, `only`, `layers`, "
+    "`calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "

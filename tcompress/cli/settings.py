@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
+from tcompress.cli.mechanisms import mechanism_spec, split_method
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -70,16 +71,19 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
+    attention = split_method(given, base)
     blocks = _blocks(given)
     embeddings = _embeddings(given, base.get("embeddings"))
     left = {**base, **blocks, "embeddings": embeddings}
     data = {
         **base,
         **blocks,
+        **attention,
         "embeddings": embeddings,
         "method": _method(given, base.get("method") or {}, without=_cuts(left)),
         "calibration": base["calibration"] | _calibration(given),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
+        "only": (*base.get("only", ()), *given.get("only", ())),
         **{name: given[name] for name in _CONVERT if name in given},
     }
     try:
@@ -147,13 +151,13 @@ def _cuts(data: Mapping[str, Any]) -> bool:
 
 
 def _method_class(name: str) -> type[Spec]:
-    from tcompress.recipe import method_names
+    from tcompress.recipe import mechanism_names, method_names
     from tcompress.structures import structures
 
     for item in structures():
         if name in _names(item.spec):
             return item.spec
-    known = (*method_names(), NO_METHOD)
+    known = (*method_names(), *mechanism_names(), NO_METHOD)
     listed = ", ".join(f"`{word}`" for word in known)
     hint = suggestion(name, known) or "see `tcompress methods`"
     raise RecipeError(f"unknown method `{name}`; methods are {listed}", hint)
@@ -170,7 +174,7 @@ def _method(
     from tcompress.recipe import default_method
 
     chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
-    about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep"))
+    about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep", "only"))
     name = given.get("method") or base.get("name") or default_method(without and not about_layers)
     if name in (None, NO_METHOD):
         if chosen:
@@ -238,8 +242,8 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
 
 def _place(steps: Sequence[str]) -> tuple[str, str]:
     """Section and field of an error; behind the field validation names members of unions."""
-    if steps[0] == "method":  # the name of the method comes between
-        return "method", steps[min(2, len(steps) - 1)]
+    if steps[0] in ("method", "attention"):  # the name that selects comes between
+        return steps[0], steps[min(2, len(steps) - 1)]
     if steps[0] == "calibration":
         return "calibration", steps[min(1, len(steps) - 1)]
     if steps[0] == "embeddings":
@@ -267,6 +271,8 @@ def _fragment(
     owner = {"calibration": "Calibration", "embeddings": "Embeddings"}.get(section, "Convert")
     if section == "method":
         owner = _method_class(data["method"]["name"]).__name__
+    if section == "attention":
+        owner = mechanism_spec(data["attention"]["name"]).__name__
     found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(field)
     return found
 

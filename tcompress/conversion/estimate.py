@@ -154,6 +154,14 @@ class _Work:
                 replaced.update(*tied)
             itemsize[entry.name] = store.dtype(keys[0]).itemsize
             disk += entry.parameters * _stored_as(store.dtype(keys[0]), asked).itemsize
+        for other in plan.attention:
+            path = keymap.runtime_name(other.like) or other.like
+            dtype = store.dtype(keymap.sources(f"{path}.weight").keys[0])
+            disk += other.parameters * _stored_as(dtype, asked).itemsize
+            for layer in other.unused:
+                path = keymap.runtime_name(layer.name) or layer.name
+                leaves = ("weight", "bias") if layer.bias else ("weight",)
+                replaced.update(keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
         copied = [key for key in store.keys() if key not in replaced]  # noqa: SIM118
         for key in copied:
             disk += prod(store.shape(key)) * _stored_as(store.dtype(key), asked).itemsize

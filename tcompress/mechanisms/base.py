@@ -110,6 +110,8 @@ class Mechanism(ABC, Generic[S, L]):
         unused: Roles of the host's projections that the mechanism has no use for.
         causal: Whether a token never sees later ones in a causal host.
         windows: Whether it keeps to the window of a host.
+        structure: Structure that goes with it where only a size is given, as in its paper.
+        structured: Roles of the weights that are stored in it; all where empty.
     """
 
     name: ClassVar[str]
@@ -120,6 +122,8 @@ class Mechanism(ABC, Generic[S, L]):
     unused: ClassVar[tuple[str, ...]] = ()
     causal: ClassVar[bool] = False
     windows: ClassVar[bool] = False
+    structure: ClassVar[str] = "lprod"
+    structured: ClassVar[tuple[str, ...]] = ()
 
     def layout(self, spec: S, host: Host) -> L:
         """Decides sizes for a host, or raises `Refusal`."""
@@ -180,6 +184,11 @@ class Mechanism(ABC, Generic[S, L]):
         Raises:
             DataError: The input has more tokens than the mechanism can take.
         """
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """Pattern of the layers that the paper stores in its structure; empty for all."""
+        return (f"re:^({'|'.join(self.structured)})$",) if self.structured else ()
 
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""
@@ -258,6 +267,11 @@ def mechanism(name: str) -> Mechanism[Any, Any]:
 def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
     """Returns the mechanism that options belong to."""
     return next(item for item in mechanisms() if isinstance(spec, item.spec))
+
+
+def mechanism_named(name: str) -> Mechanism[Any, Any]:
+    """Returns the mechanism that a name selects, such as `tsa`."""
+    return next(item for item in mechanisms() if name in spec_names(item.spec))
 
 
 def mechanisms() -> tuple[Mechanism[Any, Any], ...]:

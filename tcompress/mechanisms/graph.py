@@ -54,12 +54,17 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
 
     name = "graph"
     summary = "graph filter of values; edges from keys alone, queries are dropped"
-    reference = "tensor graph attention (TGA) and tensorized self-attention (TSA)"
+    reference = (
+        "Xu et al. 2021, Low-Complexity Attention Modelling via Graph Tensor Networks; "
+        "A Tensorized Spectral Attention Mechanism for Efficient Natural Language Processing"
+    )
     spec = GraphSpec
     layout_type = GraphLayout
     unused = ("q",)
     causal = True
     windows = True
+    structure = "tt"
+    structured = ("k", "v", "qkv")
 
     def arrange(self, spec: GraphSpec, host: Host) -> GraphLayout:
         if host.window is not None and spec.filter_order > 2:

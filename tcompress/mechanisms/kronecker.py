@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from tcompress.errors import DataError
 from tcompress.mechanisms.base import (
     Host,
     Mechanism,
@@ -76,7 +77,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
 
     name = "kronecker"
     summary = "one small attention matrix per axis of a grid: images, videos, folded text"
-    reference = "Higher-Order Transformers (HOT): Kronecker-structured attention"
+    reference = "Higher Order Transformers: Efficient Attention for Tensor Structured Data (HOT)"
     spec = KroneckerSpec
     layout_type = KroneckerLayout
 
@@ -156,6 +157,12 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     ) -> Tensor:
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, seen.tokens
+        if layout.grid and q.shape[2] != prod(layout.grid) + special:
+            raise DataError(
+                f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens met "
+                f"{q.shape[2]} tokens",
+                "give inputs of the size that the config of the model names",
+            )
         valid = None if tokens is None else tokens[:, special:]
         mixed = mix_grid(
             q[:, :, special:], k[:, :, special:], v[:, :, special:], valid, tensors, layout

@@ -58,9 +58,10 @@ class Tam(Mechanism[TamSpec, TamLayout]):
 
     name = "tam"
     summary = "three-way attention of queries, keys and semantics through a core tensor"
-    reference = "Tensorized Attention Model (TAM): Tucker cores and semantic fusing"
+    reference = "Tensorized Attention Model (TAM)"
     spec = TamSpec
     layout_type = TamLayout
+    structure = "tucker"
 
     def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
         tucker = spec.core == "tucker"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tcompress.mechanisms import mechanisms
 from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import Fragment, describe, quoted, resolve
 from tcompress.structures import structures
@@ -22,8 +23,9 @@ _HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
     schema = Recipe.model_json_schema()
-    for item in structures():
-        options = schema["$defs"][item.spec.__name__]
+    specs = [item.spec.__name__ for item in structures()]
+    for name in (*specs, *(item.spec.__name__ for item in mechanisms())):
+        options = schema["$defs"][name]
         # The name may be left out where options are built in Python, but not in a file.
         options["required"] = ["name", *options.get("required", ())]
         options["properties"]["name"].pop("default", None)
@@ -49,11 +51,18 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
 
 def _method_sections(root: Fragment) -> Iterator[str]:
     for item in structures():
-        fragment = root["$defs"][item.spec.__name__]
-        raw = fragment["properties"]["name"]
-        names = quoted(raw.get("enum", [raw.get("const")]))
-        about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
-        yield f"## Method {names}\n\n{about}\n\n{_table(fragment, 'convert.method', root)}"
+        yield _options_section("Method", "convert.method", item, root)
+    for other in mechanisms():
+        yield _options_section("Attention", "convert.attention", other, root)
+
+
+def _options_section(title: str, path: str, item: Any, root: Fragment) -> str:
+    """Writes the options of a structure or a mechanism."""
+    fragment = root["$defs"][item.spec.__name__]
+    raw = fragment["properties"]["name"]
+    names = quoted(raw.get("enum", [raw.get("const")]))
+    about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
+    return f"## {title} {names}\n\n{about}\n\n{_table(fragment, path, root)}"
 
 
 def _table(fragment: Fragment, path: str, root: Fragment) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tcompress.recipe.attention import AttentionSpec
 from tcompress.structures import Spec, Structure, structures
 
 RECIPE_VERSION = 1
@@ -105,11 +106,18 @@ BlockCount = Annotated[int, Field(gt=0)]
 
 
 class Convert(_Model):
-    """How a dense model becomes a smaller one: structured layers, fewer blocks, or both."""
+    """How a model is rewritten: structured layers, another attention, fewer blocks."""
 
     method: MethodSpec | None = Field(
         None,
-        description="structure of the rewritten layers; without one only blocks are dropped",
+        description="structure of the rewritten layers; without one their weights stay dense",
+    )
+    attention: AttentionSpec | None = Field(
+        None, description="mechanism that mixes tokens; default the model's own"
+    )
+    attention_layers: tuple[BlockIndex, ...] | None = Field(
+        None,
+        description="blocks whose attention is exchanged, from 0, in every stack; default all",
     )
     keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = Field(
         None,
@@ -135,6 +143,9 @@ class Convert(_Model):
         description="rank of a low-rank term added to the structure; 0 leaves it to `target`",
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
+    only: tuple[str, ...] = Field(
+        (), description="layers to rewrite, as in `layers[].match`; default all"
+    )
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
     embeddings: Embeddings | None = Field(
         None, description="how the word embedding is rewritten; left as it is by default"
@@ -154,10 +165,14 @@ class Convert(_Model):
     def _check_depth(self) -> Convert:
         if self.keep_layers is not None and self.drop_layers is not None:
             raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
+        if self.attention_layers is not None and self.attention is None:
+            raise ValueError("`attention_layers` needs `attention`, since it is about mechanisms")
         if self.method is None:
-            if not self.cuts and self.embeddings is None:
-                raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
-            alone = ("target", "residual_rank", "keep", "layers")
+            if not (self.cuts or self.embeddings or self.attention):
+                raise ValueError(
+                    "there is nothing to do: give `method`, `attention`, or `keep_layers`"
+                )
+            alone = ("target", "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
                 raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
@@ -170,8 +185,8 @@ class Convert(_Model):
 
     @property
     def label(self) -> str:
-        """What is done, for people: the method, `depth`, `embeddings`, or several."""
-        words = [] if self.method is None else [self.method.name]
+        """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
+        words = [part.name for part in (self.attention, self.method) if part is not None]
         words += ["depth"] if self.cuts else []
         return " + ".join([*words, *(["embeddings"] if self.embeddings else [])])
 

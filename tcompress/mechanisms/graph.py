@@ -55,7 +55,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     name = "graph"
     summary = "graph filter of values; edges from keys alone, queries are dropped"
     reference = (
-        "Xu et al. 2021, Low-Complexity Attention Modelling via Graph Tensor Networks; "
+        "Xu et al., Low-Complexity Attention Modelling via Graph Tensor Networks; "
         "A Tensorized Spectral Attention Mechanism for Efficient Natural Language Processing"
     )
     spec = GraphSpec

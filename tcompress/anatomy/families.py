@@ -144,9 +144,9 @@ _VIT = Style(
 )
 _VIDEOMAE = Style(
     {
-        "q": "attention.attention.query",
         "k": "attention.attention.key",
         "v": "attention.attention.value",
+        "q": "attention.attention.query",
         "o": "attention.output.dense",
         **_BERT_FFN,
     }

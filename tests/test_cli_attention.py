@@ -11,7 +11,7 @@ import transformers
 import tcompress
 from tcompress.cli.settings import conversion, default_output
 from tcompress.errors import RecipeError
-from tcompress.mechanisms.module import MechanismModule
+from tcompress.mechanisms.module import GuardedLinear, MechanismModule
 from tcompress.recipe import parse_recipe, reference_markdown
 from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
@@ -146,6 +146,22 @@ def test_dry_run_says_why_a_grid_does_not_fit(vit: Path) -> None:
         "choose another mechanism, see `tcompress methods`, or other blocks with `--layers`",
     )
     assert not Path("vit-hot-7x7").exists()
+
+
+def test_sweeps_refuse_mechanisms_by_name(vit: Path) -> None:
+    done = run("sweep", vit, "--methods", "svd,hot", "--targets", "0.5")
+    assert done.code == 2
+    assert "`hot` is a mechanism of attention" in done.err
+
+
+def test_embeddings_are_rewritten_beside(tmp_path: Path) -> None:
+    bert = model_folder("bert", tmp_path / "bert")
+    options = ("--method", "tam", "--embeddings", "svd", "--embedding-target", "0.5")
+    done = run("convert", bert, *options, "--calib", "none", "-o", "both")
+    assert done.code == 0, done.err
+    model = transformers.AutoModel.from_pretrained("both")
+    assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
+    assert not any(isinstance(module, GuardedLinear) for module in model.modules())
 
 
 def test_python_takes_mechanisms_too(vit: Path) -> None:

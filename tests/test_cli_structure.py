@@ -11,8 +11,7 @@ import pytest
 import tcompress
 from tcompress.cli import complete
 from tcompress.cli.main import app
-from tcompress.cli.mechanisms import MECHANISM_OPTIONS
-from tcompress.cli.settings import METHOD_OPTIONS
+from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
 from tcompress.evaluation.tasks import TASKS
 from tcompress.mechanisms import mechanisms
 from tcompress.mechanisms.kronecker import Kernel

@@ -20,7 +20,7 @@ TOP = (
 CONVERT = (
     "`method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, `target`, "
     "`allocation`, `residual_rank`, `keep`, `only`, `layers`, "
-    "`calibration`, `dtype`, `device`, `max_shard_size`"
+    "`embeddings`, `calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import block_numbers
+from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
     from tcompress.mechanisms import MechanismSpec
-
-MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "length")
-"""Options of `convert` that belong to a mechanism: fields of its options in a recipe."""
 
 
 def split_method(given: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +51,6 @@ def split_method(given: dict[str, Any], base: Mapping[str, Any]) -> dict[str, An
 def _options(
     name: str, chosen: dict[str, Any], before: Mapping[str, Any], seed: int | None
 ) -> dict[str, Any]:
-    from tcompress.cli.settings import flag
     from tcompress.mechanisms.base import spec_names
 
     kind = mechanism_spec(name)
@@ -82,7 +79,6 @@ def mechanism_spec(name: str) -> type[MechanismSpec]:
 
 def _of_the_paper(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Chooses the structure of the mechanism's paper, where something is said of layers."""
-    from tcompress.cli.settings import METHOD_OPTIONS
     from tcompress.mechanisms import mechanism_named
 
     if not any(option in given for option in (*METHOD_OPTIONS, "target", "residual_rank")):
@@ -115,6 +111,4 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _flags(fields: list[str]) -> str:
-    from tcompress.cli.settings import flag
-
     return ", ".join(f"`{flag(field)}`" for field in fields)

@@ -43,8 +43,7 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
-    from tcompress.cli.mechanisms import MECHANISM_OPTIONS
-    from tcompress.cli.settings import METHOD_OPTIONS, flag
+    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS, flag
     from tcompress.recipe.words import describe
     from tcompress.structures import Structure
 

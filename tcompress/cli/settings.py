@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
 from tcompress.cli.mechanisms import mechanism_spec, split_method
+from tcompress.cli.names import METHOD_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -21,20 +22,6 @@ EMBEDDING_TARGET = 0.25
 """Kept fraction of the word embedding where none is given, nor one for the layers."""
 """Rewrite no layer."""
 
-METHOD_OPTIONS = (
-    "p",
-    "transform",
-    "block",
-    "stages",
-    "tubal_rank",
-    "rank",
-    "order",
-    "apply",
-    "share",
-    "cores",
-)
-"""Options of `convert` that belong to a method: fields of its options in a recipe."""
-
 _CALIBRATION = {
     "calib": "source",
     "calib_samples": "samples",
@@ -46,11 +33,6 @@ _CALIBRATION = {
 }
 _LAYERS = ("target", "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "dtype", "device", "max_shard_size")
-
-
-def flag(field: str) -> str:
-    """Names the option that sets a field."""
-    return f"--{field.replace('_', '-')}"
 
 
 def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Convert:

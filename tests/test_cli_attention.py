@@ -132,6 +132,8 @@ def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
     assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
     report = run("report", "vit-hot-lprod-p2", "--json").document
     assert "attention" in str(report)
+    seen = run("inspect", "vit-hot-lprod-p2")
+    assert "attention: kronecker 4x4 in 2 blocks" in seen.lines
     card = Path("vit-hot-lprod-p2/README.md").read_text()
     assert "kronecker attention in 2 blocks" in card
     assert "import tcompress" in card

@@ -13,10 +13,11 @@ from tcompress.errors import RecipeError
 from tcompress.evaluation.run import evaluate
 from tcompress.exporting.dense import export_dense
 from tcompress.inspection import inspect_model as inspect
+from tcompress.mechanisms import mechanism_named
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
-from tcompress.recipe import Convert, default_method, method_names, parse_recipe
+from tcompress.recipe import Convert, default_method, mechanism_names, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
 from tcompress.recipe.methods import AUTO, AutoSpec
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
@@ -31,6 +32,7 @@ from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
 _BLOCKS = frozenset(("keep_layers", "drop_layers"))
+_SIZES = frozenset(("target", "residual_rank", "p", "rank"))
 _NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
 
 __all__ = [
@@ -64,8 +66,9 @@ def convert(
 
     Args:
         model: Folder, short name or hub id.
-        method: Name of the method, or its options with `name`, or `none` to rewrite no layer;
-            default `lprod`, and `none` where blocks are dropped and nothing is said of layers.
+        method: Name of the method, or its options with `name`, or `none` to rewrite no layer; or
+            of a mechanism, beside which `structure` takes a method. Default `lprod`, and `none`
+            where blocks are dropped and nothing is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
         calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
@@ -73,8 +76,8 @@ def convert(
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
         progress: Hears how far it is.
-        **options: Options of the method (`p=4`) and of the conversion (`target=0.25`,
-            `target_params="30M"`).
+        **options: Options of the method (`p=4`), of a mechanism (`fold=32`) and of the conversion
+            (`target=0.25`, `target_params="30M"`).
 
     Returns:
         The written folder and its manifest.
@@ -228,14 +231,20 @@ def _settled(
         return recipe
     if recipe is not None:
         return parse_recipe(*find_recipe(recipe)).convert
+    options, attention = _attention(method, dict(options))
+    if attention is not None:
+        method = None if _is_mechanism(method) else method
+        method = options.pop("structure", None) or method or _of_the_paper(attention, options)
     if method is None:
         method = default_method(bool(_BLOCKS & set(options)) and set(options) <= _NOT_LAYERS)
     own = dict(method) if isinstance(method, Mapping) else {"name": method or "none"}
     if own.get("name") not in (*method_names(), "none"):
-        known = ", ".join(f"`{name}`" for name in (*method_names(), "none"))
+        known = ", ".join(f"`{name}`" for name in (*method_names(), *mechanism_names(), "none"))
         raise RecipeError(f"unknown method `{own.get('name')}`; known methods are {known}")
     fields = _fields_of(own["name"])
     chosen: dict[str, Any] = {"method": None if own == {"name": "none"} else own}
+    if attention is not None:
+        chosen["attention"] = attention
     for name, value in options.items():
         if name in Convert.model_fields:
             chosen[name] = value
@@ -248,6 +257,39 @@ def _settled(
         given = {"source": calibration} if isinstance(calibration, str) else dict(calibration)
         chosen["calibration"] = given
     return Convert.model_validate(chosen)
+
+
+def _is_mechanism(method: str | Mapping[str, Any] | None) -> bool:
+    name = method.get("name") if isinstance(method, Mapping) else method
+    return name in mechanism_names()
+
+
+def _attention(
+    method: str | Mapping[str, Any] | None, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Takes the options of a mechanism out of the others, if there is one."""
+    found = options.pop("attention", None)
+    if _is_mechanism(method):
+        found = method
+    if found is None:
+        return options, None
+    own = dict(found) if isinstance(found, Mapping) else {"name": found}
+    if own.get("name") not in mechanism_names():
+        known = ", ".join(f"`{name}`" for name in mechanism_names())
+        raise RecipeError(f"unknown mechanism `{own.get('name')}`; known mechanisms are {known}")
+    fields = mechanism_named(own["name"]).spec.model_fields
+    own |= {name: options.pop(name) for name in fields if name in options and name != "name"}
+    return options, own
+
+
+def _of_the_paper(attention: Mapping[str, Any], options: dict[str, Any]) -> str:
+    """Chooses the structure of the mechanism's paper where a size is given, else none."""
+    if not _SIZES & set(options):
+        return "none"
+    kind = mechanism_named(attention["name"])
+    if kind.only:
+        options.setdefault("only", kind.only)
+    return kind.structure
 
 
 def _fields_of(name: str) -> list[str]:

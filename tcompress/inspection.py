@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from pydantic import BaseModel, ConfigDict
@@ -9,10 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from tcompress.anatomy import anatomy_of
 from tcompress.artifact.reader import Artifact, is_converted
 from tcompress.errors import PlanError
-from tcompress.planning.entries import LayerPlan, Left
+from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Calibration, Convert
-from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.describe import describe_attention, describe_parts
 from tcompress.source import SourceModel, WeightStore, resolve
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -67,10 +68,11 @@ class Inspection(_Facts):
         family: Its model type.
         converted: Whether tcompress has converted it.
         parameters: Parameters that are stored.
-        blocks: Names of the blocks that have such layers.
+        blocks: Names of the blocks that have such layers, or another attention.
         layers: Layers that can be, or have been, rewritten.
         refused: Layers that stay dense.
         warnings: What a user should know.
+        attention: Mechanisms that mix tokens in place of the family's own, in words.
     """
 
     model: str
@@ -82,6 +84,7 @@ class Inspection(_Facts):
     layers: tuple[LayerFacts, ...]
     refused: tuple[RefusedFacts, ...]
     warnings: tuple[str, ...]
+    attention: str = ""
 
 
 def inspect_model(
@@ -141,10 +144,11 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
         family=str(artifact.config.get("model_type", "unknown")),
         converted=True,
         parameters=_stored(artifact.store),
-        blocks=_blocks(artifact.layers),
+        blocks=_blocks((*artifact.attention, *artifact.layers)),
         layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
+        attention=describe_attention(artifact.attention),
     )
 
 
@@ -152,7 +156,7 @@ def _stored(store: WeightStore) -> int:
     return sum(prod(store.shape(key)) for key in store.keys())  # noqa: SIM118 - not a mapping
 
 
-def _blocks(layers: tuple[LayerPlan, ...]) -> tuple[str, ...]:
+def _blocks(layers: Sequence[AttentionPlan | LayerPlan]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry.block for entry in layers))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tcompress.anatomy import Anatomy, anatomy_of, supported_families
+from tests.support.hosts import VIDEOMAE
 from tests.support.tiny import TINY, TinyModel
 
 
@@ -62,6 +63,7 @@ RELATIVES = {
     "siglip": _like("clip", "Siglip"),
     "siglip_text_model": replace(_like("clip_text_model", "SiglipText")),
     "siglip_vision_model": replace(_like("clip_vision_model", "SiglipVision")),
+    "videomae": VIDEOMAE,
     "bert-decoder": TinyModel(
         "BertConfig",
         "BertLMHeadModel",

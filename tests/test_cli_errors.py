@@ -69,13 +69,13 @@ def test_value_of_a_wrong_type() -> None:
         (
             ["--method", "lprd"],
             "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
-            "`auto`, `none`",
+            "`auto`, `tga`, `tsa`, `hot`, `kronecker`, `multilinear`, `tam`, `none`",
             "did you mean `lprod`?",
         ),
         (
             ["--method", "qqq"],
             "unknown method `qqq`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
-            "`auto`, `none`",
+            "`auto`, `tga`, `tsa`, `hot`, `kronecker`, `multilinear`, `tam`, `none`",
             "see `tcompress methods`",
         ),
         (

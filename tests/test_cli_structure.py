@@ -11,9 +11,12 @@ import pytest
 import tcompress
 from tcompress.cli import complete
 from tcompress.cli.main import app
-from tcompress.cli.settings import METHOD_OPTIONS
+from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
 from tcompress.evaluation.tasks import TASKS
-from tcompress.recipe import method_names, recipe_names
+from tcompress.mechanisms import mechanisms
+from tcompress.mechanisms.kronecker import Kernel
+from tcompress.mechanisms.tam import Core
+from tcompress.recipe import mechanism_names, method_names, recipe_names
 from tcompress.recipe.methods import AutoSpec
 from tcompress.recipe.schema import DType
 from tcompress.structures import structures
@@ -114,6 +117,9 @@ def test_module_runs_as_a_program() -> None:
 
 def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert set(complete.METHODS) == set(method_names())
+    assert set(complete.MECHANISMS) == set(mechanism_names())
+    assert set(complete.KERNELS) == set(Kernel.__args__)  # type: ignore[attr-defined]
+    assert set(complete.CORE_FORMS) == set(Core.__args__)  # type: ignore[attr-defined]
     assert tuple(TASKS) == complete.TASKS
     assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
     assert set(complete.WAYS) == set(Way.__args__)  # type: ignore[attr-defined]
@@ -125,6 +131,9 @@ def test_method_options_exist() -> None:
     specs = [AutoSpec, *(item.spec for item in structures())]
     fields = {field for spec in specs for field in spec.model_fields}
     assert set(METHOD_OPTIONS) <= fields
+    own = {field for item in mechanisms() for field in item.spec.model_fields}
+    assert set(MECHANISM_OPTIONS) <= own
+    assert not set(MECHANISM_OPTIONS) & set(METHOD_OPTIONS)
     names = {info.name for info in app.registered_commands}
     assert names | {"recipes"} == set(COMMANDS)
 
@@ -132,6 +141,8 @@ def test_method_options_exist() -> None:
 def test_completion_of_words() -> None:
     assert complete.methods("l") == ["lprod", "lowrank"]
     assert complete.methods("q") == ["qtt"]
+    assert complete.methods("h") == ["hot"]
+    assert complete.structures("t") == ["tt", "tucker"]
     assert complete.ways("con") == ["contract"]
     assert complete.shares("m") == ["model"]
     assert complete.dtypes("b") == ["bfloat16"]

@@ -20,8 +20,9 @@ TOP = (
     "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
 )
 CONVERT = (
-    "`method`, `keep_layers`, `drop_layers`, `target`, `target_params`, `target_bytes`, "
-    "`max_error`, `allocation`, `residual_rank`, `keep`, `layers`, "
+    "`method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, `target`, "
+    "`target_params`, `target_bytes`, `max_error`, `allocation`, `residual_rank`, `keep`, `only`, "
+    "`layers`, "
     "`embeddings`, `calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (

@@ -85,7 +85,7 @@ def test_file_wins_over_shipped_recipe(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("encoder/minilm-lpord", "did you mean `encoder/minilm-lprod`"),
         ("bert-lprod-dct", "did you mean `encoder/bert-lprod-dct`"),
-        ("vit", "did you mean `vision/vit-lprod`"),
+        ("vit-lprd", "did you mean `vision/vit-lprod`"),
         ("qqqqqq", "give one of these, or a file that ends in `.yaml`"),
         ("../recipes/vision/vit-lprod", "did you mean `vision/vit-lprod`"),
     ],

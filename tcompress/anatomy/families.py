@@ -142,6 +142,15 @@ _VIT = Style(
         **_MLP_FC,
     }
 )
+_VIDEOMAE = Style(
+    {
+        "k": "attention.attention.key",
+        "v": "attention.attention.value",
+        "q": "attention.attention.query",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    }
+)
 _BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
 _CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})
 _LLAMA = Style({**_SELF_ATTN, **_GATED})
@@ -171,6 +180,7 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("mixtral qwen3_moe", (_MOE, _LLAMA)),
     ("t5 mt5 umt5", (_T5, _T5_GATED)),
     ("vit deit", (_VIT,)),
+    ("videomae", (_VIDEOMAE,)),
     ("clip clip_text_model clip_vision_model", (_CLIP,)),
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
 )

@@ -13,14 +13,14 @@ def model_card(manifest: Manifest) -> str:
     name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
     base = "" if name else f"base_model: {manifest.source.id}\n"
     shown, tags = name or manifest.source.id, "- tcompress\n"
-    if plan.entries or plan.depth:
+    if plan.changes_model or plan.depth:
         title, tags = f"{shown}, compressed with `{plan.method}`", tags + "- compressed\n"
         body, loading = _conversion(manifest), "It loads without tcompress. "
-        if plan.entries:
+        if plan.changes_model:
             loading = "Without `import tcompress`, loading stops with an error. "
     else:
         title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
-    first = "import tcompress\n" if plan.entries else ""
+    first = "import tcompress\n" if plan.changes_model else ""
     return f"""---
 library_name: transformers
 {base}tags:
@@ -54,6 +54,10 @@ def _conversion(manifest: Manifest) -> str:
     for item in plan.embeddings:
         rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
         done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
+    if plan.attention:
+        kinds = sorted({entry.layout.mechanism for entry in plan.attention})
+        count = len(plan.attention)
+        done.append(f"{' and '.join(kinds)} attention in {count} block{'s' * (count > 1)}")
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")

@@ -8,20 +8,26 @@ layers store `tc_*` tensors and an empty tensor under the dense name.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from tcompress.errors import ArtifactError, RecipeError
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import METHOD
 from tcompress.structures.experts import CHILD_OF
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: structured layers. 2: also attention mechanisms."""
+
 MANIFEST = "tcompress.json"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+E = TypeVar("E", LayerPlan, AttentionPlan)
+Entry = LayerPlan | AttentionPlan
 
 
 def check_format_version(version: Any) -> None:
@@ -38,13 +44,23 @@ def check_format_version(version: Any) -> None:
         )
 
 
-def quantization_section(layers: Sequence[LayerPlan]) -> dict[str, Any]:
+def needed_version(attention: Sequence[AttentionPlan]) -> int:
+    """Returns the oldest format that can hold a plan, so that older readers can have it."""
+    return 2 if attention else 1
+
+
+def quantization_section(
+    layers: Sequence[LayerPlan], attention: Sequence[AttentionPlan] = ()
+) -> dict[str, Any]:
     """Returns the section of `config.json` from which the model is rebuilt."""
-    dumped = [entry.model_dump(mode="json", exclude_defaults=True) for entry in layers]
+    plan = {"layers": [entry.model_dump(mode="json", exclude_defaults=True) for entry in layers]}
+    if attention:
+        dumped = [entry.model_dump(mode="json", exclude_defaults=True) for entry in attention]
+        plan["attention"] = dumped
     return {
         "quant_method": METHOD,
-        "format_version": FORMAT_VERSION,
-        "plan": {"layers": dumped},
+        "format_version": needed_version(attention),
+        "plan": plan,
     }
 
 
@@ -54,21 +70,39 @@ def parse_layers(plan: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
     Raises:
         ArtifactError: An entry is not understood; the message names it.
     """
-    layers = []
-    for index, entry in enumerate(plan.get("layers", ())):
+    return _parsed(plan.get("layers", ()), LayerPlan, "layer")
+
+
+def parse_attention(plan: Mapping[str, Any]) -> tuple[AttentionPlan, ...]:
+    """Reads back which attentions have another mechanism.
+
+    Raises:
+        ArtifactError: An entry is not understood; the message names it.
+    """
+    return _parsed(plan.get("attention", ()), AttentionPlan, "attention")
+
+
+def _parsed(entries: Sequence[Any], kind: type[E], what: str) -> tuple[E, ...]:
+    found = []
+    for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
         try:
-            layers.append(LayerPlan.model_validate(entry))
+            found.append(kind.model_validate(entry))
         except (ValidationError, RecipeError) as error:
             raise ArtifactError(
-                f"the plan in `config.json` is damaged at layer `{name}`: {error}",
+                f"the plan in `config.json` is damaged at {what} `{name}`: {error}",
                 "convert the model again, or take `config.json` from a good copy",
             ) from error
-    return tuple(layers)
+    return tuple(found)
 
 
-def stored_tensors(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
-    """Names, in the checkpoint, and shapes of what a rewritten layer stores, biases left out."""
+def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
+    """Names, in the checkpoint, and shapes of what an entry stores, biases left out."""
+    if isinstance(entry, AttentionPlan):
+        stored = dict(entry.tensor_shapes) | dict.fromkeys(entry.guards, (0,))
+        if entry.guard is not None:
+            stored[f"{entry.guard.name}.{FACTOR_PREFIX}weight"] = entry.guard.shape
+        return stored
     if entry.kind != "experts":
         names = dict(entry.tensor_shapes)
         names["weight"] = (0,)
@@ -79,7 +113,7 @@ def stored_tensors(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
     return {f"{entry.name}.{name}": shape for name, shape in names.items()}
 
 
-def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[LayerPlan, ...]:
+def renamed_like(layers: Sequence[E], keys: Collection[str]) -> tuple[E, ...]:
     """Renames a plan like the weights of a model that was saved again with another head.
 
     A model saved without its head, or with a head added, stores the same layers under names that
@@ -103,8 +137,19 @@ def renamed_like(layers: Sequence[LayerPlan], keys: Collection[str]) -> tuple[La
     return tuple(layers)
 
 
-def _moved(layer: LayerPlan, lost: str, gained: str) -> LayerPlan:
-    names = {"name": layer.name, "block": layer.block, "input_of": layer.input_of}
-    moved = {field: gained + name.removeprefix(lost) for field, name in names.items() if name}
-    banks = {bank: gained + name.removeprefix(lost) for bank, name in layer.bank_of.items()}
-    return layer.model_copy(update={**moved, "bank_of": banks})
+def _moved(entry: E, lost: str, gained: str) -> E:
+    def move(name: str) -> str:
+        return gained + name.removeprefix(lost)
+
+    changed: dict[str, Any] = {"name": move(entry.name), "block": move(entry.block)}
+    if isinstance(entry, AttentionPlan):
+        own = [layer.model_copy(update={"name": move(layer.name)}) for layer in entry.unused]
+        changed |= {"unused": tuple(own), "like": move(entry.like)}
+        if entry.guard is not None:
+            named = {"name": move(entry.guard.name)}
+            changed["guard"] = entry.guard.model_copy(update=named)
+        return entry.model_copy(update=changed)
+    if entry.input_of:
+        changed["input_of"] = move(entry.input_of)
+    changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
+    return entry.model_copy(update=changed)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import tcompress
-from tcompress.artifact.format import FORMAT_VERSION, MANIFEST, check_format_version
+from tcompress.artifact.format import MANIFEST, check_format_version
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import Plan
 
@@ -184,7 +184,7 @@ class TrainingFacts(_Section):
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     tool_version: str = Field(default_factory=lambda: tcompress.__version__)
     created: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     source: SourceFacts

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tcompress.artifact.format import (
     check_format_version,
+    parse_attention,
     parse_layers,
     renamed_like,
 )
@@ -18,7 +19,7 @@ from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.source.names import METHOD
 from tcompress.source.store import WeightStore
 
@@ -35,6 +36,7 @@ class Artifact:
         folder: Its folder.
         config: Content of `config.json`.
         layers: The rewritten layers, from `config.json`, named as in the weight files.
+        attention: The attentions that have another mechanism, likewise.
         manifest: Content of `tcompress.json`; None if the model was saved again elsewhere.
         store: Its weights, of which only the headers were read.
     """
@@ -42,6 +44,7 @@ class Artifact:
     folder: Path
     config: dict[str, Any] = field(repr=False)
     layers: tuple[LayerPlan, ...] = field(repr=False)
+    attention: tuple[AttentionPlan, ...] = field(repr=False)
     manifest: Manifest | None = field(repr=False)
     store: WeightStore = field(repr=False)
 
@@ -74,20 +77,23 @@ class Artifact:
         check_format_version(section.get("format_version"))
         problems: list[InputError] = []
         layers = _attempt(problems, lambda: parse_layers(_plan_of(section)))
+        attention = _attempt(problems, lambda: parse_attention(section.get("plan") or {}))
         store = _attempt(problems, lambda: WeightStore.open(folder))
         manifest = _attempt(problems, lambda: read_manifest(folder))
-        if layers is not None and manifest is not None and manifest.plan.entries != layers:
+        planned = None if manifest is None else (manifest.plan.entries, manifest.plan.attention)
+        read = layers is not None and attention is not None
+        if read and planned is not None and planned != (layers, attention):
             problems.append(
                 ArtifactError("`tcompress.json` and `config.json` hold different plans", _AGAIN)
             )
-        if layers is not None and store is not None:
+        if layers is not None and attention is not None and store is not None:
             names = store.keys()
             shapes = {key: tuple(store.shape(key)) for key in names}
-            layers = renamed_like(layers, shapes)
-            _attempt(problems, partial(verify_shapes, layers, shapes))
-        if problems or layers is None or store is None:
+            layers, attention = renamed_like(layers, shapes), renamed_like(attention, shapes)
+            _attempt(problems, partial(verify_shapes, (*layers, *attention), shapes))
+        if problems or layers is None or attention is None or store is None:
             raise _joined(folder, problems)
-        return cls(folder, config, layers, manifest, store)
+        return cls(folder, config, layers, attention, manifest, store)
 
     def verify_checksums(self) -> None:
         """Reads all weight files and compares their SHA-256 with the manifest.

@@ -6,23 +6,27 @@ from collections.abc import Collection, Mapping, Sequence
 
 from safetensors import SafetensorError, safe_open
 
-from tcompress.artifact.format import renamed_like, stored_tensors
+from tcompress.artifact.format import Entry, renamed_like, stored_tensors
 from tcompress.errors import ArtifactError
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 
 _SHOWN = 12
 _MARK = ".tc_"
 
 
 def verify_headers(
-    layers: Sequence[LayerPlan], files: Sequence[str], needed: Collection[str] | None = None
+    layers: Sequence[LayerPlan],
+    files: Sequence[str],
+    needed: Collection[str] | None = None,
+    attention: Sequence[AttentionPlan] = (),
 ) -> None:
     """Compares the headers of weight files with the plan.
 
     Args:
         layers: The plan.
         files: Weight files; others than safetensors are left to Transformers.
-        needed: Names of the layers that must be there; default all.
+        needed: Names of the layers and attentions that must be there; default all.
+        attention: Attentions with another mechanism.
 
     Raises:
         ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
@@ -30,19 +34,23 @@ def verify_headers(
     files = [file for file in files if file.endswith(".safetensors")]
     if files:
         found = _shapes(files)
-        known = renamed_like(layers, found)
+        asked: tuple[Entry, ...] = (*layers, *attention)
+        known: tuple[Entry, ...] = (
+            *renamed_like(layers, found),
+            *renamed_like(attention, found),
+        )
         chosen = [
             new
-            for old, new in zip(layers, known, strict=True)
+            for old, new in zip(asked, known, strict=True)
             if needed is None or old.name in needed
         ]
         verify_shapes(chosen, found, known)
 
 
 def verify_shapes(
-    layers: Sequence[LayerPlan],
+    layers: Sequence[Entry],
     found: Mapping[str, tuple[int, ...]],
-    known: Sequence[LayerPlan] = (),
+    known: Sequence[Entry] = (),
 ) -> None:
     """Compares shapes of stored tensors with the plan; see `verify_headers`.
 

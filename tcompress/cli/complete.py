@@ -7,6 +7,9 @@ from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
 METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker", "auto")
+MECHANISMS = ("tga", "tsa", "hot", "kronecker", "multilinear", "tam")
+KERNELS = ("softmax", "favor")
+CORE_FORMS = ("cp", "aligned", "tucker")
 SHARES = ("none", "heads", "layers", "model")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
@@ -38,14 +41,29 @@ _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet")
 
 
 def methods(incomplete: str) -> list[str]:
-    """Offers methods, and to rewrite no layer."""
+    """Offers structures, mechanisms, and to rewrite no layer."""
+    return _starting((*METHODS, *MECHANISMS, "none"), incomplete)
+
+
+def structures(incomplete: str) -> list[str]:
+    """Offers structures, and none."""
     return _starting((*METHODS, "none"), incomplete)
+
+
+def kernels(incomplete: str) -> list[str]:
+    """Offers kernels of Kronecker attention."""
+    return _starting(KERNELS, incomplete)
+
+
+def core_forms(incomplete: str) -> list[str]:
+    """Offers forms of the core of TAM."""
+    return _starting(CORE_FORMS, incomplete)
 
 
 def method_lists(incomplete: str) -> list[str]:
     """Offers methods with commas between."""
     before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in methods(last)]
+    return [f"{before}{comma}{name}" for name in structures(last)]
 
 
 def structure_lists(incomplete: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from tcompress.cli import attention_options as att
 from tcompress.cli import options as opt
 from tcompress.cli.job import Access, Job, Manner, perform, show_plan
 
@@ -21,6 +22,7 @@ EPILOG = opt.examples(
     "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
     "tcompress convert minilm --method svd --target 0.25 --embeddings svd",
     "tcompress convert gpt2 --method tucker --share layers --target 0.25",
+    "tcompress convert vit-base --method hot --structure lprod --p 4",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
@@ -31,6 +33,14 @@ def convert(
     model: opt.Model,
     recipe: opt.RecipeOption = None,
     method: opt.Method = None,
+    structure: att.Structure = None,
+    layers: att.AttentionLayers = None,
+    filter_order: att.FilterOrder = None,
+    grid: att.Grid = None,
+    fold: att.Fold = None,
+    kernel: att.Kernel = None,
+    core: att.CoreForm = None,
+    length: att.Length = None,
     p: opt.Slices = None,
     transform: opt.Transform = None,
     block: opt.BlockSize = None,
@@ -50,6 +60,7 @@ def convert(
     allocation: opt.Allocation = None,
     residual_rank: opt.ResidualRank = None,
     keep: opt.Keep = None,
+    only: opt.Only = None,
     keep_layers: opt.KeepLayers = None,
     drop_layers: opt.DropLayers = None,
     embeddings: opt.Embeddings = None,

@@ -29,6 +29,21 @@ def dropped_blocks(texts: Sequence[str]) -> Any:
     return _by_stack("--drop-layers", texts, _count, "a number of blocks such as `3`")
 
 
+def block_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Reads `1,3,5` or `0-5,11`.
+
+    Raises:
+        RecipeError: It is neither.
+    """
+    found = _indices(text)
+    if found is None:
+        raise RecipeError(
+            f"`{option}` is `{text}`, allowed are block numbers such as `1,3,5` or `0-5,11`",
+            "see `tcompress convert --help`",
+        )
+    return found
+
+
 def _by_stack(option: str, texts: Sequence[str], read: Any, allowed: str) -> Any:
     found: dict[str, Any] = {}
     for text in texts:

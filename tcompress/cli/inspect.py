@@ -49,6 +49,8 @@ def inspect(
         f"{len(found.blocks)} blocks, {found.parameters:,} parameters",
         soft_wrap=True,
     )
+    if found.attention:
+        screen.print(f"attention: {found.attention}")
     for warning in found.warnings:
         screen.print(f"warning: {warning}", soft_wrap=True, style="yellow")
     screen.print(_layer_table(found, each=layers))

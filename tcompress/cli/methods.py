@@ -9,6 +9,7 @@ from tcompress.cli import options as opt
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tcompress.mechanisms import Mechanism
     from tcompress.structures import Spec, Structure
 
 EPILOG = opt.examples("tcompress methods", "tcompress methods --json")
@@ -19,9 +20,11 @@ def methods(json: opt.Json = False) -> None:
     from tcompress.cli.output import print_json, results, silence_libraries
 
     silence_libraries(verbose=False)
+    from tcompress.mechanisms import mechanisms
     from tcompress.structures import structures
 
     facts = [*(method_facts(item) for item in structures()), auto_facts()]
+    facts += [method_facts(item) for item in mechanisms()]
     if json:
         print_json({"methods": facts})
         return
@@ -29,21 +32,24 @@ def methods(json: opt.Json = False) -> None:
     for method in facts:
         also = f" (also `{'`, `'.join(method['aliases'])}`)" if method["aliases"] else ""
         screen.print(f"{method['name']}{also}: {method['summary']}", style="bold")
-        screen.print(method["reference"], style="dim")
+        kind = "attention" if "mechanism" in method else "structure"
+        screen.print(f"{kind}; {method['reference']}", style="dim")
         screen.print(_table(method["options"]))
 
 
-def method_facts(item: Structure[Any, Any]) -> dict[str, Any]:
+def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, Any]:
     """Describes a method from the registry.
 
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
+    from tcompress.structures import Structure
+
     names = item.spec.model_fields["name"].annotation.__args__
     return {
         "name": names[0],
         "aliases": list(names[1:]),
-        "structure": item.name,
+        "structure" if isinstance(item, Structure) else "mechanism": item.name,
         "summary": item.summary,
         "reference": item.reference,
         "options": _options(item.spec),
@@ -66,14 +72,14 @@ def auto_facts() -> dict[str, Any]:
 
 
 def _options(spec: type[Spec]) -> list[dict[str, Any]]:
-    from tcompress.cli.settings import METHOD_OPTIONS, flag
+    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS, flag
     from tcompress.recipe.words import describe
 
     schema = spec.model_json_schema()
     return [
         {
             "name": name,
-            "option": flag(name) if name in METHOD_OPTIONS else None,
+            "option": flag(name) if name in (*METHOD_OPTIONS, *MECHANISM_OPTIONS) else None,
             "type": describe(fragment, schema),
             "default": fragment.get("default"),
             "description": fragment["description"],

@@ -82,9 +82,10 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="`lprod`, `svd`, `tt`, ... (see `tcompress methods`), or `auto`: the best of several "
-        "for each layer. Default `lprod`; `none`, which "
-        "rewrites no layer, where only blocks are dropped.",
+        help="A structure of weights (`lprod`, `svd`, `tt`, ...), `auto`, which chooses the best "
+        "of several for each layer, or a mechanism of attention (`hot`, `tga`, ...); see "
+        "`tcompress methods`. Default `lprod`; `none`, which rewrites no layer, where only blocks "
+        "are dropped.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
     ),
@@ -235,13 +236,22 @@ Embeddings = Annotated[
         help="Rewrite the word embedding too, and an output head tied to it: `svd`, `tt`, `qtt` "
         "or `tucker`. Alone, or with a method for the layers.",
         rich_help_panel=METHOD,
-        autocompletion=complete.methods,
+        autocompletion=complete.structures,
     ),
 ]
 EmbeddingTarget = Annotated[
     float | None,
     typer.Option(
         help="Kept fraction of the word embedding. Default that of `--target`, or 0.25.",
+        rich_help_panel=METHOD,
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Rewrite only these layers: a name, the end of one, a role, or with `*`. Repeatable.",
         rich_help_panel=METHOD,
     ),
 ]

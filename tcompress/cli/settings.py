@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
+from tcompress.cli.mechanisms import mechanism_spec, split_method
+from tcompress.cli.names import METHOD_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -19,22 +21,6 @@ NO_METHOD = "none"
 EMBEDDING_TARGET = 0.25
 """Kept fraction of the word embedding where none is given, nor one for the layers."""
 """Rewrite no layer."""
-
-METHOD_OPTIONS = (
-    "p",
-    "transform",
-    "block",
-    "stages",
-    "tubal_rank",
-    "rank",
-    "order",
-    "apply",
-    "share",
-    "cores",
-    "tol",
-    "offer",
-)
-"""Options of `convert` that belong to a method: fields of its options in a recipe."""
 
 _CALIBRATION = {
     "calib": "source",
@@ -50,11 +36,6 @@ BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "dtype", "device", "max_shard_size")
-
-
-def flag(field: str) -> str:
-    """Names the option that sets a field."""
-    return f"--{field.replace('_', '-')}"
 
 
 def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Convert:
@@ -82,16 +63,19 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
     if any(name in given for name in (*BUDGETS, "tol", "rank")):  # in place of the recipe's
         base |= {name: None for name in BUDGETS if name in base}
+    attention = split_method(given, base)
     blocks = _blocks(given)
     embeddings = _embeddings(given, base.get("embeddings"))
     left = {**base, **blocks, "embeddings": embeddings}
     data = {
         **base,
         **blocks,
+        **attention,
         "embeddings": embeddings,
         "method": _method(given, base.get("method") or {}, without=_cuts(left)),
         "calibration": base["calibration"] | _calibration(given),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
+        "only": (*base.get("only", ()), *given.get("only", ())),
         **{name: given[name] for name in _CONVERT if name in given},
     }
     try:
@@ -159,7 +143,7 @@ def _cuts(data: Mapping[str, Any]) -> bool:
 
 
 def _method_class(name: str) -> type[Spec]:
-    from tcompress.recipe import method_names
+    from tcompress.recipe import mechanism_names, method_names
     from tcompress.recipe.methods import AutoSpec, names_of
     from tcompress.structures import structures
 
@@ -168,7 +152,7 @@ def _method_class(name: str) -> type[Spec]:
     for item in structures():
         if name in names_of(item):
             return item.spec
-    known = (*method_names(), NO_METHOD)
+    known = (*method_names(), *mechanism_names(), NO_METHOD)
     listed = ", ".join(f"`{word}`" for word in known)
     hint = suggestion(name, known) or "see `tcompress methods`"
     raise RecipeError(f"unknown method `{name}`; methods are {listed}", hint)
@@ -185,7 +169,7 @@ def _method(
     from tcompress.recipe import default_method
 
     chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
-    about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep"))
+    about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep", "only"))
     name = given.get("method") or base.get("name") or default_method(without and not about_layers)
     if name in (None, NO_METHOD):
         if chosen:
@@ -257,8 +241,8 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
 
 def _place(steps: Sequence[str]) -> tuple[str, str]:
     """Section and field of an error; behind the field validation names members of unions."""
-    if steps[0] == "method":  # the name of the method comes between
-        return "method", steps[min(2, len(steps) - 1)]
+    if steps[0] in ("method", "attention"):  # the name that selects comes between
+        return steps[0], steps[min(2, len(steps) - 1)]
     if steps[0] == "calibration":
         return "calibration", steps[min(1, len(steps) - 1)]
     if steps[0] == "embeddings":
@@ -286,6 +270,8 @@ def _fragment(
     owner = {"calibration": "Calibration", "embeddings": "Embeddings"}.get(section, "Convert")
     if section == "method":
         owner = _method_class(data["method"]["name"]).__name__
+    if section == "attention":
+        owner = mechanism_spec(data["attention"]["name"]).__name__
     found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(field)
     return found
 

@@ -225,11 +225,18 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
 
 def _method(text: str) -> Any:
     """Reads `svd`, or `lprod:p=8:transform=dct`."""
-    from tcompress.cli.settings import METHOD_OPTIONS, conversion
+    from tcompress.cli.names import METHOD_OPTIONS
+    from tcompress.cli.settings import conversion
+    from tcompress.recipe import mechanism_names
 
     # A tolerance leaves nothing to targets, and lists of structures have commas of their own.
     allowed = [item for item in METHOD_OPTIONS if item not in ("tol", "offer")]
     name, *pairs = [word.strip() for word in text.split(":")]
+    if name in mechanism_names():
+        raise RecipeError(
+            f"a sweep compares structures of weights, and `{name}` is a mechanism of attention",
+            f"convert with it alone: `tcompress convert MODEL --method {name}`",
+        )
     options: dict[str, Any] = {}
     for pair in pairs:
         option, equals, value = pair.partition("=")

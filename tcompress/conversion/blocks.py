@@ -20,9 +20,10 @@ from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.shared import NO_BANKS, Banks
 from tcompress.conversion.sums import SplitSums
 from tcompress.errors import DataError, FitError
+from tcompress.integration.attention import SEED, install_attention
 from tcompress.integration.build import fill, install_layers, set_module
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures.bank import BankModule
 
@@ -61,6 +62,8 @@ class BlockFitter:
         whole: The dense model with all its blocks, where `source` lacks some. Its states are
             aimed at, so that what is left makes up for blocks that are gone.
         tables: Rewritten word embeddings by module path, fitted before.
+        attention: Attentions that get another mechanism; the layers behind them are fitted to what
+            it yields.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class BlockFitter:
         device: torch.device,
         whole: SourceModel | None = None,
         tables: Mapping[str, nn.Module] = MappingProxyType({}),
+        attention: Sequence[AttentionPlan] = (),
     ) -> None:
         self._source = source
         self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
@@ -102,6 +106,8 @@ class BlockFitter:
         keymap = source.keymap
         self._paths = {entry.name: keymap.runtime_name(entry.name) or "" for entry in entries}
         self._entries = {(self._paths[entry.name], entry.parameter): entry for entry in entries}
+        self._attention = {keymap.runtime_name(entry.name) or "": entry for entry in attention}
+        self._runtime = keymap.runtime_name
         moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
         self._dense = [Stream(self._skeleton.model, batch) for batch in moved]
         self._new = [Stream(self._skeleton.model, batch, rewritten=True) for batch in moved]
@@ -167,6 +173,7 @@ class BlockFitter:
         dense = self._skeleton.load_block(before)
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
+        self._exchange(block, new)
         experts = [layer.name for layer in block.layers if layer.kind == "experts"]
         inside = experts[0].removeprefix(f"{block.name}.") if experts else None
         routing = Routing(dense, inside)
@@ -184,6 +191,20 @@ class BlockFitter:
         self._advance(self._new, new.forward, routing)
         self._skeleton.drop_block(before)
         return stored or result
+
+    def _exchange(self, block: Block, new: nn.Module) -> None:
+        """Gives the block's attention its mechanism, before anything is fitted."""
+
+        def inside(name: str) -> str | None:
+            return (self._runtime(name) or "").removeprefix(f"{block.name}.")
+
+        own = [e for path, e in self._attention.items() if path.startswith(f"{block.name}.")]
+        # The guard is a matter of storage.
+        plain = [entry.model_copy(update={"guard": None}) for entry in own]
+        made = install_attention(new, plain, inside, dtype=torch.float32, device=self._device)
+        for module in made.values():
+            module.fill(SEED, pretrained=True)
+            module.requires_grad_(False)
 
     def _check_end(self, block: str) -> None:
         """Makes sure that no block follows the last one, such as one that runs again."""

@@ -11,10 +11,12 @@ from torch import Tensor
 from tcompress.artifact.shards import Stored
 from tcompress.conversion.fit import FittedLayer
 from tcompress.errors import FitError
+from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.source import SourceModel
+from tcompress.source.keymap import FACTOR_PREFIX
 
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of input sides and those that share them."""
@@ -40,6 +42,8 @@ class Outputs:
         dtype: Dtype asked for, or None to keep that of the source.
         copied: Checkpoint names of tensors that are carried over.
         made: Clusters by the names of the tensors they yield.
+        started: Attentions by the names of the tensors that their mechanisms store.
+        moved: Checkpoint names of dense tensors by the name under which they are stored.
         tensors: Everything that will be written.
     """
 
@@ -47,11 +51,17 @@ class Outputs:
     dtype: torch.dtype | None
     copied: set[str] = field(default_factory=set)
     made: dict[str, Cluster] = field(default_factory=dict)
+    started: dict[str, AttentionPlan] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, source: SourceModel, layers: Sequence[LayerPlan], dtype: torch.dtype | None
+        cls,
+        source: SourceModel,
+        layers: Sequence[LayerPlan],
+        dtype: torch.dtype | None,
+        attention: Sequence[AttentionPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
@@ -61,15 +71,44 @@ class Outputs:
                 for key in self._sources(entry):
                     replaced[key] = cluster
         done: set[int] = set()
+        guarded = {self._key(e.guard.name, "weight"): e for e in attention if e.guard}
+        unused = {
+            self._key(layer.name, leaf)
+            for entry in attention
+            for layer in entry.unused
+            for leaf in (("weight", "bias") if layer.bias else ("weight",))
+        }
         store = source.store
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key not in replaced:
+            if key in unused:
+                continue
+            if key in guarded:
+                guard = guarded[key].guard
+                assert guard is not None
+                name = f"{guard.name}.{FACTOR_PREFIX}weight"
+                self.moved[name] = key
+                self.tensors.append(Stored(name, guard.shape, self._cast(key)))
+            elif key not in replaced:
                 self.copied.add(key)
                 self.tensors.append(Stored(key, tuple(store.shape(key)), self._cast(key)))
             elif id(replaced[key]) not in done:
                 done.add(id(replaced[key]))
                 self._add_cluster(replaced[key])
+        for other in attention:
+            self._add_mechanism(other)
         return self
+
+    def _key(self, name: str, leaf: str) -> str:
+        """Name in the checkpoint of a tensor of a planned module."""
+        path = self.source.keymap.runtime_name(name) or name
+        return self.source.keymap.sources(f"{path}.{leaf}").keys[0]
+
+    def _add_mechanism(self, entry: AttentionPlan) -> None:
+        dtype = self._cast(self._key(entry.like, "weight"))
+        shapes = dict(entry.tensor_shapes) | dict.fromkeys(entry.guards, (0,))
+        for key, shape in shapes.items():
+            self.started[key] = entry
+            self.tensors.append(Stored(key, shape, dtype))
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
         keymap, path = self.source.keymap, self.runtime_name(entry)
@@ -116,17 +155,30 @@ def layer_values(
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def copied_value(source: SourceModel, item: Stored) -> Tensor:
+def started_value(entry: AttentionPlan, item: Stored) -> Tensor:
+    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight."""
+    if item.key in entry.guards:
+        return torch.empty(0, dtype=item.dtype)
+    return first_values(entry)[item.key].to(item.dtype)
+
+
+def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:
     """Reads a tensor that is carried over.
+
+    Args:
+        source: The dense model.
+        item: What is stored.
+        key: Its name in the source, where that is another.
 
     Raises:
         FitError: It holds NaN; infinities may be masks.
     """
-    tensor = source.store.tensor(item.key)
+    key = item.key if key is None else key
+    tensor = source.store.tensor(key)
     if tensor.is_floating_point() and tensor.numel():
         low, high = torch.aminmax(tensor)
         if bool(torch.isnan(low)) or bool(torch.isnan(high)):
-            name = source.store.name_inside(item.key)
+            name = source.store.name_inside(key)
             raise FitError(
                 f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
             )

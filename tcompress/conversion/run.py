@@ -15,7 +15,7 @@ from torch import Tensor
 import tcompress
 from tcompress.anatomy import anatomy_of
 from tcompress.artifact.card import model_card
-from tcompress.artifact.format import CARD, quantization_section
+from tcompress.artifact.format import CARD, needed_version, quantization_section
 from tcompress.artifact.manifest import (
     CalibrationFacts,
     Manifest,
@@ -32,7 +32,13 @@ from tcompress.conversion.depth import choose_blocks
 from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed, read_table
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
-from tcompress.conversion.outputs import Cluster, Outputs, copied_value, layer_values
+from tcompress.conversion.outputs import (
+    Cluster,
+    Outputs,
+    copied_value,
+    layer_values,
+    started_value,
+)
 from tcompress.conversion.survey import Survey
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
@@ -185,7 +191,7 @@ class _Job:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
-        self.outputs = Outputs.of(self.source, self.plan.entries, dtype)
+        self.outputs = Outputs.of(self.source, self.plan.entries, dtype, self.plan.attention)
         self.block_of = {
             layer.name: block.name
             for block in anatomy_of(self.source.meta_model()).blocks
@@ -233,6 +239,7 @@ class _Job:
             device=self.device,
             whole=self.dense,
             tables=self.tables,
+            attention=self.plan.attention,
         )
         for result in fitter.run(
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
@@ -265,6 +272,10 @@ class _Job:
         """Makes the value of one output tensor."""
         if item.key in self.outputs.copied:
             return copied_value(self.source, item)
+        if item.key in self.outputs.moved:
+            return copied_value(self.source, item, self.outputs.moved[item.key])
+        if item.key in self.outputs.started:
+            return started_value(self.outputs.started[item.key], item)
         if item.key not in self.values:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
         return self.values.pop(item.key)
@@ -317,6 +328,7 @@ class _Job:
             shutil.copyfile(self.source.folder / path, target)
         data = self.data
         manifest = Manifest(
+            format_version=needed_version(self.plan.attention),
             source=SourceFacts(
                 id=self.source.id,
                 revision=self.source.revision,
@@ -352,6 +364,7 @@ class _Job:
         if self.recipe.dtype is not None:
             raw.pop("torch_dtype", None)
             raw["dtype"] = self.recipe.dtype
-        if self.plan.entries:  # else it is a plain model
-            raw["quantization_config"] = quantization_section(self.plan.entries)
+        if self.plan.changes_model:  # else it is a plain model
+            section = quantization_section(self.plan.entries, self.plan.attention)
+            raw["quantization_config"] = section
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -48,10 +48,16 @@ def export_dense(
 
     Raises:
         ArtifactError: `folder` holds no converted model, or a damaged one.
-        InputError: `output` cannot be written.
+        InputError: `output` cannot be written, or the model has another attention mechanism.
         FitError: A weight is not finite in the dtype that the layer is stored in.
     """
     artifact = Artifact.open(folder)
+    if artifact.attention:
+        kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))
+        raise InputError(
+            f"`{folder}` mixes tokens by {kinds} attention, which no plain model does",
+            "load it with `import tcompress`; layers alone can be multiplied out",
+        )
     output = Path(output).expanduser().absolute()
     if output.resolve() == artifact.folder.resolve():
         raise InputError(

@@ -18,8 +18,9 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import check_format_version, parse_layers
+from tcompress.artifact.format import check_format_version, parse_attention, parse_layers
 from tcompress.artifact.verify import verify_headers
+from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
@@ -71,10 +72,14 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
         layers = parse_layers(self.quantization_config.plan)
-        needed = {entry.name for entry in layers if keymap.runtime_name(entry.name) is not None}
+        attention = parse_attention(self.quantization_config.plan)
+        names = {entry.name for entry in layers} | {entry.name for entry in attention}
+        needed = {name for name in names if keymap.runtime_name(name) is not None}
         files: Iterable[str] = kwargs.get("checkpoint_files") or ()
-        verify_headers(layers, [str(file) for file in files], needed)
-        install_layers(model, layers, keymap.runtime_name, dtype=kwargs.get("dtype"), device="meta")
+        verify_headers(layers, [str(file) for file in files], needed, attention)
+        place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
+        install_layers(model, layers, keymap.runtime_name, **place)
+        install_attention(model, attention, keymap.runtime_name, **place)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,11 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     for entry in plan.embeddings:
         for name in tied_to(source, source.keymap.runtime_name(entry.name) or entry.name):
             replaced.update(source.keymap.sources(f"{name}.weight").keys)
+    for other in plan.attention:  # queries that a mechanism does not need
+        for layer in other.unused:
+            path = source.keymap.runtime_name(layer.name) or layer.name
+            leaves = ("weight", "bias") if layer.bias else ("weight",)
+            replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
     return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
 
 
@@ -41,6 +46,10 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     )
     for entry in plan.entries:
         total += entry.parameters * weight_bytes(source, entry, dtype)
+    for other in plan.attention:
+        path = source.keymap.runtime_name(other.like) or other.like
+        own = store.dtype(source.keymap.sources(f"{path}.weight").keys[0])
+        total += other.parameters * _itemsize(own, asked)
     return total
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tcompress.mechanisms.base import AnyMechanismLayout, mechanism
+from tcompress.mechanisms.module import CHILD
 from tcompress.recipe.budget import BudgetKind
 from tcompress.structures.bank import bank_module
 from tcompress.structures.base import Layout, Shapes, Side, structure
@@ -117,6 +119,80 @@ class LayerPlan(_Entry):
                 if not index and not self.input_of:
                     total += kind.side_macs(layout, "in") * tokens
         return total
+
+
+class DenseLayer(_Entry):
+    """A dense projection of an attention.
+
+    Attributes:
+        name: Name of the module in the checkpoint.
+        role: What it does.
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Whether it has a bias.
+        transposed: Whether its weight is stored as (in, out).
+    """
+
+    name: str
+    role: str
+    in_features: int
+    out_features: int
+    bias: bool
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight as it is stored."""
+        shape = (self.out_features, self.in_features)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the weight and the bias."""
+        return self.out_features * (self.in_features + self.bias)
+
+
+class AttentionPlan(_Entry):
+    """One attention that gets another mechanism.
+
+    Attributes:
+        name: Name of the host's attention in the checkpoint.
+        block: Name of the block in the checkpoint.
+        layout: The mechanism.
+        unused: Projections that are dropped, since the mechanism has no use for them.
+        guard: A layer that stays dense and is stored under another name, so that plain
+            Transformers stops; needed once in a model where no layer is rewritten.
+        like: Name of a projection whose dtype the mechanism's tensors have.
+    """
+
+    name: str
+    block: str
+    layout: AnyMechanismLayout
+    unused: tuple[DenseLayer, ...] = ()
+    guard: DenseLayer | None = None
+    like: str
+
+    @property
+    def tensor_shapes(self) -> Shapes:
+        """Names in the checkpoint, and shapes, of the mechanism's own tensors."""
+        shapes = mechanism(self.layout.mechanism).tensors(self.layout)
+        return {f"{self.name}.{CHILD}.{name}": shape for name, shape in shapes.items()}
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """Names in the checkpoint of tensors that are stored empty."""
+        guarded = (*self.unused, *((self.guard,) if self.guard else ()))
+        return tuple(f"{layer.name}.weight" for layer in guarded)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the mechanism."""
+        return sum(prod(shape) for shape in self.tensor_shapes.values())
+
+    @property
+    def saved(self) -> int:
+        """Parameters that the model loses."""
+        return sum(layer.parameters for layer in self.unused) - self.parameters
 
 
 class Left(_Entry):
@@ -238,6 +314,7 @@ class Plan(_Entry):
 
     Attributes:
         layers: Layers of the blocks to be rewritten, in order of execution.
+        attention: Attentions that get another mechanism.
         embeddings: Tables of word embeddings to be rewritten: words are their output features.
         left: Layers of the blocks that stay dense.
         source: Name of the source model.
@@ -252,6 +329,7 @@ class Plan(_Entry):
     """
 
     layers: tuple[LayerPlan, ...]
+    attention: tuple[AttentionPlan, ...] = ()
     embeddings: tuple[LayerPlan, ...] = ()
     left: tuple[Left, ...] = ()
     source: str = ""
@@ -294,7 +372,14 @@ class Plan(_Entry):
     @property
     def saved_in_blocks(self) -> int:
         """Those of them that its blocks lose, or that dropped blocks had."""
-        return self.dense_rewritten - self.structured_rewritten + self.dropped_parameters
+        rewritten = self.dense_rewritten - self.structured_rewritten
+        exchanged = sum(entry.saved for entry in self.attention)
+        return rewritten + exchanged + self.dropped_parameters
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the result needs tcompress to load: a plain model only lost blocks."""
+        return bool(self.entries or self.attention)
 
     @property
     def kept(self) -> float:

@@ -10,11 +10,12 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
+from tcompress.planning.attention import plan_attention, with_guard
 from tcompress.planning.depth import cut_to, plan_depth, with_depth
 from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.goals import STAND_IN, plan_within
-from tcompress.planning.match import matches, nearest
+from tcompress.planning.match import check_patterns, left_out, matches
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
@@ -33,6 +34,7 @@ class _Planner:
     source: SourceModel
     anatomy: Anatomy
     choices: Choices
+    unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     pools: Pools = field(default_factory=Pools)
@@ -77,6 +79,7 @@ class _Planner:
         What an input side costs each of them depends on how many share it, which is known only
         when they are planned: a second look settles it.
         """
+        group = [layer for layer in group if layer.weight_name not in self.unused]
         plain = sum(layer.kind != "experts" for layer in group)
         sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
         for _ in group:
@@ -143,7 +146,7 @@ class _Planner:
 
     def _choice(self, names: Sequence[str]) -> Choice | None:
         recipe = self.recipe
-        if any(matches(pattern, names) for pattern in recipe.keep):
+        if left_out(names, recipe.keep, recipe.only):
             return None
         choice: Choice | None = _usual(recipe)
         for rule in recipe.layers:
@@ -237,7 +240,7 @@ def make_plan(
     """
     model = source.meta_model()
     if not source.renumbered:  # a pattern may be about blocks that are dropped
-        _check_patterns(recipe, model, source)
+        check_patterns(recipe, model, source)
     depth = plan_depth(recipe, source)
     label = method_label or recipe.label
     if depth is not None:
@@ -253,7 +256,8 @@ def _plan(
 ) -> Plan:
     anatomy = anatomy_of(model)
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
-    planner = _Planner(recipe, source, anatomy, choices)
+    exchanged = plan_attention(recipe, source, anatomy)
+    planner = _Planner(recipe, source, anatomy, choices, exchanged.unused)
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:
@@ -261,8 +265,10 @@ def _plan(
     blocks = {block.name for block in anatomy.blocks}
     return Plan(
         layers=tuple(planner.layers),
+        attention=with_guard(exchanged.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
-        left=tuple(planner.left)
+        left=exchanged.left
+        + tuple(planner.left)
         + tuple(
             Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
             for item in (anatomy.refused if recipe.method else ())
@@ -276,33 +282,8 @@ def _plan(
             for name in blocks
             for parameter in model.get_submodule(name).parameters()
         ),
-        warnings=(*anatomy.warnings, *note_of(planner.layers)),
+        warnings=(*anatomy.warnings, *exchanged.notes, *note_of(planner.layers)),
     )
-
-
-def _check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
-    names = [name for name, _ in model.named_modules() if name]
-    store_names = source.store.keys()
-    stored = [key.removesuffix(".weight") for key in source.store.keys()]  # noqa: SIM118 - not a mapping
-    layers = anatomy_of(model).layers
-    roles = {layer.role for layer in layers}
-    weights = [layer.weight_name for layer in layers]
-    prefixes = [(layer, name) for layer in layers for name in _stored(layer, source)]
-    weights += [name for _, name in prefixes]
-    weights += [f"{name}.{layer.parameter}" for layer, name in prefixes]
-    known = [*names, *stored, *store_names, *weights, *roles]
-    patterns = [*recipe.keep, *(rule.match for rule in recipe.layers)]
-    lost = [pattern for pattern in patterns if not matches(pattern, known)]
-    if lost:
-        listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        raise PlanError(f"no layer matches {listed}", nearest(lost[0], known))
-
-
-def _stored(layer: Layer, source: SourceModel) -> list[str]:
-    try:
-        return [source.keymap.checkpoint_prefix(layer.name)]
-    except SourceError:
-        return []
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:

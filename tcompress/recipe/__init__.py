@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tcompress.recipe.attention import AttentionSpec, mechanism_names
     from tcompress.recipe.docs import json_schema, reference_markdown
     from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
     from tcompress.recipe.load import change_recipe, dump_recipe, load_recipe, parse_recipe
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RECIPE_VERSION",
+    "AttentionSpec",
     "AutoSpec",
     "Calibration",
     "Convert",
@@ -42,6 +44,7 @@ __all__ = [
     "find_recipe",
     "json_schema",
     "load_recipe",
+    "mechanism_names",
     "method_names",
     "parse_recipe",
     "recipe_names",
@@ -52,6 +55,7 @@ __all__ = [
 
 _HOMES = {
     "RECIPE_VERSION": "schema",
+    "AttentionSpec": "attention",
     "AutoSpec": "methods",
     "Calibration": "schema",
     "Convert": "schema",
@@ -65,6 +69,7 @@ _HOMES = {
     "find_recipe": "library",
     "json_schema": "docs",
     "load_recipe": "load",
+    "mechanism_names": "attention",
     "method_names": "methods",
     "parse_recipe": "load",
     "recipe_names": "library",

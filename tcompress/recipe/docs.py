@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tcompress.recipe.methods import AUTO, AUTO_ABOUT, AutoSpec
+from pydantic import BaseModel
+
+from tcompress.mechanisms import mechanisms
+from tcompress.recipe.methods import AUTO_ABOUT, AutoSpec
 from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import Fragment, describe, quoted, resolve
-from tcompress.structures import Spec, structures
+from tcompress.structures import structures
 
 _INTRO = """\
 # Recipe reference
@@ -23,7 +26,8 @@ _HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
     schema = Recipe.model_json_schema()
-    specs: list[type[Spec]] = [*(item.spec for item in structures()), AutoSpec]
+    specs: list[type[BaseModel]] = [*(item.spec for item in structures()), AutoSpec]
+    specs += [item.spec for item in mechanisms()]
     for spec in specs:
         options = schema["$defs"][spec.__name__]
         # The name may be left out where options are built in Python, but not in a file.
@@ -51,13 +55,22 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
 
 def _method_sections(root: Fragment) -> Iterator[str]:
     for item in structures():
-        fragment = root["$defs"][item.spec.__name__]
-        raw = fragment["properties"]["name"]
-        names = quoted(raw.get("enum", [raw.get("const")]))
         about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
-        yield f"## Method {names}\n\n{about}\n\n{_table(fragment, 'convert.method', root)}"
-    fragment = root["$defs"][AutoSpec.__name__]
-    yield f"## Method `{AUTO}`\n\n{AUTO_ABOUT}\n\n{_table(fragment, 'convert.method', root)}"
+        yield _options_section("Method", "convert.method", item.spec, about, root)
+    yield _options_section("Method", "convert.method", AutoSpec, AUTO_ABOUT, root)
+    for other in mechanisms():
+        about = f"{_sentence(other.summary)} {_sentence(other.reference)}"
+        yield _options_section("Attention", "convert.attention", other.spec, about, root)
+
+
+def _options_section(
+    title: str, path: str, spec: type[BaseModel], about: str, root: Fragment
+) -> str:
+    """Writes the options of a structure, of `auto` or of a mechanism."""
+    fragment = root["$defs"][spec.__name__]
+    raw = fragment["properties"]["name"]
+    names = quoted(raw.get("enum", [raw.get("const")]))
+    return f"## {title} {names}\n\n{about}\n\n{_table(fragment, path, root)}"
 
 
 def _table(fragment: Fragment, path: str, root: Fragment) -> str:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
+from tcompress.mechanisms import MechanismSpec
 from tcompress.recipe.document import (
     Document,
     Key,
@@ -131,7 +132,7 @@ def _sparse(value: Any) -> Any:
     for name, info in type(value).model_fields.items():
         item = getattr(value, name)
         # A method is told by its name, so that is written even where it is the default.
-        tag = isinstance(value, Spec) and name == "name"
+        tag = isinstance(value, Spec | MechanismSpec) and name == "name"
         if tag or info.is_required() or item != info.get_default(call_default_factory=True):
             result[name] = _sparse(item)
     return result

@@ -8,12 +8,21 @@ from typing import Any
 from tcompress.recipe.schema import Convert
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
+_MECHANISM_LETTERS = {
+    "filter_order": "k",
+    "grid": "",
+    "fold": "f",
+    "kernel": "",
+    "core": "",
+    "length": "t",
+}
 
 
 def short_name(convert: Convert) -> str:
     """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
     method: Any = convert.method
-    words = [] if method is None else [str(method.name)]
+    words = _attention_words(convert)
+    words += [] if method is None else [str(method.name)]
     if method is not None and method.pools:
         words.append(method.share)
     for field, letter in _LETTERS.items():
@@ -41,6 +50,21 @@ def short_name(convert: Convert) -> str:
         share = convert.embeddings.target
         words.append("words" + ("" if share is None else f"{100 * share:g}"))
     return "-".join(words)
+
+
+def _attention_words(convert: Convert) -> list[str]:
+    """Names the mechanism with what differs from its defaults, such as `hot-8x8` or `tsa-k3`."""
+    spec: Any = convert.attention
+    if spec is None:
+        return []
+    words = [str(spec.name)]
+    for field, letter in _MECHANISM_LETTERS.items():
+        value = getattr(spec, field, None)
+        if value is not None and value != type(spec).model_fields[field].default:
+            words.append(letter + ("x".join(map(str, value)) if field == "grid" else str(value)))
+    if convert.attention_layers is not None:
+        words.append(f"at{len(convert.attention_layers)}")
+    return words
 
 
 def _number_of(blocks: Any) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from tcompress.recipe.attention import AttentionSpec
 from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
 from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName
 from tcompress.recipe.sections import BUDGETS, Section, tol_of
@@ -24,12 +25,19 @@ BlockCount = Annotated[int, Field(gt=0)]
 
 
 class Convert(Section):
-    """How a dense model becomes a smaller one: structured layers, fewer blocks, or both."""
+    """How a model is rewritten: structured layers, another attention, fewer blocks."""
 
     method: AnyMethod | None = Field(
         None,
         description="structure of the rewritten layers, or `auto`, which chooses one for each; "
-        "without one only blocks are dropped",
+        "without one their weights stay dense",
+    )
+    attention: AttentionSpec | None = Field(
+        None, description="mechanism that mixes tokens; default the model's own"
+    )
+    attention_layers: tuple[BlockIndex, ...] | None = Field(
+        None,
+        description="blocks whose attention is exchanged, from 0, in every stack; default all",
     )
     keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = Field(
         None,
@@ -72,6 +80,9 @@ class Convert(Section):
         description="rank of a low-rank term added to the structure; 0 leaves it to the budget",
     )
     keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
+    only: tuple[str, ...] = Field(
+        (), description="layers to rewrite, as in `layers[].match`; default all"
+    )
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
     embeddings: Embeddings | None = Field(
         None, description="how the word embedding is rewritten; left as it is by default"
@@ -91,10 +102,14 @@ class Convert(Section):
     def _check_depth(self) -> Convert:
         if self.keep_layers is not None and self.drop_layers is not None:
             raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
+        if self.attention_layers is not None and self.attention is None:
+            raise ValueError("`attention_layers` needs `attention`, since it is about mechanisms")
         if self.method is None:
-            if not self.cuts and self.embeddings is None:
-                raise ValueError("there is nothing to do: give `method`, or `keep_layers`")
-            alone = (*BUDGETS, "residual_rank", "keep", "layers")
+            if not (self.cuts or self.embeddings or self.attention):
+                raise ValueError(
+                    "there is nothing to do: give `method`, `attention`, or `keep_layers`"
+                )
+            alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
                 raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
@@ -129,8 +144,8 @@ class Convert(Section):
 
     @property
     def label(self) -> str:
-        """What is done, for people: the method, `depth`, `embeddings`, or several."""
-        words = [] if self.method is None else [self.method.name]
+        """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
+        words = [part.name for part in (self.attention, self.method) if part is not None]
         words += ["depth"] if self.cuts else []
         return " + ".join([*words, *(["embeddings"] if self.embeddings else [])])
 

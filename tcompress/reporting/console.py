@@ -15,7 +15,15 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
 from tcompress.reporting.budget import budget_rows
 from tcompress.reporting.model import layer_report
-from tcompress.reporting.rows import Row, amount, calibration_text, depth_row, rows_of, size
+from tcompress.reporting.rows import (
+    Row,
+    amount,
+    attention_row,
+    calibration_text,
+    depth_row,
+    rows_of,
+    size,
+)
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 from tcompress.reporting.words import (
     bytes_text,
@@ -72,6 +80,7 @@ def render_plan(
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else [depth_row(plan.depth)]
+    rows += [attention_row(plan.attention)] if plan.attention else []
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))

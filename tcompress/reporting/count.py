@@ -5,7 +5,8 @@ models with an encoder and a decoder, or with two towers, one token of each. The
 
     linear layers of the blocks   in x out; of experts, only those that a token is routed to
     + attention, per attention    2 T d   (query times keys, weights times values; d = heads x
-                                  head size, the input width of the output projection)
+                                  head size, the input width of the output projection); what
+                                  another mechanism does, where there is one
     + output head                 d x vocabulary, if the class of the model has one
 
 What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
@@ -19,17 +20,23 @@ width that the config calls `hidden_size`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from tcompress.anatomy import Anatomy, Layer
-from tcompress.planning.entries import LayerPlan
+from tcompress.anatomy import Anatomy, Block, Layer
+from tcompress.mechanisms.base import mechanism
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.structures.base import structure
 
 Planned = Mapping[tuple[str, str], LayerPlan]
 """Rewritten layers by module path and parameter."""
+
+Exchanged = Mapping[str, AttentionPlan]
+"""Attentions with another mechanism, by the module path of their block."""
 
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
@@ -63,7 +70,11 @@ def _distinct(parameters: Iterable[Tensor]) -> int:
 
 
 def macs_per_token(
-    model: nn.Module, anatomy: Anatomy, planned: Planned, length: int
+    model: nn.Module,
+    anatomy: Anatomy,
+    planned: Planned,
+    length: int,
+    exchanged: Exchanged = MappingProxyType({}),
 ) -> tuple[int, int]:
     """Multiply-adds for one token, dense and with the planned layers rewritten.
 
@@ -72,20 +83,29 @@ def macs_per_token(
         anatomy: Its anatomy.
         planned: What is rewritten.
         length: Number of tokens T in the sequence.
+        exchanged: What has another mechanism: one of a fixed number of tokens is counted for that
+            number, shared out among its tokens.
     """
     config = getattr(model, "config", None)
-    same = _attention(anatomy, config, length)
-    same += sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
+    same = sum(_left_alone(model.get_submodule(item.name), config) for item in anatomy.refused)
     dense = now = same * length
-    dense += _head(model, anatomy) * length
+    dense += (_attention(anatomy.blocks, config, length) + _head(model, anatomy)) * length
+    left = [block for block in anatomy.blocks if block.name not in exchanged]
+    now += _attention(left, config, length) * length
+    now += sum(mechanism_macs(entry, length) for entry in exchanged.values())
     now += sum(item.row_macs for item in planned.values() if item.kind == "embedding") * length
     table = _tied_table(model, anatomy, planned)
     now += _head(model, anatomy) * length if table is None else table.macs(length)
+    dropped = {
+        f"{path}.{layer.role}" for path, entry in exchanged.items() for layer in entry.unused
+    }
     for layer in anatomy.layers:
         runs = experts_per_token(config, layer.experts)
         own = layer.in_features * layer.out_features * runs * length
         entry = planned.get((layer.name, layer.parameter))
         dense += own
+        if any(f"{path}.{layer.role}" in dropped for path in _above(layer.name)):
+            continue
         now += own if entry is None else layer_macs(entry, runs, length)
     return dense // length, -(-now // length)
 
@@ -124,9 +144,31 @@ def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
     return total
 
 
-def _attention(anatomy: Anatomy, config: Any, length: int) -> int:
+def mechanism_macs(entry: AttentionPlan, length: int) -> int:
+    """Multiply-adds of a mechanism for a sequence.
+
+    Args:
+        entry: The attention.
+        length: Number of tokens T in the sequence.
+    """
+    layout: Any = entry.layout
+    fixed = getattr(layout, "length", 0)
+    if getattr(layout, "grid", ()):
+        fixed = prod(layout.grid) + layout.special
+    tokens = fixed or length
+    return mechanism(layout.mechanism).macs(layout, tokens) * length // tokens
+
+
+def _above(path: str) -> Iterator[str]:
+    """Paths of the modules that a module is part of."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _attention(blocks: Iterable[Block], config: Any, length: int) -> int:
     total = 0
-    for block in anatomy.blocks:
+    for block in blocks:
         widths = [layer.in_features for layer in block.layers if layer.role in ("o", "cross_o")]
         if not widths and all(layer.role == "linear" for layer in block.layers):
             widths = [_hidden_size(config, block.layers)]

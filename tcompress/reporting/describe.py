@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from tcompress.mechanisms.base import MechanismLayout
+from tcompress.planning.entries import AttentionPlan
 from tcompress.structures.base import Layout
 from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
 from tcompress.structures.tucker import TuckerLayout
+
+_MECHANISM_WORDS = {
+    "fold": "rows of ",
+    "kernel": "",
+    "filter_order": "order ",
+    "core": "",
+    "length": "up to ",
+}
 
 
 def describe_parts(parts: Sequence[PartLayout]) -> str:
@@ -42,6 +52,28 @@ def describe_layout(layout: Layout) -> str:
     )
     options.pop("structure", None)
     return " ".join([layout.structure, *(f"{name}={value}" for name, value in options.items())])
+
+
+def describe_attention(entries: Sequence[AttentionPlan]) -> str:
+    """Describes the mechanisms of a model, such as `kronecker 8x8 in 4 blocks`."""
+    counts: dict[str, int] = {}
+    for entry in entries:
+        text = describe_mechanism(entry.layout)
+        counts[text] = counts.get(text, 0) + 1
+    words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
+    return "; ".join(words)
+
+
+def describe_mechanism(layout: MechanismLayout) -> str:
+    """Describes a mechanism, such as `kronecker 8x8` or `graph order 3`."""
+    words = [layout.mechanism]
+    options = layout.model_dump(exclude_defaults=True)
+    if grid := options.get("grid"):
+        words.append(_modes(grid))
+    for field, text in _MECHANISM_WORDS.items():
+        if field in options:
+            words.append(f"{text}{options[field]}")
+    return " ".join(words)
 
 
 def _describe_lprod(layout: LprodLayout) -> str:

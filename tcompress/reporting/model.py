@@ -5,7 +5,7 @@ Nothing here reads a weight: numbers follow from the config, the plan and the he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from tcompress.artifact.reader import Artifact, is_converted
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import LayerPlan, Left
 from tcompress.reporting.count import (
+    Exchanged,
     Planned,
     all_parameters,
     block_parameters,
@@ -40,6 +41,8 @@ from tcompress.source.store import WeightStore
 
 LENGTH = 128
 """Tokens in the sequence for the multiply-adds, unless it is chosen."""
+
+NOTHING: Exchanged = {}
 
 __all__ = ["ModelReport", "layer_report", "mean_errors", "report_of"]
 
@@ -125,7 +128,7 @@ def _dense(name: str, length: int, trust: bool) -> ModelReport:
         method=manifest.plan.method if manifest is not None and cut else "dense",
         source=source.id if manifest is None else manifest.source.id,
         created=None if manifest is None else manifest.created,
-        parameters=_parameters(dense, now, ()),
+        parameters=_parameters(dense, now),
         bytes_on_disk=Amount.of(manifest.source.bytes if manifest and cut else size, size),
         macs_per_token=_macs(dense, now, {}, length),
         **_recorded(manifest),
@@ -189,10 +192,11 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
         method=first if manifest is None else manifest.plan.method,
         source=None if manifest is None else manifest.source.id,
         created=None if manifest is None else manifest.created,
-        parameters=_parameters(dense, now, artifact.layers),
+        parameters=_parameters(dense, now, artifact),
         bytes_on_disk=_bytes(artifact),
-        macs_per_token=_macs(dense, now, planned, length),
+        macs_per_token=_macs(dense, now, planned, length, _exchanged(artifact, now.model)),
         layers=layers,
+        attention=artifact.attention,
         left=_left(now.anatomy, planned) if manifest is None else manifest.plan.left,
         errors=mean_errors(layers),
         calibration=None if manifest is None else manifest.calibration,
@@ -227,9 +231,10 @@ def _errors(artifact: Artifact) -> list[dict[str, float]]:
     return [manifest.fit.get(key, {}) for key in keys]
 
 
-def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> Parameters:
+def _parameters(dense: _Counted, now: _Counted, artifact: Artifact | None = None) -> Parameters:
     """Counts a model and the dense one that it was, which may have had more blocks."""
-    entries = tuple(layers)
+    entries = () if artifact is None else artifact.layers
+    exchanged = () if artifact is None else artifact.attention
     layers = [entry for entry in entries if entry.kind != "embedding"]
     shrunk = sum(
         entry.dense_parameters - entry.parameters for entry in entries if entry.kind == "embedding"
@@ -238,7 +243,7 @@ def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> 
         sum(entry.dense_parameters for entry in layers),
         sum(entry.parameters for entry in layers),
     )
-    saved = rewritten.dense - rewritten.now
+    saved = rewritten.dense - rewritten.now + sum(entry.saved for entry in exchanged)
     total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved - shrunk)
     blocks = Amount.of(block_parameters(*dense), block_parameters(*now) - saved)
     embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now) - shrunk)
@@ -253,9 +258,18 @@ def _parameters(dense: _Counted, now: _Counted, layers: Iterable[LayerPlan]) -> 
     )
 
 
-def _macs(dense: _Counted, now: _Counted, planned: Planned, length: int) -> Macs:
+def _exchanged(artifact: Artifact, model: PreTrainedModel) -> Exchanged:
+    """Finds the blocks whose attention has another mechanism."""
+    keymap = KeyMap(model, ())
+    named = ((keymap.runtime_name(entry.block), entry) for entry in artifact.attention)
+    return {path: entry for path, entry in named if path is not None}
+
+
+def _macs(
+    dense: _Counted, now: _Counted, planned: Planned, length: int, exchanged: Exchanged = NOTHING
+) -> Macs:
     before, _ = macs_per_token(*dense, {}, length)
-    _, after = macs_per_token(*now, planned, length)
+    _, after = macs_per_token(*now, planned, length, exchanged)
     macs: Macs = Macs.of(before, after, length=length)
     return macs
 
@@ -267,6 +281,8 @@ def _bytes(artifact: Artifact) -> Amount:
         dense = artifact.manifest.source.bytes
     else:
         dense = store.total_bytes
+        for other in artifact.attention:
+            dense += other.saved * artifact.store.dtype(next(iter(other.tensor_shapes))).itemsize
         for entry in artifact.layers:
             saved = entry.dense_parameters - entry.parameters
             dense += saved * _dtype(artifact, entry).itemsize

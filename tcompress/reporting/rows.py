@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tcompress.artifact.manifest import Metric, Speed
-from tcompress.planning.entries import DepthPlan
+from tcompress.planning.entries import AttentionPlan, DepthPlan
+from tcompress.reporting.describe import describe_attention
 from tcompress.reporting.tree import Amount, ModelReport
 from tcompress.reporting.words import (
     bytes_text,
@@ -52,6 +53,10 @@ def rows_of(
         rows.append(depth_row(report.depth))
     elif facts and any(other.depth is not None for other in others):
         rows.append(Row("blocks"))  # keeps its place beside models that lack some
+    if report.attention:
+        rows.append(attention_row(report.attention))
+    elif facts and any(other.attention for other in others):
+        rows.append(Row("attention"))
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif facts:  # keeps its place beside models that have some
@@ -74,6 +79,11 @@ def depth_row(depth: DepthPlan) -> Row:
     """A line about the blocks that stay."""
     kept = f"{depth.kept / depth.blocks:.1%}"
     return Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)
+
+
+def attention_row(entries: Sequence[AttentionPlan]) -> Row:
+    """A line about attentions with another mechanism."""
+    return Row("attention", describe_attention(entries))
 
 
 def calibration_text(report: ModelReport) -> str:

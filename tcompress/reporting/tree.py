@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
-from tcompress.planning.entries import BudgetPlan, DepthPlan, Left
+from tcompress.planning.entries import AttentionPlan, BudgetPlan, DepthPlan, Left
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -118,6 +118,7 @@ class ModelReport(_Node):
         layers: The rewritten weights.
         depth: Which blocks stay, where some were dropped; dense numbers are of all of them.
         budget: What might be kept, how it was shared out, and the error predicted for that.
+        attention: Attentions that have another mechanism.
         left: Layers of the blocks that stayed dense, and why.
         errors: Means of the layers' errors by kind.
         calibration: Data that the fit looked at, if known.
@@ -140,6 +141,7 @@ class ModelReport(_Node):
     layers: tuple[LayerReport, ...] = ()
     depth: DepthPlan | None = None
     budget: BudgetPlan | None = None
+    attention: tuple[AttentionPlan, ...] = ()
     left: tuple[Left, ...] = ()
     errors: dict[str, float] = Field(default_factory=dict)
     calibration: CalibrationFacts | None = None
@@ -152,7 +154,7 @@ class ModelReport(_Node):
     @property
     def is_smaller(self) -> bool:
         """Whether it was converted, and is no dense model."""
-        return bool(self.layers) or self.depth is not None
+        return bool(self.layers or self.attention) or self.depth is not None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the tree as plain data for JSON."""

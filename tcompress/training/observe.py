@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tcompress.anatomy import Anatomy, anatomy_of
+from tcompress.mechanisms.module import UnusedProjection
 from tcompress.source import SourceModel
 
 Batch = dict[str, Tensor]
@@ -74,6 +75,8 @@ class Observer:
         if projections:
             for layer in anatomy.blocks[chosen[-1]].layers:
                 names = {part.name for part in layer.parts} & set(_PROJECTIONS)
+                if isinstance(model.get_submodule(layer.name), UnusedProjection):
+                    continue
                 if layer.role in _PROJECTIONS or names:
                     sizes = {part.name: part.size for part in layer.parts}
                     hook = _ProjectionHook(self, sizes)

@@ -17,6 +17,7 @@ from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError
 from tcompress.integration.models import has_head, load_model
+from tcompress.mechanisms.module import MechanismModule
 from tcompress.planning.entries import DepthPlan
 from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.recipe.schema import Finetune
@@ -199,7 +200,7 @@ def choose_trained(model: PreTrainedModel, anatomy: Anatomy, options: Finetune) 
         inside += tuple(f"{name}." for name in _tables(model))
         chosen = {name for name, _ in model.named_parameters() if name.startswith(inside)}
     else:
-        kinds = (StructuredLinear, StructuredExperts, SideModule)
+        kinds = (StructuredLinear, StructuredExperts, SideModule, MechanismModule)
         chosen = {
             f"{path}.{name}"
             for path, module in model.named_modules()

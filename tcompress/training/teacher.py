@@ -31,7 +31,7 @@ def find_teacher(
         return None
     if asked != "source":
         return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
-    if manifest is None or not (manifest.plan.entries or manifest.plan.depth):
+    if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
         return None
     facts = manifest.source
     try:

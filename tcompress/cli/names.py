@@ -1,0 +1,27 @@
+"""Names of options, and the fields of a recipe that they set."""
+
+from __future__ import annotations
+
+METHOD_OPTIONS = (
+    "p",
+    "transform",
+    "block",
+    "stages",
+    "tubal_rank",
+    "rank",
+    "order",
+    "apply",
+    "share",
+    "cores",
+    "tol",
+    "offer",
+)
+"""Options of `convert` that belong to a method: fields of its options in a recipe."""
+
+MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "length")
+"""Options of `convert` that belong to a mechanism: fields of its options in a recipe."""
+
+
+def flag(field: str) -> str:
+    """Names the option that sets a field."""
+    return f"--{field.replace('_', '-')}"

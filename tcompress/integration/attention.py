@@ -1,0 +1,126 @@
+"""Puts mechanisms into the attentions of a model, through Transformers' attention interface.
+
+Every host looks up its attention function by the name in its config. A host with a mechanism gets
+a config of its own, which names ours; all others keep what they have, and so does the model, which
+goes on making masks as before. `Visible` reads whatever form these have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.errors import ArtifactError
+from tcompress.integration.build import set_module
+from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.planning.entries import AttentionPlan
+from tcompress.source.names import METHOD
+
+SEED = 0
+
+
+def mix_tokens(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Mixes tokens by the mechanism that a host's attention owns.
+
+    Args:
+        module: The host's attention.
+        query: Queries.  # (batch, heads, queries, head_dim)
+        key: Keys.  # (batch, key_heads, keys, head_dim)
+        value: Values.  # (batch, key_heads, keys, head_dim)
+        attention_mask: The host's mask, in any form.
+        scaling: What the host multiplies scores by.
+        **kwargs: What only other functions need.
+
+    Returns:
+        The mixed values, and no weights.  # (batch, queries, heads, head_dim)
+    """
+    own: MechanismModule = getattr(module, CHILD)
+    causal = own.layout.causal
+    return own(query, key, value, attention_mask, causal=causal, scaling=scaling), None
+
+
+def install_attention(
+    root: nn.Module,
+    entries: Iterable[AttentionPlan],
+    runtime_name: Callable[[str], str | None],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, MechanismModule]:
+    """Gives planned attentions their mechanism, with empty tensors.
+
+    Args:
+        root: Model or block.
+        entries: Plans.
+        runtime_name: Gives the module path below `root` of a planned name, or None where the
+            model has no such module.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+
+    Returns:
+        The new modules by planned name.
+
+    Raises:
+        ArtifactError: A host does not use Transformers' attention interface.
+    """
+    register_attention()
+    made: dict[str, MechanismModule] = {}
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    for entry in entries:
+        path = runtime_name(entry.name)
+        if path is None:
+            continue
+        host: Any = root.get_submodule(path)
+        if getattr(host, "config", None) is None:
+            raise ArtifactError(
+                f"attention `{path}` has no config to choose a function by",
+                "use the version of Transformers that the model was converted with",
+            )
+        host.config = copy.copy(host.config)
+        # The setter would hand the name on to configs of parts, which are shared.
+        host.config._attn_implementation_internal = METHOD
+        made[entry.name] = own = MechanismModule(entry.layout, path, **options)
+        own.train(host.training)
+        host.add_module(CHILD, own)
+        for layer in entry.unused:
+            stub = UnusedProjection(layer.out_features, **options)
+            set_module(root, _known(runtime_name(layer.name)), stub)
+        if entry.guard is not None:
+            bias = entry.guard.out_features if entry.guard.bias else None
+            guarded = GuardedLinear(
+                entry.guard.shape, bias, transposed=entry.guard.transposed, **options
+            )
+            set_module(root, _known(runtime_name(entry.guard.name)), guarded)
+    return made
+
+
+def _known(path: str | None) -> str:
+    assert path is not None  # the attention that it belongs to is there
+    return path
+
+
+def first_values(entry: AttentionPlan) -> dict[str, Tensor]:
+    """Makes the tensors of a mechanism as a conversion begins with, by checkpoint name."""
+    module = MechanismModule(entry.layout)
+    module.fill(SEED, pretrained=True)
+    named = module.named_parameters()
+    return {f"{entry.name}.{CHILD}.{name}": tensor.detach() for name, tensor in named}
+
+
+def register_attention() -> None:
+    """Registers the function with Transformers."""
+    from transformers import AttentionInterface  # this module is read while Transformers is not yet
+
+    AttentionInterface.register(METHOD, mix_tokens)

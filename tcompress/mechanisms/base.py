@@ -1,0 +1,279 @@
+"""What a mechanism is: pure functions of a layout, and the registry of all mechanisms.
+
+A mechanism stands where a host model has softmax attention: the host projects tokens to queries,
+keys and values per head, the mechanism mixes them, and the host projects the result. Its own
+tensors are few, and are stored with the host's attention.
+
+Dropout of attention weights has no counterpart here; the host's other dropout stays as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+from torch import Tensor
+
+from tcompress.errors import RecipeError
+from tcompress.mechanisms.visible import Visible
+from tcompress.structures.base import Refusal, Shapes, Tensors
+
+NO_TENSORS: Mapping[str, Tensor] = {}
+
+
+class MechanismSpec(BaseModel):
+    """Options of a mechanism as a recipe gives them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The attention that a mechanism would take the place of.
+
+    Attributes:
+        heads: Number of query heads.
+        key_heads: Number of heads of keys and values; a divisor of `heads`.
+        head_dim: Width of one head.
+        causal: Whether a token sees only itself and those before it.
+        window: How far a token sees, if it does not see all.
+        biased: Whether the host adds a bias of positions to its scores.
+        tokens: Number of tokens of every input, if it is fixed.
+        grid: Sizes of the grid on which the last tokens sit; empty without one.
+        special: Number of tokens before the grid, such as a class token.
+        longest: Most tokens of an input, if there is a limit.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool = False
+    window: int | None = None
+    biased: bool = False
+    tokens: int | None = None
+    grid: tuple[int, ...] = ()
+    special: int = 0
+    longest: int | None = None
+
+
+class MechanismLayout(BaseModel):
+    """All that is needed to build one mechanism: it is stored in the artefact.
+
+    Attributes:
+        mechanism: Name of the mechanism.
+        heads: Number of query heads.
+        key_heads: Number of heads of keys and values.
+        head_dim: Width of one head.
+        causal: Whether a token sees only itself and those before it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mechanism: str
+    heads: int = Field(gt=0)
+    key_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    causal: bool = False
+
+    @model_serializer(mode="wrap")
+    def _with_mechanism(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keeps the name in dumps without defaults: it selects the class on reading."""
+        return {"mechanism": self.mechanism, **handler(self)}
+
+
+S = TypeVar("S", bound=MechanismSpec)
+L = TypeVar("L", bound=MechanismLayout)
+
+
+class Mechanism(ABC, Generic[S, L]):
+    """One way of mixing tokens. Stateless; tensors are passed in.
+
+    Attributes:
+        name: Lower snake case.
+        summary: One line.
+        reference: Paper.
+        spec: Options.
+        layout_type: What is stored.
+        unused: Roles of the host's projections that the mechanism has no use for.
+        causal: Whether a token never sees later ones in a causal host.
+        windows: Whether it keeps to the window of a host.
+        structure: Structure that goes with it where only a size is given, as in its paper.
+        structured: Roles of the weights that are stored in it; all where empty.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+    spec: type[S]
+    layout_type: type[L]
+    unused: ClassVar[tuple[str, ...]] = ()
+    causal: ClassVar[bool] = False
+    windows: ClassVar[bool] = False
+    structure: ClassVar[str] = "lprod"
+    structured: ClassVar[tuple[str, ...]] = ()
+
+    def layout(self, spec: S, host: Host) -> L:
+        """Decides sizes for a host, or raises `Refusal`."""
+        if host.causal and not self.causal:
+            raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
+        if host.window is not None and not self.windows:
+            raise Refusal(
+                f"each token sees only {host.window} others, and `{spec_name(spec)}` mixes all"
+            )
+        if host.biased:
+            raise Refusal("its attention adds a bias of positions, which has no place here")
+        if host.heads % host.key_heads:
+            raise Refusal(f"{host.heads} heads do not share {host.key_heads} heads of keys evenly")
+        return self.arrange(spec, host)
+
+    @abstractmethod
+    def arrange(self, spec: S, host: Host) -> L:
+        """Decides sizes for a host that passed the common checks, or raises `Refusal`."""
+
+    @abstractmethod
+    def tensors(self, layout: L) -> Shapes:
+        """Shapes of the mechanism's own tensors."""
+
+    @abstractmethod
+    def macs(self, layout: L, tokens: int) -> int:
+        """Multiply-adds of a pass over so many tokens."""
+
+    @abstractmethod
+    def start(
+        self, layout: L, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        """Makes first values of the tensors, float32.
+
+        Args:
+            layout: The layout.
+            generator: Source of what is random.
+            pretrained: Whether the host's projections are trained, so that the result should be as
+                near to the host's own attention as the mechanism can be; else as in the paper.
+        """
+
+    @abstractmethod
+    def apply(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, seen: Visible
+    ) -> Tensor:
+        """Mixes tokens.
+
+        Args:
+            q: Queries.  # (batch, heads, queries, head_dim)
+            k: Keys.  # (batch, key_heads, keys, head_dim)
+            v: Values.  # (batch, key_heads, keys, head_dim)
+            tensors: The mechanism's own, and its constants.
+            layout: The layout.
+            seen: What tokens see of each other.
+
+        Returns:
+            The mixed values.  # (batch, heads, queries, head_dim)
+
+        Raises:
+            DataError: The input has more tokens than the mechanism can take.
+        """
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """Pattern of the layers that the paper stores in its structure; empty for all."""
+        return (f"re:^({'|'.join(self.structured)})$",) if self.structured else ()
+
+    def constants(self, layout: L) -> Tensors:
+        """Fixed tensors: made once, neither stored nor trained; float32."""
+        return NO_TENSORS
+
+    def note(self, layout: L) -> str | None:
+        """What a user should know before converting, if there is anything."""
+        return None
+
+
+def spec_name(spec: MechanismSpec) -> str:
+    """Returns the name that selected a mechanism, such as `tsa`."""
+    return str(spec.name)  # type: ignore[attr-defined]
+
+
+def spec_names(spec: type[MechanismSpec]) -> tuple[str, ...]:
+    """Returns the names that select a mechanism."""
+    names: tuple[str, ...] = spec.model_fields["name"].annotation.__args__  # type: ignore[union-attr]
+    return names
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeats heads of keys or values, as hosts with grouped queries do.
+
+    Args:
+        x: Keys or values.  # (batch, key_heads, tokens, head_dim)
+        heads: Number of query heads.
+
+    Returns:
+        One for every query head.  # (batch, heads, tokens, head_dim)
+    """
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _parse_layout(value: Any) -> Any:
+    if isinstance(value, dict) and "mechanism" in value:
+        return mechanism(value["mechanism"]).layout_type.model_validate(value)
+    return value
+
+
+AnyMechanismLayout = Annotated[SerializeAsAny[MechanismLayout], BeforeValidator(_parse_layout)]
+"""A layout of any registered mechanism, as it is read from a plan."""
+
+
+_MECHANISMS: dict[str, Mechanism[Any, Any]] = {}
+
+
+def register(mechanism: Mechanism[Any, Any]) -> None:
+    """Adds a mechanism to the registry.
+
+    Raises:
+        ValueError: The name is not lower snake case, or name or spec class are already taken.
+    """
+    name = mechanism.name
+    if not name.isidentifier() or name != name.lower():
+        raise ValueError(f"mechanism name `{name}` is not lower snake case")
+    if name in _MECHANISMS or any(mechanism.spec is other.spec for other in _MECHANISMS.values()):
+        raise ValueError(f"mechanism `{name}` or its spec class is already registered")
+    _MECHANISMS[name] = mechanism
+
+
+def mechanism(name: str) -> Mechanism[Any, Any]:
+    """Looks a mechanism up by name.
+
+    Raises:
+        RecipeError: There is no such mechanism; the message lists the known ones.
+    """
+    if name in _MECHANISMS:
+        return _MECHANISMS[name]
+    close = difflib.get_close_matches(name, _MECHANISMS, 1)
+    known = ", ".join(f"`{known}`" for known in _MECHANISMS)
+    hint = f"did you mean `{close[0]}`?" if close else None
+    raise RecipeError(f"unknown mechanism `{name}`; known mechanisms are {known}", hint)
+
+
+def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
+    """Returns the mechanism that options belong to."""
+    return next(item for item in mechanisms() if isinstance(spec, item.spec))
+
+
+def mechanism_named(name: str) -> Mechanism[Any, Any]:
+    """Returns the mechanism that a name selects, such as `tsa`."""
+    return next(item for item in mechanisms() if name in spec_names(item.spec))
+
+
+def mechanisms() -> tuple[Mechanism[Any, Any], ...]:
+    """Returns all mechanisms in the order of registration."""
+    return tuple(_MECHANISMS.values())

@@ -1,0 +1,215 @@
+"""Attention of several objects with a Tucker core: queries and keys meet through semantics."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.mechanisms.base import (
+    Host,
+    Mechanism,
+    MechanismLayout,
+    MechanismSpec,
+    register,
+    repeat_heads,
+)
+from tcompress.mechanisms.visible import Visible
+from tcompress.structures.base import Shapes, Tensors
+
+Core = Literal["aligned", "cp", "tucker"]
+Normalize = Literal["softmax", "none"]
+
+
+class TamSpec(MechanismSpec):
+    """Options of `tam`."""
+
+    name: Literal["tam"] = "tam"
+    core: Core = Field(
+        "cp",
+        description="`aligned`: the paper's, along positions of queries; `cp`: along features; "
+        "`tucker`: a full core with factors",
+    )
+    cores: int = Field(1, gt=0, le=64, description="number of cores, which are averaged")
+    rank: int | None = Field(
+        None, gt=0, description="size of the core `tucker`; default the head's width"
+    )
+    semantic_rank: int = Field(8, gt=0, description="size of the core `tucker` along the semantics")
+    normalize: Normalize = Field("softmax", description="`none` uses scores as in the paper")
+
+
+class TamLayout(MechanismLayout):
+    """A core of some form per head, and a projection of the pooled semantics."""
+
+    mechanism: Literal["tam"] = "tam"
+    core: Core = "cp"
+    cores: int = 1
+    rank: int = 0
+    semantic_rank: int = 0
+    normalize: Normalize = "softmax"
+
+
+class Tam(Mechanism[TamSpec, TamLayout]):
+    """Scores of queries and keys, weighed feature by feature by what the semantics say."""
+
+    name = "tam"
+    summary = "three-way attention of queries, keys and semantics through a core tensor"
+    reference = "Tensorized Attention Model (TAM)"
+    spec = TamSpec
+    layout_type = TamLayout
+    structure = "tucker"
+
+    def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
+        tucker = spec.core == "tucker"
+        return TamLayout(
+            heads=host.heads,
+            key_heads=host.key_heads,
+            head_dim=host.head_dim,
+            core=spec.core,
+            cores=spec.cores,
+            rank=min(spec.rank or host.head_dim, host.head_dim) if tucker else 0,
+            semantic_rank=min(spec.semantic_rank, host.head_dim) if tucker else 0,
+            normalize=spec.normalize,
+        )
+
+    def tensors(self, layout: TamLayout) -> Shapes:
+        heads, width, rank, own = (
+            layout.heads,
+            layout.head_dim,
+            layout.rank,
+            layout.semantic_rank,
+        )
+        shapes: Shapes = {
+            "semantic_weight": (heads, width, width),
+            "semantic_bias": (heads, width),
+            "core": (layout.cores, heads, width),
+        }
+        if layout.core == "tucker":
+            shapes |= {
+                "core": (layout.cores, heads, rank, rank, own),
+                "factor_q": (heads, width, rank),
+                "factor_k": (heads, width, rank),
+                "factor_s": (heads, width, own),
+            }
+        return {**shapes, "scale": (heads,)} if layout.normalize == "softmax" else shapes
+
+    def macs(self, layout: TamLayout, tokens: int) -> int:
+        width, rank = layout.head_dim, layout.rank
+        scored = tokens**2 * (rank or width)
+        if layout.core == "tucker":
+            scored += 2 * tokens * width * rank + tokens * rank**2
+            scored += width * layout.semantic_rank + rank**2 * layout.semantic_rank
+        return layout.heads * (scored + tokens**2 * width + width**2)
+
+    def start(
+        self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        shapes = self.tensors(layout)
+        heads, width = layout.heads, layout.head_dim
+        noise = torch.zeros(shapes["core"])
+        if not pretrained:
+            noise = torch.rand(shapes["core"], generator=generator)
+        # With these the scores are the host's own; training lets semantics in.
+        values = {
+            "semantic_weight": torch.zeros(shapes["semantic_weight"]),
+            "semantic_bias": torch.ones(heads, width),
+            "core": noise,
+        }
+        if not pretrained:
+            drawn = torch.randn(shapes["semantic_weight"], generator=generator)
+            values["semantic_weight"] = drawn / width**0.5
+            values["semantic_bias"] = torch.zeros(heads, width)
+        if layout.core == "tucker":
+            values |= self._start_tucker(layout, generator)
+        else:
+            values["core"] = values["core"].softmax(-1)
+        if layout.normalize == "softmax":
+            values["scale"] = torch.full((heads,), log(width) / 2)
+        return values
+
+    def _start_tucker(self, layout: TamLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        """A core whose first semantic slice is the identity, the others small."""
+        shapes, width = self.tensors(layout), layout.head_dim
+        core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
+        core[..., 0] = torch.eye(layout.rank) / width
+        values = {"core": core}
+        for name in ("factor_q", "factor_k"):
+            if layout.rank == width:
+                values[name] = torch.eye(width).expand(shapes[name]).clone()
+            else:  # the same for both, so that scores are those of a random part of the features
+                seeded = torch.Generator().manual_seed(0)
+                drawn = torch.randn(layout.heads, width, width, generator=seeded)
+                values[name] = torch.linalg.qr(drawn)[0][..., : layout.rank].contiguous()
+        factor = torch.randn(shapes["factor_s"], generator=generator) / width
+        factor[..., 0] = 1 / width
+        return {**values, "factor_s": factor}
+
+    def apply(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible
+    ) -> Tensor:
+        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
+        pooled = pooled_semantics(q, seen.tokens)
+        weight, bias = tensors["semantic_weight"], tensors["semantic_bias"]
+        semantics = (pooled[..., None, :] @ weight.mT)[..., 0, :] + bias
+        scores = tam_scores(q, k, semantics, tensors, layout)
+        if layout.normalize == "none":
+            if seen.pairs is not None:
+                scores = scores.masked_fill(~seen.pairs, 0)
+            return scores @ v
+        scores = scores * tensors["scale"].exp()[:, None, None]
+        if seen.pairs is not None:
+            scores = scores.masked_fill(~seen.pairs, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) @ v
+
+
+def pooled_semantics(s: Tensor, valid: Tensor | None) -> Tensor:
+    """Averages semantic vectors over their tokens.
+
+    Args:
+        s: Semantics.  # (batch, heads, tokens, width)
+        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
+
+    Returns:
+        The mean.  # (batch, heads, width)
+    """
+    if valid is None:
+        return s.mean(2)
+    weights = valid[:, None, :, None].to(s.dtype)
+    return (s * weights).sum(2) / weights.sum(2).clamp(min=1)
+
+
+def tam_scores(
+    q: Tensor, k: Tensor, semantics: Tensor, tensors: Tensors, layout: TamLayout
+) -> Tensor:
+    """Scores queries against keys; nothing of queries x keys x semantics is ever built.
+
+    Cores are averaged before they are used: scores are linear in them.
+
+    Args:
+        q: Queries.  # (batch, heads, queries, width)
+        k: Keys.  # (batch, heads, keys, width)
+        semantics: Pooled, or summed, over their tokens.  # (batch, heads, width)
+        tensors: `core`, and the factors of the core `tucker`.
+        layout: The layout.
+
+    Returns:
+        The scores.  # (batch, heads, queries, keys)
+    """
+    core = tensors["core"].mean(0)
+    if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d
+        return q * (core * semantics)[..., None, :] @ k.mT
+    if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features
+        count = min(q.shape[2], layout.head_dim)
+        gate = (core * semantics)[..., :count] * q.sum(-1)[..., :count]
+        scores = gate[..., None] * k[..., :count].mT
+        return pad(scores, (0, 0, 0, q.shape[2] - count))
+    own = (semantics[..., None, :] @ tensors["factor_s"]).mT  # (batch, heads, semantic rank, 1)
+    middle = (core.flatten(1, 2) @ own).unflatten(-2, (layout.rank, layout.rank))[..., 0]
+    return (q @ tensors["factor_q"]) @ middle @ (k @ tensors["factor_k"]).mT
+
+
+register(Tam())

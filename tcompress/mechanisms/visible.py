@@ -1,0 +1,64 @@
+"""Which tokens see which: one form of the many in which hosts hand over their masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tcompress.errors import DataError
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys every query sees.
+
+    Attributes:
+        pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
+    """
+
+    pairs: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Keys that some query sees: all but padding.  # (batch | 1, keys), or None."""
+        return None if self.pairs is None else self.pairs.any(-2)[:, 0]
+
+    @classmethod
+    def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
+        """Reads a host's mask.
+
+        Args:
+            mask: None, where only `causal` counts; True, or zero, where a query sees a key; or
+                one where a token is no padding.  # (batch | 1, 1, queries, keys), (batch, keys)
+            q: Queries.  # (batch, heads, queries, head_dim)
+            k: Keys.  # (batch, key_heads, keys, head_dim)
+            causal: Whether the host looks only back; four-dimensional masks say so themselves.
+
+        Raises:
+            DataError: The mask has another form, such as that of a compiled kernel.
+        """
+        queries, keys = q.shape[-2], k.shape[-2]
+        if mask is None:
+            alone = not causal or queries == 1
+            return cls(None if alone else past(queries, keys, q.device)[None, None])
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise DataError(
+                f"an attention mask of {found} cannot be read",
+                'load the model with `attn_implementation="sdpa"`',
+            )
+        if mask.dim() == 2:
+            pairs = mask[:, None, None, -keys:] > 0
+            return cls(pairs & past(queries, keys, q.device) if causal else pairs)
+        mask = mask[:, :1, :, :keys]
+        if mask.dtype == torch.bool:
+            return cls(mask)
+        return cls(mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask > 0)
+
+
+def past(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Lets the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
+    whole = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return whole.tril(keys - queries)

@@ -1,0 +1,278 @@
+"""Mechanisms inside hosts: planned, converted, saved and loaded, in all kinds of families."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tcompress.artifact.reader import Artifact
+from tcompress.calibrate.data import CalibrationData
+from tcompress.conversion.run import convert
+from tcompress.errors import ArtifactError, InputError, PlanError
+from tcompress.exporting.dense import export_dense
+from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.planning.planner import make_plan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tcompress.source.store import WeightStore
+from tests.support.hosts import (
+    FAMILIES,
+    HOSTS,
+    MECHANISMS,
+    REASONS,
+    Hosted,
+    Workshop,
+    recipe_for,
+)
+from tests.support.tiers import tiered
+
+PAIRS = [
+    (family, name) for family in FAMILIES for name in MECHANISMS if (family, name) not in REASONS
+]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("shop"))
+
+
+def _output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        outputs = model(**inputs)
+    for name in ("logits", "logits_per_image", "last_hidden_state"):
+        if outputs.get(name) is not None:
+            return outputs[name]
+    raise AssertionError(outputs.keys())
+
+
+OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), tiered(PAIRS, lambda row: row[0] in OFTEN or row[1] == "tga")
+)
+def test_what_is_saved_loads_and_computes_the_same(
+    family: str, name: str, shop: Workshop, tmp_path: Path
+) -> None:
+    made: Hosted = shop.hosted(family, name)
+    model, info = made.load()
+    assert not any(info.values())
+    own = [module for module in model.modules() if isinstance(module, MechanismModule)]
+    assert len(own) == len(made.plan.attention) >= 1
+    inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
+    first = _output(model, inputs)
+    assert torch.isfinite(first).all()
+    again = tmp_path / "again"
+    model.save_pretrained(again)
+    other = type(model).from_pretrained(again).eval()
+    assert torch.equal(_output(other, inputs), first)
+    stored = made.plan.attention[0].tensor_shapes
+    assert {key: tuple(Artifact.open(again).store.shape(key)) for key in stored} == stored
+    dense = shop.source(family)
+    before = _output(type(model).from_pretrained(dense).eval(), inputs)
+    exact = name == "tam"  # begins as the host's own attention
+    assert torch.allclose(first, before, atol=1e-4) == exact
+
+
+@pytest.mark.parametrize(("family", "name"), REASONS)
+def test_what_cannot_work_is_refused_by_layer(family: str, name: str, shop: Workshop) -> None:
+    source = SourceModel.open(str(shop.source(family)))
+    with pytest.raises(PlanError) as error:
+        make_plan(recipe_for(name), source)
+    assert REASONS[family, name] in error.value.message
+    first = source.keymap.model
+    assert any(f"`{path}`" in error.value.message for path, _ in first.named_modules())
+
+
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if ("bert", name) not in REASONS])
+def test_padding_changes_nothing_in_a_model(name: str, shop: Workshop) -> None:
+    model, _ = shop.hosted("bert", name).load()
+    inputs = FAMILIES["bert"].inputs(batch=2, length=12, seed=3)
+    together = _output(model, inputs)
+    for index, length in enumerate((12, 9)):
+        assert int(inputs["attention_mask"][index].sum()) == length
+        alone = {key: value[index : index + 1, :length] for key, value in inputs.items()}
+        torch.testing.assert_close(
+            _output(model, alone)[0], together[index, :length], atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_masks_of_both_implementations_mean_the_same(
+    family: str, implementation: str, shop: Workshop
+) -> None:
+    made = shop.hosted(family, "tga")
+    inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
+    right = _output(made.load()[0], inputs)
+    chosen, _ = made.load(attn_implementation=implementation)
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(_output(chosen, inputs)[valid], right[valid])
+    chosen.set_attn_implementation("eager" if implementation == "sdpa" else "sdpa")
+    torch.testing.assert_close(_output(chosen, inputs)[valid], right[valid])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("name", ["tga", "tsa"])
+def test_decoders_never_look_ahead(family: str, name: str, shop: Workshop) -> None:
+    model, _ = shop.hosted(family, name).load()
+    ids = FAMILIES[family].inputs(batch=1, length=8, seed=1)["input_ids"]
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % 90 + 4
+    before, after = _output(model, {"input_ids": ids}), _output(model, {"input_ids": other})
+    assert torch.equal(before[:, :-1], after[:, :-1])
+    assert not torch.equal(before[:, -1], after[:, -1])
+
+
+@pytest.mark.parametrize("name", ["tga", "tsa"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generating_with_a_cache_gives_the_same(
+    name: str, cache: str | None, shop: Workshop
+) -> None:
+    model, _ = shop.hosted("llama", name).load()
+    inputs = FAMILIES["llama"].inputs(batch=2, length=8, seed=1)
+    inputs = {key: value.flip(1) for key, value in inputs.items()}  # padding on the left
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**inputs, **options, use_cache=False)  # type: ignore[operator]
+    kept = model.generate(**inputs, **options, cache_implementation=cache)  # type: ignore[operator]
+    assert torch.equal(plain, kept)
+
+
+def test_other_heads_find_the_mechanisms(shop: Workshop, tmp_path: Path) -> None:
+    made = shop.hosted("bert", "tga")
+    inputs = FAMILIES["bert"].inputs(batch=2, length=8, seed=1)
+    states = made.load()[0].bert(**inputs).last_hidden_state
+    base = transformers.AutoModel.from_pretrained(made.folder).eval()
+    torch.testing.assert_close(base(**inputs).last_hidden_state, states)
+    folder = tmp_path / "base"
+    base.save_pretrained(folder)
+    head = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    torch.testing.assert_close(head.bert(**inputs).last_hidden_state, states)
+
+
+@pytest.mark.parametrize("name", ["tga", "tam"])
+def test_plain_transformers_stops(name: str, shop: Workshop) -> None:
+    made = shop.hosted("bert", name)
+    code = (
+        "import sys, transformers\ntransformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(made.folder)], capture_output=True, text=True
+    )
+    assert done.returncode
+    assert "ignore_mismatched_sizes" in done.stderr
+
+
+def test_one_guard_is_enough_and_none_is_needed_beside_layers(
+    shop: Workshop,
+) -> None:
+    made = shop.hosted("vit", "hot")
+    guards = [entry.guard is not None for entry in made.plan.attention]
+    assert guards == [True, False]
+    kinds = [type(module) for module in made.load()[0].modules()]
+    assert kinds.count(GuardedLinear) == 1
+    source = SourceModel.open(str(shop.source("vit")))
+    both = make_plan(recipe_for("hot", method={"name": "lprod", "p": 4}), source)
+    assert not any(entry.guard for entry in both.attention)
+    model, _ = shop.hosted("vit", "tga").load()
+    kinds = [type(module) for module in model.modules()]
+    assert (kinds.count(UnusedProjection), kinds.count(GuardedLinear)) == (2, 0)
+
+
+def test_both_axes_combine_and_layers_make_up_for_the_mechanism(
+    tmp_path: Path, shop: Workshop
+) -> None:
+    folder = shop.source("vit")
+    recipe = recipe_for("hot", method={"name": "svd", "rank": 8})
+    batches = [FAMILIES["vit"].inputs(batch=8, length=0, seed=s) for s in range(8)]
+    data = CalibrationData(
+        name="drawn", batches=batches, holdout=[7], samples=64, tokens=64 * 17, fingerprint="0"
+    )
+    errors = {}
+    for aware in (False, True):
+        source = {"source": "builtin" if aware else "none"}
+        own = recipe.model_copy(update={"calibration": recipe.calibration.model_validate(source)})
+        done = convert(str(folder), own, tmp_path / str(aware), data=data if aware else None)
+        model = transformers.AutoModelForImageClassification.from_pretrained(done.folder).eval()
+        dense = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+        inputs = FAMILIES["vit"].inputs(batch=16, length=0, seed=9)
+        states = [m(**inputs, output_hidden_states=True).hidden_states[-1] for m in (model, dense)]
+        errors[aware] = float(((states[0] - states[1]).norm() / states[1].norm()).detach())
+        roles = [entry.role for entry in done.manifest.plan.layers[:6]]
+        assert roles == ["q", "k", "v", "o", "up", "down"]
+    assert errors[True] < 0.9 * errors[False]
+
+
+def test_dropped_queries_count_as_saved(shop: Workshop) -> None:
+    made = shop.hosted("bert", "tga")
+    model, _ = made.load()
+    now = sum(parameter.numel() for parameter in model.parameters())
+    assert made.plan.parameters - made.plan.saved == now
+    assert made.plan.saved == 2 * (32 * 32 + 32 - 4)
+
+
+def test_only_some_blocks_are_exchanged(shop: Workshop) -> None:
+    source = SourceModel.open(str(shop.source("bert")))
+    plan = make_plan(recipe_for("tga", attention_layers=(1,)), source)
+    assert [entry.name for entry in plan.attention] == ["bert.encoder.layer.1.attention.self"]
+    with pytest.raises(PlanError, match="no attention in block 5") as error:
+        make_plan(recipe_for("tga", attention_layers=(1, 5)), source)
+    assert error.value.hint == "blocks are numbered from 0 to 1"
+    cut = make_plan(recipe_for("tga", attention_layers=(1,), keep_layers=(1,)), source)
+    assert [entry.block for entry in cut.attention] == ["bert.encoder.layer.0"]
+
+
+def test_encoders_are_exchanged_where_decoders_refuse(
+    shop: Workshop,
+) -> None:
+    plan = shop.hosted("bart", "tam").plan
+    assert all(".encoder." in entry.name for entry in plan.attention)
+    reasons = {item.name: item.reason for item in plan.left if item.role == "attention"}
+    assert set(reasons.values()) == {"`tam` would look ahead, and this attention is causal"}
+    assert len(reasons) == 2
+
+
+def test_weights_are_not_read_to_refuse(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SourceModel.open(str(shop.source("llama")))
+    monkeypatch.setattr(WeightStore, "tensor", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(PlanError, match="would look ahead"):
+        make_plan(recipe_for("tam"), source)
+    assert make_plan(recipe_for("tga"), source).attention
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    HOSTS["bert"].build().save_pretrained(tmp_path / "bert")
+    convert(str(tmp_path / "bert"), recipe_for("tga"), tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    data = json.loads(config.read_text())
+    assert data["quantization_config"]["format_version"] == 2
+    data["quantization_config"]["plan"]["attention"][0]["layout"]["heads"] = 2
+    config.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=rf"attention.self.{CHILD}.decay` has shape \[4\]"):
+        transformers.AutoModel.from_pretrained(tmp_path / "out")
+    data["quantization_config"]["plan"]["attention"][0]["layout"]["mechanism"] = "graf"
+    config.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=r"damaged at attention `bert.encoder.layer.0"):
+        Artifact.open(tmp_path / "out")
+
+
+def test_mechanisms_cannot_be_multiplied_out(tmp_path: Path, shop: Workshop) -> None:
+    made = shop.hosted("vit", "hot")
+    with pytest.raises(InputError, match="by `kronecker` attention, which no plain model does"):
+        export_dense(made.folder, tmp_path / "dense")
+
+
+def test_what_is_said_of_attention_needs_a_mechanism() -> None:
+    with pytest.raises(ValueError, match="`attention_layers` needs `attention`"):
+        Convert.model_validate({"method": {"name": "lprod"}, "attention_layers": [1]})
+    with pytest.raises(ValueError, match="`only` needs a `method`"):
+        Convert.model_validate({"attention": {"name": "tga"}, "only": ["k"]})

@@ -1,0 +1,188 @@
+"""Attention mechanisms on the command line, in recipes and in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import tcompress
+from tcompress.cli.settings import conversion, default_output
+from tcompress.errors import RecipeError
+from tcompress.mechanisms.module import GuardedLinear, MechanismModule
+from tcompress.recipe import parse_recipe, reference_markdown
+from tests.support.cli import error, run
+from tests.support.model_folders import model_folder
+
+RECIPE = """
+recipe_version: 1
+convert:
+  attention: {name: tsa, filter_order: 3, decay: 0.8}
+  attention_layers: [1]
+  calibration: {source: none}
+"""
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder("vit", tmp_path_factory.mktemp("models") / "vit")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
+    """What options make of a recipe, less what are defaults."""
+    recipe = None if text is None else parse_recipe(text, "test.yaml")
+    return conversion(options, recipe).model_dump(exclude_defaults=True)
+
+
+def test_a_mechanism_alone_leaves_weights_dense() -> None:
+    assert settings(method="hot", grid="4x4") == {"attention": {"grid": (4, 4)}}
+    assert settings(method="tsa", filter_order=3, layers="0-1,4") == {
+        "attention": {"name": "tsa", "filter_order": 3},
+        "attention_layers": (0, 1, 4),
+    }
+    assert settings(method="tam", core="tucker")["attention"] == {"core": "tucker"}
+    assert settings(method="multilinear", length=64)["attention"] == {"length": 64}
+    assert settings(method="hot", kernel="favor", fold=8, seed=2)["attention"] == {
+        "kernel": "favor",
+        "fold": 8,
+        "seed": 2,
+    }
+
+
+def test_the_two_axes_combine() -> None:
+    both = settings(method="hot", structure="lprod", p=8)
+    assert both == {"attention": {}, "method": {"p": 8}}
+    assert settings(method="tga", structure="none") == {"attention": {}}
+
+
+def test_a_size_alone_means_the_structure_of_the_paper() -> None:
+    sized = settings(method="tga", target=0.25)
+    assert (sized["only"], sized["target"]) == (("re:^(k|v|qkv)$",), 0.25)
+    assert settings(method="tam", rank="8")["method"] == {"rank": 8}
+    assert conversion({"method": "tam", "rank": "8"}).method.name == "tucker"
+    assert conversion({"method": "tga", "target": 0.25}).method.name == "tt"
+    assert conversion({"method": "hot", "p": 2}).method.name == "lprod"
+    assert settings(method="tga", target=0.25, only=["v"])["only"] == ("v",)
+
+
+def test_options_override_a_recipe() -> None:
+    parsed = parse_recipe(RECIPE, "test.yaml")
+    assert settings(RECIPE, filter_order=4)["attention"] == {
+        "name": "tsa",
+        "filter_order": 4,
+        "decay": 0.8,
+    }
+    assert settings(RECIPE, method="hot", fold=4)["attention"] == {"fold": 4}
+    assert conversion({"structure": "svd", "target": 0.5}, parsed).label == "tsa + svd"
+    assert settings(RECIPE, layers="0")["attention_layers"] == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"method": "hot"}, "vit-base-hot"),
+        ({"method": "hot", "structure": "lprod"}, "vit-base-hot-lprod-p4"),
+        ({"method": "hot", "grid": "14,14", "kernel": "favor"}, "vit-base-hot-14x14-favor"),
+        ({"method": "tsa", "filter_order": 3, "layers": "0,1"}, "vit-base-tsa-k3-at2"),
+        ({"method": "tga", "target": 0.25}, "vit-base-tga-tt-25"),
+        ({"method": "tam", "core": "tucker"}, "vit-base-tam-tucker"),
+        ({"method": "hot", "fold": 32}, "vit-base-hot-f32"),
+    ],
+)
+def test_default_output(options: dict[str, Any], name: str) -> None:
+    assert default_output("vit-base", conversion(options)) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "hot", "core": "cp"}, "`--core` does not apply to `hot`; its options are `--g"),
+        ({"method": "lprod", "grid": "4,4"}, "`--grid` goes with an attention mechanism"),
+        ({"structure": "svd"}, "`--structure` goes with an attention mechanism"),
+        ({"method": "hot", "grid": "4;4"}, "`--grid` is `4;4`, allowed are whole numbers"),
+        ({"method": "hot", "layers": "a"}, "`--layers` is `a`, allowed are block numbers"),
+        ({"method": "tsa", "filter_order": 1}, "`--filter-order` is `1`, allowed is a whole numb"),
+        ({"method": "tga", "filter_order": 3}, "`tga` has a filter of order 2"),
+        ({"method": "hot", "kernel": "poly"}, "`--kernel` is `poly`, allowed is one of `softmax`"),
+        ({"method": "hit"}, "unknown method `hit`; methods are `svd`"),
+        ({"method": "hot", "structure": "tga"}, "unknown method `tga`"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        conversion(options)
+    assert message in found.value.message
+
+
+def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
+    done = run(
+        "convert", vit, "--method", "hot", "--structure", "lprod", "--p", "2", "--calib", "none"
+    )
+    assert done.code == 0
+    assert done.lines[0] == "vit-hot-lprod-p2"
+    assert any("kronecker 4x4 in 2 blocks" in line for line in done.lines)
+    model = transformers.AutoModelForImageClassification.from_pretrained("vit-hot-lprod-p2")
+    assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
+    report = run("report", "vit-hot-lprod-p2", "--json").document
+    assert "attention" in str(report)
+    seen = run("inspect", "vit-hot-lprod-p2")
+    assert "attention: kronecker 4x4 in 2 blocks" in seen.lines
+    card = Path("vit-hot-lprod-p2/README.md").read_text()
+    assert "kronecker attention in 2 blocks" in card
+    assert "import tcompress" in card
+
+
+def test_dry_run_says_why_a_grid_does_not_fit(vit: Path) -> None:
+    done = run("convert", vit, "--method", "hot", "--grid", "7,7", "--dry-run")
+    assert done.code == 2
+    assert done.err == error(
+        "`hot` suits none of 2 attentions:\n  - a grid of 7 x 7 with 1 special tokens holds 50 "
+        "tokens, the model has 17: `vit.layers.0.attention`, `vit.layers.1.attention`",
+        "choose another mechanism, see `tcompress methods`, or other blocks with `--layers`",
+    )
+    assert not Path("vit-hot-7x7").exists()
+
+
+def test_sweeps_refuse_mechanisms_by_name(vit: Path) -> None:
+    done = run("sweep", vit, "--methods", "svd,hot", "--targets", "0.5")
+    assert done.code == 2
+    assert "`hot` is a mechanism of attention" in done.err
+
+
+def test_embeddings_are_rewritten_beside(tmp_path: Path) -> None:
+    bert = model_folder("bert", tmp_path / "bert")
+    options = ("--method", "tam", "--embeddings", "svd", "--embedding-target", "0.5")
+    done = run("convert", bert, *options, "--calib", "none", "-o", "both")
+    assert done.code == 0, done.err
+    model = transformers.AutoModel.from_pretrained("both")
+    assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
+    assert not any(isinstance(module, GuardedLinear) for module in model.modules())
+
+
+def test_python_takes_mechanisms_too(vit: Path) -> None:
+    plan = tcompress.plan(str(vit), method="hot", structure="lprod", p=2, calibration="none")
+    assert plan.method == "hot + lprod"
+    assert len(plan.attention) == 2
+    alone = tcompress.plan(str(vit), attention={"name": "tsa", "filter_order": 4})
+    assert (alone.method, alone.layers) == ("tsa", ())
+    sized = tcompress.plan(str(vit), method="tga", target=0.5, calibration="none")
+    assert {entry.role for entry in sized.layers} == {"k", "v"}
+    with pytest.raises(RecipeError, match="unknown mechanism `hit`"):
+        tcompress.plan(str(vit), attention="hit")
+
+
+def test_methods_and_reference_list_mechanisms() -> None:
+    listed = run("methods", "--json").document["methods"]
+    kinds = {item["name"]: item.get("mechanism") for item in listed}
+    assert kinds["tga"] == "graph"
+    assert kinds["lprod"] is None
+    options = next(item for item in listed if item["name"] == "hot")["options"]
+    assert next(o for o in options if o["name"] == "grid")["option"] == "--grid"
+    assert "## Attention `hot`, `kronecker`" in reference_markdown()

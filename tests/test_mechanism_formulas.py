@@ -1,0 +1,240 @@
+"""What each mechanism computes, against what its paper writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from tcompress.mechanisms import Host, MechanismSpec, Visible, mechanism, mechanism_of
+from tcompress.mechanisms.graph import GraphSpec
+from tcompress.mechanisms.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
+from tcompress.mechanisms.multilinear import MultilinearSpec
+from tcompress.mechanisms.tam import TamLayout, TamSpec, pooled_semantics, tam_scores
+from tcompress.structures import Refusal
+from tests.support.mechanisms import (
+    CASES,
+    HEADS,
+    TEXT,
+    WIDTH,
+    explicit_graph,
+    explicit_kronecker,
+    inputs_of,
+    layout_of,
+    literal_multilinear,
+    literal_tam,
+    randn,
+    run,
+    tensors_of,
+)
+
+# ---------------------------------------------------------------- graph
+
+
+@pytest.mark.parametrize("name", ["tga", "tga-causal", "tsa", "tsa-causal"])
+def test_graph_filters_equal_powers_written_out(name: str) -> None:
+    q, k, v = inputs_of(name)
+    tensors, layout = tensors_of(name), layout_of(name)
+    mixed = run(name, (q, k, v), tensors)
+    weights = tensors.get("coefficients", torch.ones(2, HEADS).double())
+    for b in range(2):
+        for h in range(HEADS):
+            shared = h * layout.key_heads // HEADS
+            decay = float(tensors["decay"][h].sigmoid())
+            psi = explicit_graph(k[b, shared], decay, causal=layout.causal)
+            powers = [torch.linalg.matrix_power(psi, n) for n in range(len(weights))]
+            total = sum(c * p for c, p in zip(weights[:, h], powers, strict=True))
+            torch.testing.assert_close(mixed[b, h], total @ v[b, shared])
+
+
+def test_horner_equals_the_eigendecomposition_of_a_symmetric_graph() -> None:
+    q, k, v = inputs_of("tsa")
+    tensors = tensors_of("tsa")
+    mixed = run("tsa", (q, k, v), tensors)
+    psi = explicit_graph(k[0, 1], float(tensors["decay"][1].sigmoid()), causal=False)
+    values, vectors = torch.linalg.eigh(psi)
+    response = sum(c * values**n for n, c in enumerate(tensors["coefficients"][:, 1]))
+    torch.testing.assert_close(mixed[0, 1], vectors * response @ vectors.T @ v[0, 1])
+
+
+def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
+    with pytest.raises(ValueError, match="`tga` has a filter of order 2"):
+        GraphSpec(filter_order=3)
+    near = Host(HEADS, HEADS, WIDTH, window=4)
+    assert mechanism("graph").layout(GraphSpec(), near).filter_order == 2
+    with pytest.raises(Refusal, match="beyond the window"):
+        mechanism("graph").layout(GraphSpec(name="tsa", filter_order=3), near)
+
+
+# ---------------------------------------------------------------- Kronecker
+
+
+@pytest.mark.parametrize("pool", ["mean", "sum"])
+@pytest.mark.parametrize("grid", [(6,), (2, 3), (2, 3, 2)])
+def test_kronecker_equals_the_explicit_product(grid: tuple[int, ...], pool: Any) -> None:
+    tokens = int(torch.tensor(grid).prod())
+    host = Host(HEADS, HEADS, WIDTH, tokens=tokens, grid=grid)
+    layout = mechanism("kronecker").layout(KroneckerSpec(pool=pool), host)
+    q, k, v = (randn(2, HEADS, tokens, WIDTH, seed=s) for s in range(3))
+    scale = 0.5 * randn(len(grid), HEADS, seed=3)
+    mixed = mechanism("kronecker").apply(q, k, v, {"scale": scale}, layout, Visible())
+    for b in range(2):
+        for h in range(HEADS):
+            own = scale[:, h].exp()
+            right = explicit_kronecker(q[b, h], k[b, h], v[b, h], grid, own, pool=pool)
+            torch.testing.assert_close(mixed[b, h], right)
+
+
+def test_one_axis_is_softmax_attention() -> None:
+    host = Host(HEADS, HEADS, WIDTH, tokens=6, grid=(6,))
+    layout = mechanism("kronecker").layout(KroneckerSpec(), host)
+    q, k, v = (randn(2, HEADS, 6, WIDTH, seed=s) for s in range(3))
+    tensors = {"scale": torch.zeros(1, HEADS).double()}
+    mixed = mechanism("kronecker").apply(q, k, v, tensors, layout, Visible())
+    torch.testing.assert_close(mixed, sdpa(q, k, v))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_kronecker_is_equivariant_along_each_axis(axis: int) -> None:
+    inputs, tensors = inputs_of("hot-video"), tensors_of("hot-video")
+    grid = (2, 3, 2)
+    order = torch.arange(12).view(grid).flip(axis).flatten()
+    moved = run("hot-video", tuple(x[:, :, order] for x in inputs), tensors)  # type: ignore[arg-type]
+    torch.testing.assert_close(moved, run("hot-video", inputs, tensors)[:, :, order])
+
+
+def test_special_tokens_see_all_and_are_gated_in() -> None:
+    q, k, v = inputs_of("hot-two-special")
+    tensors = tensors_of("hot-two-special")
+    mixed = run("hot-two-special", (q, k, v), tensors)
+    torch.testing.assert_close(mixed[:, :, :2], sdpa(q, k, v)[:, :, :2])
+    layout = layout_of("hot-two-special")
+    grid = mix_grid(*(x[:, :, 2:] for x in (q, k, v)), None, tensors, layout)  # type: ignore[arg-type]
+    special = sdpa(q, k[:, :, :2], v[:, :, :2])[:, :, 2:]
+    gate = tensors["gate"].sigmoid()[:, None, None]
+    torch.testing.assert_close(mixed[:, :, 2:], gate * grid + (1 - gate) * special)
+
+
+def test_the_gate_starts_at_the_share_of_the_grid() -> None:
+    kind, layout = mechanism("kronecker"), layout_of("hot-image")
+    values = kind.start(layout, torch.Generator(), pretrained=True)
+    torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), 6 / 7))
+
+
+def test_random_features_come_near_to_softmax() -> None:
+    few, many = (
+        KroneckerLayout(
+            heads=HEADS, key_heads=HEADS, head_dim=WIDTH, grid=(4, 5), kernel="favor", features=n
+        )
+        for n in (8, 4096)
+    )
+    exact = few.model_copy(update={"kernel": "softmax"})
+    q, k, v = (0.5 * randn(2, HEADS, 20, WIDTH, seed=s) for s in range(3))
+    scale = {"scale": torch.zeros(2, HEADS).double()}
+    right = mix_grid(q, k, v, None, scale, exact)
+    kind = mechanism("kronecker")
+
+    def error(layout: KroneckerLayout) -> float:
+        own = {key: value.double() for key, value in kind.constants(layout).items()}
+        mixed = mix_grid(q, k, v, None, {**scale, **own}, layout)
+        return float((mixed - right).norm() / right.norm())
+
+    assert error(many) < 0.01
+    assert error(many) < error(few) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "host", "reason"),
+    [
+        (KroneckerSpec(), TEXT, "give `grid`, or for text `fold`"),
+        (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
+        (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
+        (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
+        (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
+        (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, biased=True), "bias of positions"),
+        (MultilinearSpec(), TEXT, "give `length`"),
+        (MultilinearSpec(length=9), CASES["hot-image"][1], "inputs have 7 tokens"),
+        (MultilinearSpec(length=9), Host(HEADS, HEADS, WIDTH, longest=8), "takes 8 at most"),
+        (TamSpec(), Host(3, 2, WIDTH), "do not share 2 heads"),
+    ],
+)
+def test_hosts_that_do_not_suit_are_refused(spec: MechanismSpec, host: Host, reason: str) -> None:
+    with pytest.raises(Refusal, match=reason):
+        mechanism_of(spec).layout(spec, host)
+
+
+# ---------------------------------------------------------------- TAM and multilinear
+
+
+def _tam(core: Any, **options: Any) -> TamLayout:
+    return TamLayout(heads=1, key_heads=1, head_dim=3, core=core, **options)
+
+
+def test_the_aligned_core_equals_the_literal_triple_sum() -> None:
+    q, k, s = randn(5, 3), randn(4, 3, seed=1), randn(6, 3, seed=2)  # more queries than features
+    g = randn(2, 1, 3, seed=3)
+    mean = g.mean(0)[0]
+
+    def core(a: int, j: int, m: int) -> float:
+        return float(mean[a]) if a == j == m else 0.0
+
+    right = literal_tam(q, k, s, core)
+    found = tam_scores(
+        q[None, None], k[None, None], s.sum(0)[None, None], {"core": g}, _tam("aligned")
+    )
+    torch.testing.assert_close(found[0, 0], right)
+
+
+def test_the_cp_core_is_the_trilinear_form() -> None:
+    q, k, s, g = randn(5, 3), randn(4, 3, seed=1), randn(6, 3, seed=2), randn(1, 1, 3, seed=3)
+    right = torch.einsum("d,qd,kd,sd->qk", g[0, 0], q, k, s)
+    found = tam_scores(q[None, None], k[None, None], s.sum(0)[None, None], {"core": g}, _tam("cp"))
+    torch.testing.assert_close(found[0, 0], right)
+
+
+def test_the_tucker_core_equals_the_whole_contraction() -> None:
+    q, k, s = randn(5, 3), randn(4, 3, seed=1), randn(6, 3, seed=2)
+    tensors = {
+        "core": randn(3, 1, 2, 2, 2, seed=3),
+        "factor_q": randn(1, 3, 2, seed=4),
+        "factor_k": randn(1, 3, 2, seed=5),
+        "factor_s": randn(1, 3, 2, seed=6),
+    }
+    right = torch.einsum(
+        "abc,qa,kb,sc->qk",
+        tensors["core"].mean(0)[0],
+        q @ tensors["factor_q"][0],
+        k @ tensors["factor_k"][0],
+        s @ tensors["factor_s"][0],
+    )
+    layout = _tam("tucker", rank=2, semantic_rank=2)
+    found = tam_scores(q[None, None], k[None, None], s.sum(0)[None, None], tensors, layout)
+    torch.testing.assert_close(found[0, 0], right)
+
+
+@pytest.mark.parametrize("core", ["cp", "tucker"])
+def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
+    kind, spec = mechanism("tam"), TamSpec(core=core)
+    layout = kind.layout(spec, TEXT)
+    values = kind.start(layout, torch.Generator().manual_seed(0), pretrained=True)
+    q, k, v = (randn(2, HEADS, 6, WIDTH, seed=s) for s in range(3))
+    own = {key: value.double() for key, value in values.items()}
+    mixed = kind.apply(q, k, v, own, layout, Visible())
+    torch.testing.assert_close(mixed, sdpa(q, k, v), atol=0.02, rtol=0)
+
+
+def test_semantics_leave_padding_out() -> None:
+    s = randn(1, 1, 4, 3)
+    valid = torch.tensor([[True, True, False, False]])
+    torch.testing.assert_close(pooled_semantics(s, valid), s[:, :, :2].mean(2))
+
+
+def test_multilinear_equals_the_literal_tensor() -> None:
+    q, k, v = inputs_of("multilinear")
+    tensors = tensors_of("multilinear")
+    mixed = run("multilinear", (q, k, v), tensors)
+    for b in range(2):
+        right = literal_multilinear(q[b], k[b], v[b], tensors["core"], tensors["out"])
+        torch.testing.assert_close(mixed[b].transpose(0, 1).flatten(1), right)

@@ -1,7 +1,8 @@
 """From what layers may become to a plan: the budget is spent, exactly, where it saves most.
 
-With several methods on offer all of them together are tried and each on its own, so that the mixed
-plan is never predicted to lose more than the best single method at the same budget.
+With several methods on offer all of them together are tried and each on its own. A mixture has to be
+predicted clearly better than the best single method at the same budget: predictions compare sizes of
+one structure more reliably than structures.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tcompress.planning.terms import Choice
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
+MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 ATTEMPTS = 8  # each takes away what the last one spent too much
 
 Chosen = dict[str, Choice | None]
@@ -71,14 +73,13 @@ class Settler:
         assert self.plan.budget is not None
         alone = {name: self._tried([name]) for name in self.singles}
         found = dict(alone) if len(self.methods) == 1 else {"": self._tried(self.methods), **alone}
-        made = [item for item in found.values() if isinstance(item, _Candidate)]
-        if not made:
+        if not any(isinstance(item, _Candidate) for item in found.values()):
             raise next(item for item in found.values() if isinstance(item, PlanError))
-        best = min(made, key=self._rank)
+        best = self._best(found.get(""), [i for i in alone.values() if isinstance(i, _Candidate)])
         zero = fsum(item.zero for item in self.sized) or 1.0
         facts = self.plan.budget.model_copy(
             update={
-                "chosen": "loss" if self.recipe.allocation == "loss" else "uniform",
+                "chosen": "uniform" if self._alike else "loss",
                 "error": best.loss / zero,
                 "uniform_error": self._uniform_error(zero),
                 "single_errors": {
@@ -95,6 +96,27 @@ class Settler:
         assert self.plan.budget is not None
         return self.plan.budget
 
+    @property
+    def _alike(self) -> bool:
+        """Whether all layers keep the same fraction: asked for, or since no data tells better."""
+        if self.recipe.allocation == "uniform":
+            return True
+        limits_error = self._budget.kind in ("max_error", "tol")
+        return self.recipe.calibration.source == "none" and not limits_error
+
+    def _best(
+        self, mixed: _Candidate | PlanError | None, alone: Sequence[_Candidate]
+    ) -> _Candidate:
+        """Chooses among plans: a mixture only where it is clearly ahead."""
+        single = min(alone, key=self._rank, default=None)
+        if not isinstance(mixed, _Candidate):
+            assert single is not None
+            return single
+        if single is None:
+            return mixed
+        ahead = self._rank(mixed)[0] < (1 - MARGIN) * self._rank(single)[0]
+        return mixed if ahead else single
+
     def _rank(self, item: _Candidate) -> tuple[float, float]:
         if self._budget.kind in ("max_error", "tol"):
             return float(item.plan.structured_rewritten + self._dense_left(item.plan)), item.loss
@@ -109,21 +131,18 @@ class Settler:
     def _candidate(self, methods: Sequence[str]) -> _Candidate:
         kind, limit = self._budget.kind, self._budget.limit
         limits_error = kind in ("max_error", "tol")
-        # On data a rewritten layer makes up for what those before it lost; a dense one does not.
-        free = self.recipe.calibration.source == "none" and len(self.methods) > 1
-        stay = limits_error or free
-        sites = [item.site(methods, may_stay=stay) for item in self.sized]
-        if limits_error:
-            if kind == "tol":
-                found = within_tolerance(sites, [limit * item.zero for item in self.sized])
-            elif self.recipe.allocation == "uniform":
-                found = _alike_for_loss(sites, limit * fsum(item.zero for item in self.sized))
-            else:
-                found = allocate_for_loss(sites, limit * fsum(item.zero for item in self.sized))
-            return _Candidate(self._plan(found), found.loss)
-        return self._within(methods, stay=stay)
+        if not limits_error:
+            return self._within(methods)
+        sites = [item.site(methods, may_stay=True) for item in self.sized]
+        if kind == "tol":
+            found = within_tolerance(sites, [limit * item.zero for item in self.sized])
+        elif self._alike:
+            found = _alike_for_loss(sites, limit * fsum(item.zero for item in self.sized))
+        else:
+            found = allocate_for_loss(sites, limit * fsum(item.zero for item in self.sized))
+        return _Candidate(self._plan(found), found.loss)
 
-    def _within(self, methods: Sequence[str], *, stay: bool) -> _Candidate:
+    def _within(self, methods: Sequence[str]) -> _Candidate:
         """Spends less where layers end up not sharing what was counted once.
 
         Where a layer would then not even shrink, it has to do without that method.
@@ -131,8 +150,9 @@ class Settler:
         limit, spent = self._limits()
         room, barred = spent, set[tuple[str, str]]()
         for _ in range(ATTEMPTS):
+            # A rewritten layer makes up for what those before it lost; a dense one does not.
             sites = [
-                item.site([m for m in methods if (item.key, m) not in barred], may_stay=stay)
+                item.site([m for m in methods if (item.key, m) not in barred], may_stay=False)
                 for item in self.sized
             ]
             found = self._allocated(sites, room)
@@ -164,7 +184,7 @@ class Settler:
         return lost
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
-        if self.recipe.allocation == "uniform":
+        if self._alike:
             share = room / sum(site.dense for site in sites)
             return allocate_alike(sites, share)
         try:

@@ -13,7 +13,7 @@ from tcompress.structures import Spec, Structure, structures
 AUTO = "auto"
 AUTO_ABOUT = (
     "For every layer the structure and size that save most predicted loss per parameter, under "
-    "one budget. Never predicted to lose more than the best of the structures on offer alone."
+    "one budget; one structure for all, where mixing is not predicted to lose clearly less."
 )
 
 

@@ -1,8 +1,8 @@
 """From what layers may become to a plan: the budget is spent, exactly, where it saves most.
 
-With several methods on offer all of them together are tried and each on its own. A mixture has to
-be predicted clearly better than the best single method at the same budget: predictions compare sizes
-of one structure more reliably than structures.
+With several methods on offer all of them together are tried and each on its own. A mixture has
+to be clearly better, by prediction, than the best single method at the same budget: predictions
+compare sizes of one structure more reliably than structures.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ ROOM = 2**26  # most numbers in a tensor made on the way to it
 SWEEPS = 4  # passes over the cores
 STEPS = 15  # conjugate gradients per core, where its system is not solved at once
 ENOUGH = 1e-6  # of the first squared residual: the next core gains more than a last digit here
+SETTLED = 1e-10  # of the right-hand side: a residual that is nothing but rounding
 FLOOR = 1e-10  # ridge on normal matrices, relative to their mean diagonal element
 
 
@@ -121,6 +122,12 @@ class TTProblem:
     def separates(self) -> bool:
         """True if every output index of a core has the same normal equations of its own."""
         return self.curvature is None and math.prod(self.out_modes) == len(self.product)
+
+    @cached_property
+    def scale(self) -> float:
+        """Mean curvature of the loss over all elements of the weight."""
+        moments = (self.padded_gram, self.padded_curvature)
+        return math.prod(float(moment.diagonal().mean()) for moment in moments)
 
     @cached_property
     def padded_gram(self) -> Tensor:
@@ -230,10 +237,14 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     solve = _block_solver(problem, left, right) if matrix is None else _matrix_solver(matrix)
     if not problem.separates:
         solve = _with_outputs(solve, problem.padded_curvature, left, right)
-    return _descend(core, wanted - image(core), image, solve)
+    residual = wanted - image(core)
+    if bool(residual.norm() <= SETTLED * wanted.norm()):
+        return core  # what is left is rounding; where moments see nothing, steps along it are long
+    unseen = FLOOR * problem.scale
+    return _descend(core, residual, image, solve, unseen)
 
 
-def _descend(core: Tensor, residual: Tensor, image: Solver, solve: Solver) -> Tensor:
+def _descend(core: Tensor, residual: Tensor, image: Solver, solve: Solver, unseen: float) -> Tensor:
     """Preconditioned conjugate gradients; every step ends at the minimum along its direction.
 
     Args:
@@ -241,13 +252,15 @@ def _descend(core: Tensor, residual: Tensor, image: Solver, solve: Solver) -> Te
         residual: Right-hand side minus the image of the start.
         image: The symmetric operator of the normal equations.
         solve: Its preconditioner.
+        unseen: Curvature below which a direction is taken for one that moments do not see.
     """
     direction = solved = solve(residual)
     first = slope = (residual * solved).sum()
     for _ in range(STEPS):
         turned = image(direction)
         bend = (direction * turned).sum()
-        if not (bend > 0 and slope > ENOUGH * first):
+        seen = bend > unseen * direction.square().sum()
+        if not (seen and slope > ENOUGH * first):
             break
         core = core + slope / bend * direction
         residual = residual - slope / bend * turned

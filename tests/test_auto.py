@@ -120,6 +120,14 @@ def test_never_predicted_worse_than_the_best_single_method(found: Any, limit: fl
         assert made.budget.error <= error
 
 
+def test_a_mixture_that_is_hardly_better_is_left() -> None:
+    """One method alone is 4 % worse than both together."""
+    found = [([(40, 100)], [(40, 108)]), ([(40, 108)], [(40, 100)])]
+    made = _settled(found, 0.4)
+    assert made.budget.error == pytest.approx(0.26)
+    assert made.budget.error == min(made.budget.single_errors.values())
+
+
 def test_the_mixture_is_taken_where_it_is_better() -> None:
     """One layer suits the first method, the other one the second."""
     found = [([(40, 8)], [(40, 80)]), ([(40, 80)], [(40, 8)])]

@@ -39,6 +39,7 @@ class Sized:
         zero: Predicted loss of leaving it out.
         unit: What one parameter costs: 1, or its bytes.
         offers: What it may become, by name of the method: options labelled with choices.
+        quick: The same before trials corrected the losses; empty where there were none.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Sized:
     zero: float
     unit: int = 1
     offers: dict[str, list[Option]] = field(default_factory=dict)
+    quick: dict[str, list[Option]] = field(default_factory=dict)
 
     def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
         """Returns what a budget may choose from.

@@ -7,8 +7,8 @@ compare sizes of one structure more reliably than structures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import fsum
 
 from tcompress.conversion.allocate import Sized
@@ -75,7 +75,8 @@ class Settler:
         found = dict(alone) if len(self.methods) == 1 else {"": self._tried(self.methods), **alone}
         if not any(isinstance(item, _Candidate) for item in found.values()):
             raise next(item for item in found.values() if isinstance(item, PlanError))
-        best = self._best(found.get(""), [i for i in alone.values() if isinstance(i, _Candidate)])
+        fine = {name: item for name, item in alone.items() if isinstance(item, _Candidate)}
+        best, single = self._best(found.get(""), fine)
         zero = fsum(item.zero for item in self.sized) or 1.0
         facts = self.plan.budget.model_copy(
             update={
@@ -89,7 +90,16 @@ class Settler:
                 },
             }
         )
-        return best.plan.model_copy(update={"budget": facts})
+        plan = best.plan if single is None else self._by_itself(single, best.plan)
+        return plan.model_copy(update={"budget": facts})
+
+    def _by_itself(self, name: str, plan: Plan) -> Plan:
+        """Sizes a single method as it would be without others on offer."""
+        if len(self.methods) == 1 or not all(item.quick for item in self.sized):
+            return plan
+        sized = [replace(item, offers=item.quick) for item in self.sized]
+        found = replace(self, sized=sized)._tried([name])
+        return found.plan if isinstance(found, _Candidate) else plan
 
     @property
     def _budget(self) -> BudgetPlan:
@@ -105,17 +115,19 @@ class Settler:
         return self.recipe.calibration.source == "none" and not limits_error
 
     def _best(
-        self, mixed: _Candidate | PlanError | None, alone: Sequence[_Candidate]
-    ) -> _Candidate:
-        """Chooses among plans: a mixture only where it is clearly ahead."""
-        single = min(alone, key=self._rank, default=None)
+        self, mixed: _Candidate | PlanError | None, alone: Mapping[str, _Candidate]
+    ) -> tuple[_Candidate, str | None]:
+        """Chooses among plans, with the name of the method that is alone in it, if one is.
+
+        A mixture is taken only where it is clearly ahead.
+        """
+        name = min(alone, key=lambda name: self._rank(alone[name]), default=None)
         if not isinstance(mixed, _Candidate):
-            assert single is not None
-            return single
-        if single is None:
-            return mixed
-        ahead = self._rank(mixed)[0] < (1 - MARGIN) * self._rank(single)[0]
-        return mixed if ahead else single
+            assert name is not None
+            return alone[name], name
+        if name is None or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(alone[name])[0]:
+            return mixed, None
+        return alone[name], name
 
     def _rank(self, item: _Candidate) -> tuple[float, float]:
         if self._budget.kind in ("max_error", "tol"):

@@ -85,6 +85,7 @@ class Survey:
         if not self.recipe.by_loss:
             return self.plan
         for item in self._sized:
+            item.quick = item.offers
             item.offers = {name: self._trials.corrected(item, name) for name in item.offers}
         roles = {item.role for item in self._sized}
         names = list(self._offers)

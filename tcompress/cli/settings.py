@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tcompress.structures import Spec
 
 NO_METHOD = "none"
+"""Rewrite no layer."""
 EMBEDDING_TARGET = 0.25
 """Kept fraction of the word embedding where none is given, nor one for the layers."""
-"""Rewrite no layer."""
 
 _CALIBRATION = {
     "calib": "source",

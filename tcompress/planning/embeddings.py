@@ -49,13 +49,14 @@ def plan_embeddings(
 
 def _tables(source: SourceModel, anatomy: Anatomy) -> Iterator[str]:
     """Paths of the tables that others are tied to, not of those others."""
-    ties = getattr(source.meta_model(), "all_tied_weights_keys", {})
+    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     yield from (path for path in anatomy.embeddings if f"{path}.weight" not in ties)
 
 
 def _entry(options: Embeddings, source: SourceModel, path: str) -> LayerPlan:
-    module = source.meta_model().get_submodule(path)
-    users = (module, *(source.meta_model().get_submodule(name) for name in tied_to(source, path)))
+    model = source.keymap.model
+    module = model.get_submodule(path)
+    users = (module, *map(model.get_submodule, tied_to(source, path)))
     for user in users:
         # Subclasses do more than they say: gemma's multiplies by a constant, for one.
         if type(user) not in (nn.Embedding, nn.Linear):
@@ -102,6 +103,6 @@ def lookup_methods() -> tuple[str, ...]:
 
 def tied_to(source: SourceModel, path: str) -> tuple[str, ...]:
     """Paths of the modules whose weight is the embedding's, such as an output head."""
-    ties = getattr(source.meta_model(), "all_tied_weights_keys", {})
+    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     names = (target for target, owner in ties.items() if owner == f"{path}.weight")
     return tuple(name.removesuffix(".weight") for name in names)

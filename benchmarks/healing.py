@@ -44,6 +44,12 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "lprod p=8 + low rank 25 %": {"method": {"name": "lprod", "p": 8}, "target": 0.25},
     "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
     "lprod p=8 + low rank 50 %": {"method": {"name": "lprod", "p": 8}, "target": 0.5},
+    "layers 1, 3, 5, svd 50 %": {
+        "keep_layers": [1, 3, 5],
+        "method": {"name": "svd"},
+        "target": 0.5,
+    },
+    "layers 1, 5, svd 75 %": {"keep_layers": [1, 5], "method": {"name": "svd"}, "target": 0.75},
     "3 of 6 layers, svd 50 %": {"drop_layers": 3, "method": {"name": "svd"}, "target": 0.5},
 }
 

@@ -197,9 +197,9 @@ def test_problem_of_a_method(options: str, line: str) -> None:
             "`method`, `residual_rank`, `target`; did you mean `match`?",
         ),
         (
-            "layers: [{match: q, method: lprod}]",
-            "4: `convert.layers[0].method`: found the text `lprod`; allowed is a mapping with a "
-            f"`name`, one of {STRUCTURES}, and options of that method: write `{{name: lprod}}`",
+            "layers: [{match: q, method: lpord}]",
+            "4: `convert.layers[0].method`: found the text `lpord`; allowed is one of "
+            f"{STRUCTURES}; did you mean `lprod`?",
         ),
         (
             "layers: {match: q}",

@@ -150,6 +150,13 @@ def test_every_method_by_name(name: str) -> None:
     if name != "auto":
         assert isinstance(recipe.convert.method, structure_of(recipe.convert.method).spec)
     assert parse_recipe(dump_recipe(recipe), "a") == recipe
+    bare = parse_recipe(f"recipe_version: 1\nconvert: {{method: {name}}}", "a")
+    assert bare == recipe
+
+
+def test_attention_by_name() -> None:
+    bare = parse_recipe("recipe_version: 1\nconvert: {attention: hot}", "a")
+    assert bare == parse_recipe("recipe_version: 1\nconvert: {attention: {name: hot}}", "a")
 
 
 def test_plain_values_follow_yaml_1_2() -> None:

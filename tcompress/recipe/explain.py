@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from yaml.nodes import MappingNode
+from yaml.nodes import MappingNode, ScalarNode
 
 from tcompress.recipe.document import Document, Key, Problem
 from tcompress.recipe.words import (
@@ -100,6 +100,8 @@ class _Work:
             self._report((*parent, close), f"unknown key; did you mean `{name}`?")
             return
         names = {"enum": list(methods_of(fragment))}
+        if isinstance(self.document.nodes.get(parent), ScalarNode):  # the name alone
+            key = parent
         self._report(key, _wrong(self.document, key, names, self.schema))
 
 
@@ -132,9 +134,7 @@ def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -
     if node is None:
         return f"missing; allowed is {allowed}"
     ending = ""
-    if is_text(node) and node.value in methods_of(fragment):
-        ending = f": write `{{name: {node.value}}}`"
-    elif is_text(node):
+    if is_text(node):
         known = [
             choice for item in (members_of(fragment) or [fragment]) for choice in choices_of(item)
         ]

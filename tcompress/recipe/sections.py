@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tcompress.recipe.methods import MethodSpec
 from tcompress.structures import Spec
@@ -12,6 +14,12 @@ class Section(BaseModel):
     """A mapping of a recipe: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("method", "attention", mode="before", check_fields=False)
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        """Takes a bare name, such as `method: svd`, for a method without options."""
+        return {"name": value} if isinstance(value, str) else value
 
 
 class Calibration(Section):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-import tcompress  # noqa: F401 - makes converted models loadable
+import tcompress
 from tcompress.conversion.run import convert
 from tcompress.evaluation.run import evaluate
 from tcompress.recipe.schema import Convert

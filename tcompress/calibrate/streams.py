@@ -47,13 +47,21 @@ class Stream:
         forward: Runs the model on a batch.
         batch: Inputs of the model.
         rewritten: Whether it is the stream of what was rewritten already.
+        keep: Whether to keep what the pass puts out, as `output`.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], batch: Mapping[str, Tensor], *, rewritten: bool = False
+        self,
+        forward: Callable[..., Any],
+        batch: Mapping[str, Tensor],
+        *,
+        rewritten: bool = False,
+        keep: bool = False,
     ) -> None:
         self.batch = batch
         self.rewritten = rewritten
+        self.output: Any = None
+        self._keep = keep
         self.call: Call | None = None
         self._forward = forward
         self._answer: Any = None
@@ -99,7 +107,8 @@ class Stream:
         _CURRENT.stream = self
         try:
             with torch.no_grad():
-                self._forward(**self.batch)
+                output = self._forward(**self.batch)
+            self.output = output if self._keep else None
         except _Stop:
             pass
         except BaseException as error:  # handed to the main thread

@@ -21,11 +21,13 @@ def kept_blocks(texts: Sequence[str]) -> Any:
 
 
 def dropped_blocks(texts: Sequence[str]) -> Any:
-    """Reads `3`, or several such as `decoder:2`; returns what a recipe would say.
+    """Reads `3`, `auto`, or several such as `decoder:2`; returns what a recipe would say.
 
     Raises:
         RecipeError: It is none of these.
     """
+    if list(texts) == ["auto"]:
+        return "auto"
     return _by_stack("--drop-layers", texts, _count, "a number of blocks such as `3`")
 
 

@@ -269,9 +269,10 @@ DropLayers = Annotated[
     list[str] | None,
     typer.Option(
         "--drop-layers",
-        metavar="[STACK:]N",
+        metavar="[STACK:]N|auto",
         help="Drop N whole blocks: those that change the model's output least on calibration "
-        "data; without data, at equal distances.",
+        "data; without data, at equal distances. `auto`: as many as serve the budget best, tried "
+        "one after another; the budget then is one of all blocks.",
         rich_help_panel=METHOD,
     ),
 ]

@@ -17,6 +17,7 @@ from tcompress.calibrate.streams import Fork, Stream, common_block, intercept_bl
 from tcompress.conversion.capture import first_tensor, handed_on, run_to_input, token_rows
 from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
 from tcompress.conversion.sums import SplitSums
 from tcompress.errors import DataError, FitError
@@ -64,6 +65,11 @@ class BlockFitter:
         tables: Rewritten word embeddings by module path, fitted before.
         attention: Attentions that get another mechanism; the layers behind them are fitted to what
             it yields.
+        probe: Compares what the model puts out before and after, on the batches that are only
+            measured on; the result is `change`.
+
+    Attributes:
+        change: Change of the output per sample, once all blocks are fitted; None without a probe.
     """
 
     def __init__(
@@ -82,7 +88,10 @@ class BlockFitter:
         whole: SourceModel | None = None,
         tables: Mapping[str, nn.Module] = MappingProxyType({}),
         attention: Sequence[AttentionPlan] = (),
+        probe: OutputProbe | None = None,
     ) -> None:
+        self.change: float | None = None if probe is None else 0.0
+        self._probe = probe
         self._source = source
         self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
         self._damping = damping
@@ -109,8 +118,13 @@ class BlockFitter:
         self._attention = {keymap.runtime_name(entry.name) or "": entry for entry in attention}
         self._runtime = keymap.runtime_name
         moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
-        self._dense = [Stream(self._skeleton.model, batch) for batch in moved]
-        self._new = [Stream(self._skeleton.model, batch, rewritten=True) for batch in moved]
+        kept = [probe is not None and index in self._holdout for index in range(len(moved))]
+        pairs, model = list(zip(moved, kept, strict=True)), self._skeleton.model
+        self._dense = [Stream(model, batch, keep=keep) for batch, keep in pairs]
+        self._new = [Stream(model, batch, rewritten=True, keep=keep) for batch, keep in pairs]
+        self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
+        if probe is not None:
+            self._skeleton.load_rest()
 
     def run(
         self,
@@ -132,7 +146,7 @@ class BlockFitter:
             for stream in streams:
                 stream.start()
             left = set(self._blocks)
-            while left and self._dense[0].call is not None:
+            while (left or self._probe) and self._dense[0].call is not None:
                 name = common_block(streams)
                 if name in self._gone:
                     self._pass_by(name)
@@ -153,12 +167,8 @@ class BlockFitter:
     def _pass_by(self, name: str) -> None:
         """Goes past a block that only the dense model has."""
         self._skeleton.load_block(name)
-        with torch.no_grad():
-            for stream in (*self._dense, *self._new):
-                call = stream.call
-                assert call is not None
-                answer = self._gone[name](*call.args, **call.kwargs)
-                stream.answer(answer if stream in self._dense else handed_on(call, answer))
+        own = self._gone[name]
+        self._advance(own, own, None)
         self._skeleton.drop_block(name)
 
     def _block(
@@ -183,12 +193,11 @@ class BlockFitter:
             if stored is None:
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
-        if last:  # nothing after the last block is of use: the output head was never loaded
+        if last and self._probe is None:  # the output head was never loaded
             self._check_end(block.name)
             return stored or result
         routing.replay_in(new)
-        self._advance(self._dense, self._own[block.name], routing)
-        self._advance(self._new, new.forward, routing)
+        self._advance(self._own[block.name], new.forward, routing)
         self._skeleton.drop_block(before)
         return stored or result
 
@@ -227,14 +236,28 @@ class BlockFitter:
             if entries:
                 yield entries
 
-    @staticmethod
-    def _advance(streams: Sequence[Stream], forward: Callable[..., Any], routing: Routing) -> None:
-        for routing.current, stream in enumerate(streams):
-            call = stream.call
-            assert call is not None
-            with torch.no_grad():
-                answer = forward(*call.args, **call.kwargs)
-            stream.answer(answer)
+    def _advance(
+        self, dense: Callable[..., Any], new: Callable[..., Any], routing: Routing | None
+    ) -> None:
+        """Answers all streams; without routing it is a block that only the dense ones run."""
+        for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
+            for stream, forward in ((one, dense), (two, new)):
+                if routing is not None:
+                    routing.current = index
+                call = stream.call
+                assert call is not None
+                with torch.no_grad():
+                    answer = forward(*call.args, **call.kwargs)
+                skipped = routing is None and stream is two
+                stream.answer(handed_on(call, answer) if skipped else answer)
+            self._compare(one, two)
+
+    def _compare(self, dense: Stream, new: Stream) -> None:
+        """Adds up the change of outputs, which are let go of at once: logits are large."""
+        if self._probe is None or dense.output is None or self.change is None:
+            return
+        self.change += self._probe.change(dense.output, new.output, dense.batch) / self._measured
+        dense.output = new.output = None
 
     def _fit_group(
         self, block: Block, group: Group, dense: nn.Module, new: nn.Module, result: BlockResult

@@ -92,29 +92,49 @@ def choose_blocks(
         FitError: Activations are not finite.
     """
     progress = progress or Silent()
-    anatomy = anatomy_of(source.meta_model())
-    walk = DepthWalk(source, anatomy, data, device)
     asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
-    fixed = {
-        f"{path}.{index}"
-        for path, count in asked.items()
-        if count
-        for index in fixed_blocks(source, path)
-    }
     progress.stage("choosing blocks", sum(asked.values()), "blocks")
     chosen: list[BlockLoss] = []
-    while any(asked.values()):
-        gone = frozenset(item.path for item in chosen)
-        names = [
-            block.name
-            for block in anatomy.blocks
-            if block.name not in gone | fixed and asked[_stack(block.name)]
-        ]
-        least = min(walk.losses(names, gone), key=lambda item: item.loss)
-        asked[_stack(least.path)] -= 1
+    for least in dropping(source, asked, data, device):
         chosen.append(least)
         progress.advance(1, least.path)
     return depth_without(depth.stacks, chosen)
+
+
+def dropping(
+    source: SourceModel, asked: Mapping[str, int], data: CalibrationData, device: torch.device
+) -> Iterator[BlockLoss]:
+    """Chooses blocks to drop, one after another, each only when it is asked for.
+
+    Args:
+        source: The dense model.
+        asked: How many blocks to choose, by the path of their stack.
+        data: Calibration data; what is held out is not looked at.
+        device: Where to compute.
+
+    Yields:
+        The block whose loss, together with those before, changes the output least.
+    """
+    anatomy = anatomy_of(source.meta_model())
+    walk = DepthWalk(source, anatomy, data, device)
+    left = dict(asked)
+    fixed = {
+        f"{path}.{index}"
+        for path, count in left.items()
+        if count
+        for index in fixed_blocks(source, path)
+    }
+    gone: Gone = frozenset()
+    while any(left.values()):
+        names = [
+            block.name
+            for block in anatomy.blocks
+            if block.name not in gone | fixed and left[_stack(block.name)]
+        ]
+        least = min(walk.losses(names, gone), key=lambda item: item.loss)
+        left[_stack(least.path)] -= 1
+        gone |= {least.path}
+        yield least
 
 
 def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> DepthPlan:

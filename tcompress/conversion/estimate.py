@@ -120,12 +120,18 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         rows = _rows(source, recipe.calibration) * min(1, SAMPLES / recipe.calibration.samples)
         memory = max(memory, _choice_memory(whole, plan.depth, rows))
         flops += _choice_flops(plan, plan.depth, rows)
+    if recipe.weighs_depth:  # every number of blocks is a conversion of its own
+        flops *= _TRIALS
     moved = source.store.total_bytes + work.disk
     return Estimate(
         memory_bytes=memory,
         disk_bytes=work.disk,
         seconds=round(flops / _speed(recipe.device) + moved / _DISK_SPEED, 1),
     )
+
+
+_TRIALS = 4
+"""Conversions that a search for the number of blocks makes, roughly."""
 
 
 @dataclass(frozen=True)

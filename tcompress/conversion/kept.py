@@ -17,6 +17,9 @@ from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
+_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
+"""What is never taken over from the working folder of another conversion."""
+
 
 class FitWorkplace(Workplace):
     """Working folder of one conversion; arguments as for `Workplace`."""
@@ -137,6 +140,25 @@ class FitWorkplace(Workplace):
         """Reads which blocks stay, as an interrupted run had chosen them."""
         path = self.folder / "depth.json"
         return DepthPlan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+
+    def keep_change(self, change: float) -> None:
+        """Stores how far a trial is from the dense model."""
+        (self.folder / "change").write_text(repr(change), encoding="utf-8")
+
+    def change(self) -> float | None:
+        """Reads it back, if the trial was finished."""
+        path = self.folder / "change"
+        return float(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def adopt(self, trial: FitWorkplace) -> None:
+        """Takes over what a trial has measured and fitted; the trial's folder is removed."""
+        for item in trial.folder.iterdir():
+            if item.name not in _OWN:
+                goal = self.folder / item.name
+                if goal.is_dir():
+                    shutil.rmtree(goal)
+                item.rename(goal)
+        trial.discard()
 
     def _keep(self, name: str, facts: BaseModel) -> None:
         beside = self.folder / f"{name}.tmp"

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from tcompress.artifact.workplace import check_output, identity_of
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
 from tcompress.conversion.blocks import BlockFitter, BlockResult
-from tcompress.conversion.depth import choose_blocks
+from tcompress.conversion.depth import choose_blocks, dropping
 from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed, read_table
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
@@ -39,16 +39,22 @@ from tcompress.conversion.outputs import (
     layer_values,
     started_value,
 )
+from tcompress.conversion.probe import OutputProbe, probe_of
 from tcompress.conversion.survey import Survey
+from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
-from tcompress.planning.depth import cut_to, with_depth
+from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
+from tcompress.source.cut import fixed_blocks
 from tcompress.structures.embedding import StructuredEmbedding
+
+TRIALS = "trials"
+"""Folder, within the working folder, of conversions with fewer blocks that are tried out."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class _Job:
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
         self.dense = self.source  # with all its blocks
+        self.inner = self.recipe.within_blocks  # what is asked of the blocks that stay
         if not self.plan.reads_data:
             self.data = None
         elif self.data is None and self.recipe.calibration.source != "none":
@@ -172,20 +179,61 @@ class _Job:
         depth = self.plan.depth
         if depth is not None and depth.chosen == "later":
             depth = place.depth() or self._choose(depth, place)
+        self._cut(depth)
+
+    def _cut(self, depth: DepthPlan | None) -> None:
         self.source = cut_to(self.dense, depth)
         if depth is not self.plan.depth:
-            plan = make_plan(self.recipe.within_blocks, self.source, self.plan.method)
+            self.inner = within(self.recipe, depth, self.dense)
+            plan = make_plan(self.inner, self.source, self.plan.method)
             self.plan = with_depth(plan, depth, self.dense)
 
     def _choose(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
         assert self.data is not None
-        chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
+        if self.recipe.weighs_depth:
+            chosen = self._weigh(depth, place, self.data)
+        else:
+            chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
         place.keep_depth(chosen)
         return chosen
 
+    def _weigh(self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData) -> DepthPlan:
+        """Tries every number of blocks out, and takes over what was fitted for the best one."""
+        stack = depth.stacks[0]
+        most = stack.blocks - max(1, len(fixed_blocks(self.dense, stack.path)))
+        blocks = dropping(self.dense, {stack.path: most}, data, self.device)
+        chosen = weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
+        place.adopt(self._trial(chosen, place))
+        shutil.rmtree(place.folder / TRIALS)
+        return chosen
+
+    def _trial(self, depth: DepthPlan, place: FitWorkplace) -> FitWorkplace:
+        return FitWorkplace(place.folder / TRIALS / f"{depth.kept}-blocks", "")
+
+    def _tried(self, depth: DepthPlan, place: FitWorkplace) -> float:
+        """Fits these blocks, and measures the change of what the model puts out."""
+        place.note("trial", blocks=depth.kept)
+        own = self._trial(depth, place)
+        try:
+            known = own.change()
+            if known is None:
+                gone = depth.blocks - depth.kept
+                self.progress.stage(f"trying without {gone} of {depth.blocks} blocks", 1, "trial")
+                job = replace(self, source=self.dense, values={}, errors={}, tables={})
+                job._cut(depth)
+                job.settle_sizes(own)
+                job.fit_embeddings(own)
+                job.fit_banks(own)
+                known = job.fit_blocks(own, probe_of(self.dense))
+                assert known is not None
+                own.keep_change(known)
+        finally:
+            own.close()
+        return known
+
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
-        recipe, depth = self.recipe.within_blocks, self.plan.depth
+        recipe, depth = self.inner, self.plan.depth
         surveys = recipe.surveys if self.data is not None else recipe.by_loss
         if self.plan.layers and surveys:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
@@ -219,10 +267,15 @@ class _Job:
         parts = (self.outputs, self.plan.layers, self.data, place, self.device)
         self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
 
-    def fit_blocks(self, place: FitWorkplace) -> None:
-        """Fits all blocks on calibration data, if there is any."""
-        if self.data is None or not self.plan.layers:
-            return
+    def fit_blocks(self, place: FitWorkplace, probe: OutputProbe | None = None) -> float | None:
+        """Fits all blocks on calibration data, if there is any.
+
+        Args:
+            place: Where the fits are kept.
+            probe: Measures the change of the output on data held out, which is returned.
+        """
+        if self.data is None or not (self.plan.layers or probe):
+            return None
         anatomy = anatomy_of(self.source.meta_model())
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
         self.progress.stage("fitting blocks", groups, "groups")
@@ -240,11 +293,13 @@ class _Job:
             whole=self.dense,
             tables=self.tables,
             attention=self.plan.attention,
+            probe=probe,
         )
         for result in fitter.run(
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
         ):
             place.keep_block(result)
+        return fitter.change
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""

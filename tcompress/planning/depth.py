@@ -8,6 +8,7 @@ from typing import Any
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.errors import PlanError
 from tcompress.planning.entries import DepthPlan, Plan, StackPlan
+from tcompress.planning.goals import size_of
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.source.cut import cut_blocks, fixed_blocks
@@ -59,6 +60,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     whole = stacks_of(anatomy_of(source.keymap.model))
     if not whole:
         raise PlanError("no blocks were found in this model, so none can be dropped")
+    if recipe.weighs_depth:
+        return DepthPlan(stacks=_one_stack(whole, source), chosen="later")
     kept = recipe.keep_layers is not None
     asked = _by_stack(recipe.keep_layers if kept else recipe.drop_layers, whole, kept=kept)
     _check(asked, whole, kept=kept)
@@ -70,6 +73,54 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     )
     chosen = "asked" if kept else "spread" if recipe.calibration.source == "none" else "later"
     return DepthPlan(stacks=stacks, chosen=chosen)
+
+
+def _one_stack(stacks: tuple[StackPlan, ...], source: SourceModel) -> tuple[StackPlan, ...]:
+    """All blocks of a model, of which any number may have to go.
+
+    Raises:
+        PlanError: There are several stacks, or blocks cannot be dropped from this model.
+    """
+    if len(stacks) > 1:
+        each = ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in stacks)
+        raise PlanError(
+            f"`drop_layers: auto` weighs one stack of blocks, and this model has {each}",
+            f"say how many blocks go, such as `--drop-layers {stacks[-1].name}:2`",
+        )
+    path, fixed = stacks[0].path, set(fixed_blocks(source, stacks[0].path))
+    free = [index for index in range(stacks[0].blocks) if index not in fixed]
+    if stacks[0].blocks < 2 or not free:
+        raise PlanError("this model has no blocks that could be dropped: leave `drop_layers` out")
+    some = tuple(index for index in range(stacks[0].blocks) if index != free[0])
+    cut_blocks(source, {path: some})  # refuses models that lose more than blocks
+    return stacks
+
+
+def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Convert:
+    """What is asked of the blocks that stay.
+
+    Where the number of blocks was weighed, a kept fraction is one of all blocks; layers may then
+    stay dense, if dropping blocks has met the budget alone.
+
+    Args:
+        recipe: What is asked of the whole model.
+        depth: Which blocks stay.
+        source: The whole model.
+    """
+    inner, budget = recipe.within_blocks, recipe.budget
+    if depth is None or not recipe.weighs_depth or depth.kept == depth.blocks or budget is None:
+        return inner
+    cut = cut_to(source, depth)
+    if budget.kind == "target":
+        fraction = budget.limit * _layer_weights(source) / _layer_weights(cut)
+        return inner.without_method if fraction >= 1 else inner.at(fraction)
+    dense = Plan(layers=(), parameters=sum(p.numel() for p in cut.keymap.model.parameters()))
+    return inner.without_method if size_of(dense, cut, recipe) <= budget.limit else inner
+
+
+def _layer_weights(source: SourceModel) -> int:
+    layers = anatomy_of(source.keymap.model).layers
+    return sum(item.in_features * item.out_features * (item.experts or 1) for item in layers)
 
 
 def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:

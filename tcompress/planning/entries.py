@@ -244,11 +244,15 @@ class DepthPlan(_Entry):
         chosen: Who chose: the recipe (`asked`), the change that blocks make on data (`measured`),
             equal distances (`spread`), or nobody yet (`later`; the blocks named stand in).
         dropped: In the order in which they were chosen, with the loss of all up to each.
+        weighed: Where the number of blocks was chosen under a budget, the change of the output
+            per sample, measured on data held out, with no block dropped, one, and so on; None
+            where the budget was out of reach.
     """
 
     stacks: tuple[StackPlan, ...]
     chosen: Literal["asked", "measured", "spread", "later"]
     dropped: tuple[BlockLoss, ...] = ()
+    weighed: tuple[float | None, ...] = ()
 
     @property
     def blocks(self) -> int:

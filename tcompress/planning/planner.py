@@ -11,7 +11,7 @@ from torch import nn
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.attention import plan_attention, with_guard
-from tcompress.planning.depth import cut_to, plan_depth, with_depth
+from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.goals import STAND_IN, plan_within
@@ -245,7 +245,8 @@ def make_plan(
     label = method_label or recipe.label
     if depth is not None:
         cut = cut_to(source, depth)
-        return with_depth(make_plan(recipe.within_blocks, cut, label, choices), depth, source)
+        inner = within(recipe, depth, source)
+        return with_depth(make_plan(inner, cut, label, choices), depth, source)
     return plan_within(
         recipe, source, lambda target: _plan(recipe.at(target), source, model, label, choices)
     )

@@ -67,8 +67,10 @@ def _attention_words(convert: Convert) -> list[str]:
     return words
 
 
-def _number_of(blocks: Any) -> int:
+def _number_of(blocks: Any) -> int | str:
     """Counts the blocks that are named, in all stacks."""
+    if isinstance(blocks, str):  # `auto`
+        return blocks
     if isinstance(blocks, Mapping):
-        return sum(map(_number_of, blocks.values()))
+        return sum(int(_number_of(item)) for item in blocks.values())
     return blocks if isinstance(blocks, int) else len(blocks)

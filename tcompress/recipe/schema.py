@@ -44,10 +44,11 @@ class Convert(Section):
         description="blocks that stay, from 0, such as `[1, 3, 5]`; by stack where there are "
         "several, such as `{decoder: [0, 2]}`",
     )
-    drop_layers: BlockCount | dict[str, BlockCount] | None = Field(
+    drop_layers: BlockCount | Literal["auto"] | dict[str, BlockCount] | None = Field(
         None,
         description="number of blocks to drop, those whose loss changes the model least on "
-        "calibration data; by stack where there are several",
+        "calibration data; by stack where there are several; `auto`: as many as serve the budget "
+        "best, which then counts dropped layers too",
     )
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
@@ -133,6 +134,14 @@ class Convert(Section):
             raise ValueError(
                 "`max_error` sizes layers one by one, which banks cannot: give a target instead"
             )
+        sizes = ("target", "target_params", "target_bytes")
+        if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
+            raise ValueError(
+                "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
+                "and a `target`, `target_params` or `target_bytes`"
+            )
+        if self.weighs_depth and self.calibration.source == "none":
+            raise ValueError("`drop_layers: auto` measures on data: choose a calibration source")
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             raise ValueError("`residual_rank` is chosen by `auto` itself: leave it out")
         return self
@@ -141,6 +150,11 @@ class Convert(Section):
     def cuts(self) -> bool:
         """Whether blocks are dropped."""
         return self.keep_layers is not None or self.drop_layers is not None
+
+    @property
+    def weighs_depth(self) -> bool:
+        """Whether the number of dropped blocks is chosen too, under the budget."""
+        return self.drop_layers == "auto"
 
     @property
     def label(self) -> str:
@@ -153,6 +167,12 @@ class Convert(Section):
     def within_blocks(self) -> Convert:
         """The same without dropping blocks: what is done to a model that was cut already."""
         return self.model_copy(update={"keep_layers": None, "drop_layers": None})
+
+    @property
+    def without_method(self) -> Convert:
+        """The same with all layers dense."""
+        none = {"method": None, "residual_rank": 0, "keep": (), "only": (), "layers": ()}
+        return self.model_copy(update={**none, **dict.fromkeys(BUDGETS, None)})
 
     @property
     def budget(self) -> Budget | None:

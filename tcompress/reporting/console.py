@@ -20,7 +20,7 @@ from tcompress.reporting.rows import (
     amount,
     attention_row,
     calibration_text,
-    depth_row,
+    depth_rows,
     rows_of,
     size,
 )
@@ -79,7 +79,7 @@ def render_plan(
         *(("word embedding", item.dense_parameters, item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
-    rows = [] if plan.depth is None else [depth_row(plan.depth)]
+    rows = [] if plan.depth is None else depth_rows(plan.depth)
     rows += [attention_row(plan.attention)] if plan.attention else []
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:

@@ -50,7 +50,7 @@ def rows_of(
         rows.append(Row("calibration", calibration_text(report)))
     parts = report.parameters
     if report.depth is not None:
-        rows.append(depth_row(report.depth))
+        rows += depth_rows(report.depth)
     elif facts and any(other.depth is not None for other in others):
         rows.append(Row("blocks"))  # keeps its place beside models that lack some
     if report.attention:
@@ -75,10 +75,16 @@ def rows_of(
     return rows + _records(report, (report, *others))
 
 
-def depth_row(depth: DepthPlan) -> Row:
-    """A line about the blocks that stay."""
+def depth_rows(depth: DepthPlan) -> list[Row]:
+    """Lines about the blocks that stay, and about other numbers of blocks that were tried."""
     kept = f"{depth.kept / depth.blocks:.1%}"
-    return Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)
+    rows = [Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)]
+    whole = next((change for change in depth.weighed if change is not None), None)
+    for gone, change in enumerate(depth.weighed):
+        label = f"  change of output, {depth.blocks - gone} blocks"
+        ratio = ratio_text(change / whole) if change is not None and whole else ""
+        rows.append(Row(label, "out of reach" if change is None else value_text(change), "", ratio))
+    return rows
 
 
 def attention_row(entries: Sequence[AttentionPlan]) -> Row:

@@ -1,0 +1,225 @@
+"""The number of dropped blocks chosen under a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+import tcompress
+from tcompress.conversion.probe import probe_of
+from tcompress.conversion.run import convert
+from tcompress.conversion.weighing import weigh_depths
+from tcompress.errors import PlanError
+from tcompress.planning.depth import plan_depth, within
+from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tests.support.conversions import calibration
+from tests.support.depth import deep, drawn
+from tests.support.interrupted import contents, convert_until_killed
+from tests.support.tiny import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _recipe(**changes: Any) -> Convert:
+    base = {"method": {"name": "svd"}, "drop_layers": "auto", "calibration": {"source": "builtin"}}
+    return Convert.model_validate({**base, "target": 0.5, **changes})
+
+
+# The search alone
+
+
+def _search(*changes: float | None) -> DepthPlan:
+    """Searches six blocks, which go from the first on; None is a budget out of reach."""
+    stack = StackPlan(name="layers", path="layers", blocks=6, kept=tuple(range(6)))
+    blocks = (BlockLoss(path=f"layers.{index}", loss=1.0, parameters=1) for index in range(5))
+
+    def change(depth: DepthPlan) -> float:
+        found = changes[depth.blocks - depth.kept]
+        if found is None:
+            raise PlanError("too small")
+        return found
+
+    return weigh_depths(DepthPlan(stacks=(stack,), chosen="later"), blocks, change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "tried"),
+    [
+        ((1.0, 0.5, 2.0), 5, 3),  # a clearly worse one ends the search
+        ((1.0, 1.2), 6, 2),
+        ((1.0, 1.05, 0.9, 2.0), 4, 4),  # a little worse does not
+        ((1.0, 1.01, 2.0), 5, 3),  # of equals the fastest
+        ((3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 1, 6),
+        ((None, None, 1.0, 2.0), 4, 4),
+    ],
+)
+def test_search(changes: tuple[float | None, ...], kept: int, tried: int) -> None:
+    depth = _search(*changes)
+    assert depth.kept == kept
+    assert depth.weighed == changes[:tried]
+
+
+def test_search_without_any_way() -> None:
+    with pytest.raises(PlanError, match="too small"):
+        _search(*[None] * 6)
+
+
+# Real conversions
+
+
+def _without_effect(model: Any, index: int) -> None:
+    block = model.model.layers[index]
+    for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+        torch.nn.init.zeros_(layer.weight)
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Path:
+    """A language model whose first and third blocks do nothing."""
+    dense: Any = deep("llama", 5).build()
+    for index in (1, 3):
+        _without_effect(dense, index)
+    dense.save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+@pytest.mark.parametrize("method", ["svd", "auto"])
+def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path) -> None:
+    recipe = _recipe(method=method, target=0.35)
+    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5)))
+    plan = done.manifest.plan
+    assert plan.depth is not None
+    assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}
+    none, one, two = plan.depth.weighed[:3]
+    assert none > one > two  # type: ignore[operator]
+    whole = tcompress.plan(str(idle), method="svd", target=0.5).dense_rewritten
+    assert 0.3 < plan.structured_rewritten / whole <= 0.35
+    assert AutoModelForCausalLM.from_pretrained(done.folder).config.num_hidden_layers <= 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
+    done = convert(str(idle), _recipe(target=0.6), tmp_path / "out", data=drawn(deep("llama", 5)))
+    plan = done.manifest.plan
+    assert plan.depth is not None
+    assert plan.depth.stacks[0].kept == (0, 2, 4)
+    assert plan.depth.weighed[2] == pytest.approx(0, abs=1e-6)
+    assert not plan.changes_model
+
+
+def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
+    """The change measured block by block is the one of whole passes of the saved model."""
+    tiny = deep("llama", 4)
+    dense: Any = tiny.build()
+    dense.save_pretrained(tmp_path / "dense")
+    data = drawn(tiny)
+    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=data)
+    depth = done.manifest.plan.depth
+    assert depth is not None
+    told = depth.weighed[depth.blocks - depth.kept]
+    model = AutoModelForCausalLM.from_pretrained(done.folder)
+    probe = probe_of(SourceModel.open(str(tmp_path / "dense")))
+    change, samples = 0.0, 0
+    with torch.no_grad():
+        for index in data.holdout:
+            batch = data.batches[index]
+            change += probe.change(dense(**batch), model(**batch), batch)
+            samples += len(batch["input_ids"])
+    assert told == pytest.approx(change / samples, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "modernbert", "qwen3_moe"])
+def test_families(family: str, tmp_path: Path) -> None:
+    tiny = deep(family, 3)
+    dense: Any = tiny.build()
+    dense.save_pretrained(tmp_path / "dense")
+    done = convert(str(tmp_path / "dense"), _recipe(target=0.7), tmp_path / "out", data=drawn(tiny))
+    depth = done.manifest.plan.depth
+    assert depth is not None
+    assert depth.chosen == "measured"
+    assert type(dense).from_pretrained(done.folder) is not None
+
+
+@pytest.mark.parametrize(
+    ("budget", "share"), [({"target": 0.3}, 0.45), ({"target": 0.5}, 0.75), ({"target": 0.7}, None)]
+)
+def test_a_fraction_of_all_blocks(budget: Any, share: float | None, tmp_path: Path) -> None:
+    deep("bert", 3).build().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    source = SourceModel.open(str(tmp_path))
+    recipe = _recipe(**budget)
+    depth = plan_depth(recipe, source)
+    assert depth is not None
+    two = depth.model_copy(
+        update={"stacks": (depth.stacks[0].model_copy(update={"kept": (0, 2)}),)}
+    )
+    inner = within(recipe, two, source)
+    assert inner.target == (None if share is None else pytest.approx(share))
+    assert (inner.method is None) is (share is None)
+    assert within(recipe, depth, source) == recipe.within_blocks
+
+
+def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
+    tiny = deep("bert", 4)
+    dense: Any = tiny.build()
+    dense.save_pretrained(tmp_path / "dense")
+    limit = int(0.8 * sum(item.numel() for item in dense.parameters()))
+    recipe = _recipe(target=None, target_params=limit)
+    done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
+    plan = done.manifest.plan
+    assert plan.parameters - plan.saved <= limit
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target": None}, "shares a budget between blocks and layers"),
+        ({"method": None, "target": None}, "shares a budget between blocks and layers"),
+        ({"target": None, "max_error": 0.1}, "shares a budget between blocks and layers"),
+        ({"calibration": {"source": "none"}}, "measures on data"),
+    ],
+)
+def test_what_it_needs(changes: Any, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        _recipe(**changes)
+
+
+def test_several_stacks(tmp_path: Path) -> None:
+    build("t5").save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match="weighs one stack of blocks, and this model has") as error:
+        tcompress.plan(str(tmp_path), method="svd", target=0.5, drop_layers="auto")
+    assert "--drop-layers decoder:2" in str(error.value)
+
+
+# Going on after a kill
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("fitting blocks", 3),
+        "tcompress.conversion.kept.FitWorkplace.keep_change",
+        "tcompress.conversion.kept.FitWorkplace.adopt",
+        "tcompress.conversion.kept.FitWorkplace.keep_depth",
+        ("writing", 20),
+    ],
+)
+def test_killed_and_run_again(moment: tuple[str, int] | str, tmp_path: Path) -> None:
+    folder = tmp_path / "dense"
+    build("bert").save_pretrained(folder)  # type: ignore[attr-defined]
+    whole = convert(str(folder), _recipe(), tmp_path / "whole", data=calibration("bert"))
+    output = tmp_path / "out"
+    convert_until_killed(folder, _recipe(), output, "bert", moment)
+    assert not output.exists()
+    done = convert(str(folder), _recipe(), output, data=calibration("bert"))
+    assert done.resumed
+    assert contents(output) == contents(whole.folder)

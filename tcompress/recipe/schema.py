@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tcompress.recipe.attention import AttentionSpec
 from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
-from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName
+from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName, NamedMethod
 from tcompress.recipe.sections import BUDGETS, Section, tol_of
 from tcompress.recipe.sections import Calibration as Calibration
 from tcompress.recipe.sections import Embeddings as Embeddings
@@ -27,7 +27,7 @@ BlockCount = Annotated[int, Field(gt=0)]
 class Convert(Section):
     """How a model is rewritten: structured layers, another attention, fewer blocks."""
 
-    method: AnyMethod | None = Field(
+    method: NamedMethod | None = Field(
         None,
         description="structure of the rewritten layers, or `auto`, which chooses one for each; "
         "without one their weights stay dense",

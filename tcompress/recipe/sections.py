@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from tcompress.recipe.methods import MethodSpec
+from tcompress.recipe.methods import NamedSpec
 from tcompress.structures import Spec
 
 
@@ -14,12 +12,6 @@ class Section(BaseModel):
     """A mapping of a recipe: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("method", "attention", mode="before", check_fields=False)
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        """Takes a bare name, such as `method: svd`, for a method without options."""
-        return {"name": value} if isinstance(value, str) else value
 
 
 class Calibration(Section):
@@ -59,7 +51,7 @@ class LayerRule(Section):
 
     match: str = Field(description="layer name with `*` wildcards, or `re:` and an expression")
     keep: bool = Field(False, description="leave these layers dense")
-    method: MethodSpec | None = Field(None, description="another method for these layers")
+    method: NamedSpec | None = Field(None, description="another method for these layers")
     residual_rank: int | None = Field(None, ge=0, description="another residual rank")
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
@@ -67,7 +59,7 @@ class LayerRule(Section):
 class Embeddings(Section):
     """How the word embedding is rewritten, and with it an output head that is tied to it."""
 
-    method: MethodSpec = Field(description="structure of the table")
+    method: NamedSpec = Field(description="structure of the table")
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the table's parameters"
     )

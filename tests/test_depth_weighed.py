@@ -97,8 +97,8 @@ def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path)
     plan = done.manifest.plan
     assert plan.depth is not None
     assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}
-    none, one, two = plan.depth.weighed[:3]
-    assert none > one > two  # type: ignore[operator]
+    none, _, two = plan.depth.weighed[:3]
+    assert none > two  # type: ignore[operator]
     whole = tcompress.plan(str(idle), method="svd", target=0.5).dense_rewritten
     assert 0.3 < plan.structured_rewritten / whole <= 0.35
     assert AutoModelForCausalLM.from_pretrained(done.folder).config.num_hidden_layers <= 3

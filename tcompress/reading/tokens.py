@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class TextEncoder:
         Raises:
             DataError: If the model comes without one.
         """
-        tokenizer = _load(source)
+        tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
         limits = (max_length, longest_text(source, inputs), tokenizer.model_max_length)
         vocabulary = vocabulary_size(source, inputs)
         # A padding token may have been added to a tokenizer whose model never learnt of it.
@@ -134,13 +135,18 @@ class TextEncoder:
             )
 
 
-def _load(source: SourceModel) -> Any:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer in a folder.
+
+    Raises:
+        DataError: If there is none.
+    """
     from transformers import AutoTokenizer
 
     reason = "no vocabulary file"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=source.trust_remote_code, local_files_only=True
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
         # Without its files a tokenizer fails in whatever line first misses them.
@@ -148,10 +154,10 @@ def _load(source: SourceModel) -> Any:
     else:
         # Most tokenizers can also be built from nothing, and then know no words.
         own = set(getattr(tokenizer, "vocab_files_names", {}).values())
-        if not own or any((source.folder / name).is_file() for name in {*_TOKENIZER_FILES, *own}):
+        if not own or any((folder / name).is_file() for name in {*_TOKENIZER_FILES, *own}):
             return tokenizer
     raise DataError(
-        f"`{source.folder}` has no usable tokenizer ({reason}), which reading text needs",
+        f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",
         hint="add the tokenizer's files to the folder (`tokenizer.save_pretrained`), "
         "or convert without data: `--calib none`",
     )

@@ -49,6 +49,7 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
     yield f"## {title}\n\n{_sentence(fragment['description'])}\n\n{_table(fragment, path, root)}"
     for name, raw in fragment["properties"].items():
         inner, inner_path = _inner(raw, _join(path, name), root)
+        inner = _mapping(inner, root) or inner
         if "properties" in inner:
             yield from _sections(inner, inner_path, root)
 
@@ -89,7 +90,13 @@ def _type(raw: Fragment, path: str, name: str, root: Fragment) -> str:
     if "properties" in inner:
         kind = "a list of mappings" if inner_path.endswith("[]") else "a mapping"
         return f"{kind}, see `{inner_path}`"
-    return describe(raw, root)
+    return describe(raw, root) + (f", see `{inner_path}`" if _mapping(inner, root) else "")
+
+
+def _mapping(fragment: Fragment, root: Fragment) -> Fragment | None:
+    """The mapping that may stand where something else may stand too."""
+    members = [resolve(item, root) for item in fragment.get("anyOf", ())]
+    return next((item for item in members if "properties" in item), None)
 
 
 def _inner(raw: Fragment, path: str, root: Fragment) -> tuple[Fragment, str]:

@@ -55,7 +55,8 @@ class _Work:
 
     def add(self, error: Mapping[str, Any]) -> None:
         kind, loc = error["type"], error["loc"]
-        if self._about_other_member(kind, loc):
+        # A default that depends on what is wrong is no problem of its own.
+        if kind == "default_factory_not_called" or self._about_other_member(kind, loc):
             return
         if kind == "extra_forbidden":
             self._unknown_key(loc[:-1], loc[-1])
@@ -75,6 +76,8 @@ class _Work:
         """Of a mapping where a name may stand too, its options are judged, not that it is none."""
         key, fragment = _locate(loc, self.schema)
         mapping = isinstance(self.document.nodes.get(key), MappingNode)
+        if kind == "string_type" and mapping and loc[-1] == "str":
+            return True
         return kind == "literal_error" and mapping and options_of(fragment) is not fragment
 
     def _report(self, key: Key, text: str) -> None:
@@ -116,6 +119,8 @@ def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
             here = options_of(here)
         elif step in (methods := methods_of(here)):
             here = {"$ref": methods[str(step)]}
+        elif step in (sections := _sections_of(here, schema)):
+            here = sections[str(step)]
         elif isinstance(step, int) and "items" in here:
             here = here["items"]
             key.append(step)
@@ -124,6 +129,12 @@ def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
             key.append(step)
         here = resolve(here, schema)
     return tuple(key), here
+
+
+def _sections_of(fragment: Fragment, schema: Fragment) -> dict[str, Fragment]:
+    """Mappings that a value may be, by the names that validation calls them."""
+    members = [resolve(item, schema) for item in fragment.get("anyOf", ())]
+    return {item["title"]: item for item in members if "properties" in item}
 
 
 def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -> str:

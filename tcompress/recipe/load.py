@@ -129,13 +129,15 @@ def _sparse(value: Any) -> Any:
     if not isinstance(value, BaseModel):
         return value
     result = {}
-    for name, info in type(value).model_fields.items():
-        item = getattr(value, name)
+    for field, info in type(value).model_fields.items():
+        item, name = getattr(value, field), info.alias or field
         # A method is told by its name, so that is written even where it is the default.
         tag = isinstance(value, Spec | MechanismSpec) and name == "name"
-        if tag or info.is_required() or item != info.get_default(call_default_factory=True):
+        said = {"init": getattr(value, "init", None)}  # which decides on some defaults
+        usual = info.get_default(call_default_factory=True, validated_data=said)
+        if tag or info.is_required() or item != usual:
             result[name] = _sparse(item)
-    return result
+    return {**result, **(value.model_extra or {})}
 
 
 def _version_problem(document: Document, origin: str) -> Problem | None:

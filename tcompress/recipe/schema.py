@@ -6,227 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tcompress.recipe.attention import AttentionSpec
-from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
-from tcompress.recipe.methods import AnyMethod, AutoSpec, MethodName, NamedMethod
-from tcompress.recipe.sections import BUDGETS, Section, tol_of
+from tcompress.recipe.convert import Convert as Convert
+from tcompress.recipe.convert import DType as DType
+from tcompress.recipe.methods import AnyMethod, MethodName
+from tcompress.recipe.scratch import Architecture, PaperRow
 from tcompress.recipe.sections import Calibration as Calibration
 from tcompress.recipe.sections import Embeddings as Embeddings
 from tcompress.recipe.sections import LayerRule as LayerRule
-from tcompress.structures import Spec
+from tcompress.recipe.sections import Section
 
 RECIPE_VERSION = 1
-
-DType = Literal["float32", "float16", "bfloat16"]
-
-
-BlockIndex = Annotated[int, Field(ge=0)]
-BlockCount = Annotated[int, Field(gt=0)]
-
-
-class Convert(Section):
-    """How a model is rewritten: structured layers, another attention, fewer blocks."""
-
-    method: NamedMethod | None = Field(
-        None,
-        description="structure of the rewritten layers, or `auto`, which chooses one for each; "
-        "without one their weights stay dense",
-    )
-    attention: AttentionSpec | None = Field(
-        None, description="mechanism that mixes tokens; default the model's own"
-    )
-    attention_layers: tuple[BlockIndex, ...] | None = Field(
-        None,
-        description="blocks whose attention is exchanged, from 0, in every stack; default all",
-    )
-    keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = Field(
-        None,
-        description="blocks that stay, from 0, such as `[1, 3, 5]`; by stack where there are "
-        "several, such as `{decoder: [0, 2]}`",
-    )
-    drop_layers: BlockCount | Literal["auto"] | dict[str, BlockCount] | None = Field(
-        None,
-        description="number of blocks to drop, those whose loss changes the model least on "
-        "calibration data; by stack where there are several; `auto`: as many as serve the budget "
-        "best, which then counts dropped layers too",
-    )
-    target: float | None = Field(
-        None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
-    )
-    target_params: Parameters | None = Field(
-        None, description="most parameters of the whole model, such as `30M`, in place of `target`"
-    )
-    target_bytes: Bytes | None = Field(
-        None,
-        description="most bytes of the weights on disk, such as `60MB`, in place of `target`; "
-        "headers of files, some kilobytes, come on top",
-    )
-    max_error: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="in place of `target`: largest predicted error of the rewritten layers' "
-        "outputs, squared, weighed by what they are worth to the model and summed over layers, "
-        "relative to that of leaving all of them out; without data of the weights alone",
-    )
-    allocation: Literal["loss", "uniform"] = Field(
-        "loss",
-        description="how a budget is shared out: by the predicted loss that parameters save, or "
-        "the same fraction for all layers; without calibration data always the latter, but by "
-        "`auto` and `max_error`",
-    )
-    residual_rank: int = Field(
-        0,
-        ge=0,
-        description="rank of a low-rank term added to the structure; 0 leaves it to the budget",
-    )
-    keep: tuple[str, ...] = Field((), description="layers left dense, as in `layers[].match`")
-    only: tuple[str, ...] = Field(
-        (), description="layers to rewrite, as in `layers[].match`; default all"
-    )
-    layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
-    embeddings: Embeddings | None = Field(
-        None, description="how the word embedding is rewritten; left as it is by default"
-    )
-    calibration: Calibration = Field(Calibration(), description="calibration data")
-    dtype: DType | None = Field(None, description="dtype of the output; default as the source")
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
-        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
-    )
-    max_shard_size: str = Field(
-        "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
-    )
-
-    @model_validator(mode="after")
-    def _check_depth(self) -> Convert:
-        if self.keep_layers is not None and self.drop_layers is not None:
-            raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
-        if self.attention_layers is not None and self.attention is None:
-            raise ValueError("`attention_layers` needs `attention`, since it is about mechanisms")
-        if self.method is None:
-            if not (self.cuts or self.embeddings or self.attention):
-                raise ValueError(
-                    "there is nothing to do: give `method`, `attention`, or `keep_layers`"
-                )
-            alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
-            given = [f"`{name}`" for name in alone if getattr(self, name)]
-            if given:
-                raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
-        return self
-
-    @model_validator(mode="after")
-    def _check_budget(self) -> Convert:
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if tol_of(self.method) is not None:
-            given.append("tol")
-        if len(given) > 1:
-            names = " and ".join(f"`{name}`" for name in given)
-            raise ValueError(f"{names} are given together; allowed is one of them")
-        for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
-            value = getattr(self, name)
-            if value is not None and parse(value) < 1:
-                raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
-        if any(tol_of(rule.method) is not None for rule in self.layers):
-            raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
-        if self.max_error is not None and self.method is not None and self.method.pools:
-            raise ValueError(
-                "`max_error` sizes layers one by one, which banks cannot: give a target instead"
-            )
-        sizes = ("target", "target_params", "target_bytes")
-        if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
-            raise ValueError(
-                "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
-                "and a `target`, `target_params` or `target_bytes`"
-            )
-        if self.weighs_depth and self.calibration.source == "none":
-            raise ValueError("`drop_layers: auto` measures on data: choose a calibration source")
-        if isinstance(self.method, AutoSpec) and self.residual_rank:
-            raise ValueError("`residual_rank` is chosen by `auto` itself: leave it out")
-        return self
-
-    @property
-    def cuts(self) -> bool:
-        """Whether blocks are dropped."""
-        return self.keep_layers is not None or self.drop_layers is not None
-
-    @property
-    def weighs_depth(self) -> bool:
-        """Whether the number of dropped blocks is chosen too, under the budget."""
-        return self.drop_layers == "auto"
-
-    @property
-    def label(self) -> str:
-        """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
-        words = [part.name for part in (self.attention, self.method) if part is not None]
-        words += ["depth"] if self.cuts else []
-        return " + ".join([*words, *(["embeddings"] if self.embeddings else [])])
-
-    @property
-    def within_blocks(self) -> Convert:
-        """The same without dropping blocks: what is done to a model that was cut already."""
-        return self.model_copy(update={"keep_layers": None, "drop_layers": None})
-
-    @property
-    def without_method(self) -> Convert:
-        """The same with all layers dense."""
-        none = {"method": None, "residual_rank": 0, "keep": (), "only": (), "layers": ()}
-        return self.model_copy(update={**none, **dict.fromkeys(BUDGETS, None)})
-
-    @property
-    def budget(self) -> Budget | None:
-        """What limits the size, or the error, if anything does."""
-        if self.target_params is not None:
-            return Budget("target_params", parameters_of(self.target_params))
-        if self.target_bytes is not None:
-            return Budget("target_bytes", bytes_of(self.target_bytes))
-        if self.max_error is not None:
-            return Budget("max_error", self.max_error)
-        tol = tol_of(self.method)
-        if tol is not None:
-            return Budget("tol", tol)
-        return None if self.target is None else Budget("target", self.target)
-
-    def at(self, target: float | None, method: Spec | None = None) -> Convert:
-        """The same with a kept fraction in place of any other budget.
-
-        Args:
-            target: The fraction.
-            method: Another method, if any.
-        """
-        own = method or self.method
-        if own is not None and tol_of(own) is not None:
-            own = own.model_copy(update={"tol": None})
-        others = dict.fromkeys(BUDGETS, None)
-        return self.model_copy(update={**others, "target": target, "method": own})
-
-    @property
-    def by_loss(self) -> bool:
-        """Whether sizes, or structures, follow predicted loss."""
-        if self.budget is None or self.method is None or self.method.pools:
-            return False
-        return self._only_predicted or self._asks_for_loss
-
-    @property
-    def _only_predicted(self) -> bool:
-        """Whether nothing but a prediction can tell what layers become."""
-        limits_error = self.budget is not None and not self.budget.is_size
-        return limits_error or isinstance(self.method, AutoSpec)
-
-    @property
-    def _asks_for_loss(self) -> bool:
-        asked = self.budget is not None and (self._only_predicted or self.allocation == "loss")
-        return asked and self.calibration.source != "none"
-
-    @property
-    def surveys(self) -> bool:
-        """Whether a conversion begins with a backward pass over the calibration data."""
-        if self.calibration.source == "none":
-            return False
-        weighs = self.calibration.output_moments
-        return self.by_loss or (self._asks_for_loss if weighs is None else weighs)
-
 
 TrainingTask = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification"
@@ -386,6 +175,9 @@ class Recipe(Section):
     name: str | None = Field(None, description="short name")
     description: str | None = Field(None, description="what the recipe reaches, and on what")
     model: str | None = Field(None, description="folder, short name or hub id of the source model")
+    architecture: Architecture | None = Field(
+        None, description="in place of `model`, with `init: random`: the model's configuration"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     output: str | None = Field(None, description="folder to write")
     convert: Convert = Field(description="how to convert")
@@ -394,3 +186,21 @@ class Recipe(Section):
     bench: Bench | None = Field(None, description="how to time in the end")
     sweep: Sweep | None = Field(None, description="methods and targets to compare")
     report: str | None = Field(None, description="HTML file to write in the end")
+    paper: tuple[PaperRow, ...] = Field((), description="published numbers, to show beside ours")
+
+    @model_validator(mode="after")
+    def _check_architecture(self) -> Recipe:
+        if self.sweep is not None and self.convert.init == "random":
+            raise ValueError(
+                "`sweep` compares conversions of one trained model: with `init: random` run one "
+                "recipe for each method"
+            )
+        if self.architecture is None:
+            return self
+        if self.model is not None:
+            raise ValueError("`model` and `architecture` are both given; allowed is one")
+        if self.convert.init != "random":
+            raise ValueError(
+                "`architecture` describes a model without weights: it needs `convert.init: random`"
+            )
+        return self

@@ -27,7 +27,14 @@ _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
 
 
-def download(repo: str, revision: str | None, token: str | None, near: str | None) -> Path:
+def download(
+    repo: str,
+    revision: str | None,
+    token: str | None,
+    near: str | None,
+    *,
+    weights: bool = True,
+) -> Path:
     """Fetch the files of a model that a conversion can need.
 
     Weights come as safetensors; the older `.bin` format is fetched only if there is nothing else.
@@ -37,6 +44,7 @@ def download(repo: str, revision: str | None, token: str | None, near: str | Non
         revision: Branch, tag or commit.
         token: Access token.
         near: What may have been meant, to be said if there is no such model.
+        weights: Whether to fetch weights, besides the configuration and the tokenizer.
 
     Returns:
         The local snapshot folder.
@@ -45,6 +53,8 @@ def download(repo: str, revision: str | None, token: str | None, near: str | Non
         SourceError: If the download fails, with the reason in plain words.
     """
     try:
+        if not weights:
+            return _snapshot(repo, revision, token, _ALWAYS)
         folder = _snapshot(repo, revision, token, _ALWAYS + _SAFETENSORS)
         if not any(folder.glob("model*.safetensors")):
             folder = _snapshot(repo, revision, token, _ALWAYS + _TORCH)

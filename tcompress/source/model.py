@@ -1,4 +1,4 @@
-"""A pretrained model as the input of a conversion: config, class, weights, names."""
+"""A model as the input of a conversion: config, class, weights, names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 from tcompress.errors import SourceError
 from tcompress.source.companions import companion_files
+from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
 from tcompress.source.store import WeightStore
@@ -25,7 +28,7 @@ from tcompress.source.text import first_line, folder_content
 
 @dataclass(frozen=True, eq=False)
 class SourceModel:
-    """A pretrained model that can be converted. Use `SourceModel.open`.
+    """A model that can be converted, pretrained or not. Use `SourceModel.open`.
 
     Attributes:
         id: Hub id, or the local folder as it was given.
@@ -38,6 +41,7 @@ class SourceModel:
         settings: Content of `config.json`.
         renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
             with those that they had before.
+        keeps: What has to live as long as the model, such as a temporary folder.
     """
 
     id: str
@@ -49,6 +53,7 @@ class SourceModel:
     trust_remote_code: bool = False
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     renumbered: tuple[tuple[str, str], ...] = ()
+    keeps: Any = field(default=None, repr=False)
 
     @classmethod
     def open(
@@ -59,6 +64,7 @@ class SourceModel:
         trust_remote_code: bool = False,
         *,
         converted: bool = False,
+        seed: int | None = None,
     ) -> SourceModel:
         """Open a model; its weights are checked but not read.
 
@@ -69,28 +75,44 @@ class SourceModel:
             trust_remote_code: Whether Python code that comes with the model may run.
             converted: Whether it may be a model that tcompress converted; it is then described as
                 the dense model that it was, but for its weights.
+            seed: Seed to draw the weights from. None are read then, nor need there be any: the
+                path of a `config.json` is enough.
 
         Raises:
             SourceError: If there is no such model, or it is of a kind that cannot be converted.
         """
-        folder = resolve(name, revision=revision, token=token)
+        folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)
         if not converted or _method(raw) != METHOD:
             _refuse_quantised(raw, folder)
         config = _load_config(raw, folder, token, trust_remote_code)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        is_local = local_folder(name) is not None
+        is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
+        kind = _model_class(config, folder, token, trust_remote_code)
+        store = WeightStore.open(folder) if seed is None else _drawn(folder, kind, config, seed)
         return cls(
             id=name if is_local else ALIASES.get(name, name),
             revision=None if is_local else _commit(folder) or revision,
             folder=folder,
             config=config,
-            model_class=_model_class(config, folder, token, trust_remote_code),
-            store=WeightStore.open(folder),
+            model_class=kind,
+            store=store,
             trust_remote_code=trust_remote_code,
-            settings=raw,
+            settings=raw if seed is None else _in_float32(raw, kind),
         )
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the weights are drawn from; None for weights that are read."""
+        return self.store.seed if isinstance(self.store, DrawnStore) else None
+
+    def at_random(self, seed: int) -> SourceModel:
+        """Describe the same model with weights that are drawn from a seed."""
+        if self.seed == seed:
+            return self
+        store = _drawn(self.folder, self.model_class, self.config, seed)
+        return replace(self, store=store, settings=_in_float32(self.settings, self.model_class))
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
         """Describe the model by another `config.json`; the weights stay the same."""
@@ -122,6 +144,24 @@ class SourceModel:
     def companion_files(self) -> tuple[Path, ...]:
         """List what to carry along unchanged, relative to the folder: tokenizer, processors, ..."""
         return companion_files(self.folder, with_code=self.trust_remote_code)
+
+
+def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) -> DrawnStore:
+    try:
+        return DrawnStore(folder, kind, config, seed)
+    except Exception as error:
+        # The class of a model may raise anything where sizes do not go together.
+        raise SourceError(
+            f"no `{kind.__name__}` can be built with these sizes ({first_line(error)})",
+            hint="check the numbers of the configuration",
+        ) from error
+
+
+def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
+    """Settings of a model whose weights are drawn, with its class by name."""
+    dropped = ("torch_dtype", "quantization_config")
+    rest = {key: value for key, value in raw.items() if key not in dropped}
+    return {**rest, "architectures": [kind.__name__], "dtype": "float32"}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -221,14 +261,17 @@ def _model_class(
     if trust_remote_code and remote:
         references = [ref for ref in remote.values() if str(ref).rpartition(".")[2] in names]
         if references:
-            kind: type[PreTrainedModel] = get_class_from_dynamic_module(
+            own: type[PreTrainedModel] = get_class_from_dynamic_module(
                 references[0], folder, token=token
             )
-            return kind
+            return own
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
+    for kind in registered_classes(config):
+        if kind.__name__ in names:
+            return kind
     if type(config) in transformers.MODEL_MAPPING:
         base: Any = transformers.MODEL_MAPPING[type(config)]
         bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
@@ -238,6 +281,20 @@ def _model_class(
         f"(architectures {names}, model type `{config.model_type}`)",
         hint='set `architectures` to the class of the model, such as `["BertModel"]`',
     )
+
+
+def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """List the classes that Transformers' Auto classes know for a config, registered ones too.
+
+    Classes that a package registers need not be found in the namespace of Transformers.
+    """
+    found: dict[str, type[PreTrainedModel]] = {}
+    for mapping in vars(modeling_auto).values():
+        if isinstance(mapping, _LazyAutoMapping) and type(config) in mapping:
+            kinds: Any = mapping[type(config)]
+            for kind in kinds if isinstance(kinds, tuple | list) else (kinds,):
+                found.setdefault(kind.__name__, kind)
+    return list(found.values())
 
 
 def _commit(folder: Path) -> str | None:

@@ -58,7 +58,9 @@ ALIASES: dict[str, str] = {
 """Short names for well-known models."""
 
 
-def resolve(name: str, revision: str | None = None, token: str | None = None) -> Path:
+def resolve(
+    name: str, revision: str | None = None, token: str | None = None, *, weights: bool = True
+) -> Path:
     """Give the folder that holds a model, downloading it if need be.
 
     An existing local folder wins over an alias, an alias over a hub id.
@@ -67,6 +69,7 @@ def resolve(name: str, revision: str | None = None, token: str | None = None) ->
         name: Local folder, alias of `ALIASES` or hub id.
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
+        weights: Whether weights are needed; without them the path of a `config.json` is enough.
 
     Returns:
         The folder with the model's files.
@@ -74,7 +77,9 @@ def resolve(name: str, revision: str | None = None, token: str | None = None) ->
     Raises:
         SourceError: If there is no such model, or the hub cannot give it.
     """
-    folder = local_folder(name)
+    path = Path(name).expanduser()
+    alone = not weights and path.name == "config.json" and path.is_file()
+    folder = path.parent if alone else local_folder(name)
     if folder is not None:
         if revision is not None:
             raise SourceError(
@@ -86,7 +91,8 @@ def resolve(name: str, revision: str | None = None, token: str | None = None) ->
         raise _missing_path(name)
     from tcompress.source.hub import download
 
-    return download(ALIASES.get(name, name), revision, token, near=_near_name(name))
+    near = _near_name(name)
+    return download(ALIASES.get(name, name), revision, token, near=near, weights=weights)
 
 
 def local_folder(name: str) -> Path | None:

@@ -153,6 +153,10 @@ class WeightStore:
         start, stop = min(start, shape[0]), min(stop, shape[0])
         return self._shard(key).read(self.name_inside(key), start, stop)
 
+    def times(self) -> list[tuple[str, int]]:
+        """Names of the files with the times of their last change, in nanoseconds."""
+        return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]
+
     def fingerprint(self) -> str:
         """Identify these weights cheaply, without reading them.
 

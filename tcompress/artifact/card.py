@@ -11,15 +11,22 @@ def model_card(manifest: Manifest) -> str:
     """Renders the card: what was done, what it costs, how to load it."""
     plan = manifest.plan
     name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
-    base = "" if name else f"base_model: {manifest.source.id}\n"
+    drawn = manifest.source.init == "random"
+    base = "" if name or drawn else f"base_model: {manifest.source.id}\n"
     shown, tags = name or manifest.source.id, "- tcompress\n"
     if plan.changes_model or plan.depth:
-        title, tags = f"{shown}, compressed with `{plan.method}`", tags + "- compressed\n"
+        done = "from scratch" if drawn else "compressed"
+        title, tags = (
+            f"{shown}, {done} with `{plan.method}`",
+            tags + f"- {done.replace(' ', '-')}\n",
+        )
         body, loading = _conversion(manifest), "It loads without tcompress. "
         if plan.changes_model:
             loading = "Without `import tcompress`, loading stops with an error. "
     else:
         title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
+        if drawn:
+            title, body = f"{shown} from scratch", _fitted(manifest) + body
     first = "import tcompress\n" if plan.changes_model else ""
     return f"""---
 library_name: transformers
@@ -62,15 +69,23 @@ def _conversion(manifest: Manifest) -> str:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
-    return f"""Converted by [tcompress](https://pypi.org/project/tcompress/) \
+    verb = "Built" if manifest.source.init == "random" else "Converted"
+    return f"""{verb} by [tcompress](https://pypi.org/project/tcompress/) \
 {manifest.tool_version}: {"; ".join(done)}.
 
 | | dense | compressed |
 |---|---|---|
 {table}
 
-Calibration: {manifest.calibration.name} ({manifest.calibration.samples} samples). \
-{_errors(manifest)}{_trained(manifest)}"""
+{_fitted(manifest)}{_trained(manifest)}"""
+
+
+def _fitted(manifest: Manifest) -> str:
+    """What the weights follow from, before any training."""
+    if manifest.source.init == "random":
+        return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
+    facts = manifest.calibration
+    return f"Calibration: {facts.name} ({facts.samples} samples). {_errors(manifest)}"
 
 
 def _errors(manifest: Manifest) -> str:
@@ -86,6 +101,8 @@ def _errors(manifest: Manifest) -> str:
 
 def _trained(manifest: Manifest) -> str:
     """What training did, one sentence a run."""
+    if not manifest.training and manifest.source.init == "random":
+        return "Not trained: train before use."
     if not manifest.training:
         return "Not healed: fine-tune before use."
     return "\n".join(map(_sentence, manifest.training))

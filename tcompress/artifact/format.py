@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tcompress.errors import ArtifactError, RecipeError
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import METHOD
 from tcompress.structures.experts import CHILD_OF
 
-FORMAT_VERSION = 2
-"""1: structured layers. 2: also attention mechanisms."""
+FORMAT_VERSION = 3
+"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
 
 MANIFEST = "tcompress.json"
 CARD = "README.md"
@@ -27,6 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
+P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
 Entry = LayerPlan | AttentionPlan
 
 
@@ -44,22 +45,31 @@ def check_format_version(version: Any) -> None:
         )
 
 
-def needed_version(attention: Sequence[AttentionPlan]) -> int:
-    """Returns the oldest format that can hold a plan, so that older readers can have it."""
-    return 2 if attention else 1
+def needed_version(attention: Sequence[AttentionPlan], *, drawn: bool = False) -> int:
+    """Returns the oldest format that can hold a plan, so that older readers can have it.
+
+    Args:
+        attention: Attentions that have another mechanism.
+        drawn: Whether the model began at random, which the manifest says.
+    """
+    return 3 if drawn else 2 if attention else 1
 
 
 def quantization_section(
-    layers: Sequence[LayerPlan], attention: Sequence[AttentionPlan] = ()
+    layers: Sequence[LayerPlan],
+    attention: Sequence[AttentionPlan] = (),
+    forms: Sequence[FormPlan] = (),
 ) -> dict[str, Any]:
     """Returns the section of `config.json` from which the model is rebuilt."""
     plan = {"layers": [entry.model_dump(mode="json", exclude_defaults=True) for entry in layers]}
     if attention:
         dumped = [entry.model_dump(mode="json", exclude_defaults=True) for entry in attention]
         plan["attention"] = dumped
+    if forms:
+        plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
     return {
         "quant_method": METHOD,
-        "format_version": needed_version(attention),
+        "format_version": needed_version(attention, drawn=bool(forms)),
         "plan": plan,
     }
 
@@ -82,7 +92,16 @@ def parse_attention(plan: Mapping[str, Any]) -> tuple[AttentionPlan, ...]:
     return _parsed(plan.get("attention", ()), AttentionPlan, "attention")
 
 
-def _parsed(entries: Sequence[Any], kind: type[E], what: str) -> tuple[E, ...]:
+def parse_forms(plan: Mapping[str, Any]) -> tuple[FormPlan, ...]:
+    """Reads back which other modules have another form.
+
+    Raises:
+        ArtifactError: An entry is not understood; the message names it.
+    """
+    return _parsed(plan.get("forms", ()), FormPlan, "module")
+
+
+def _parsed(entries: Sequence[Any], kind: type[P], what: str) -> tuple[P, ...]:
     found = []
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index

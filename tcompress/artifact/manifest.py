@@ -6,7 +6,7 @@ import json
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +14,7 @@ import tcompress
 from tcompress.artifact.format import MANIFEST, check_format_version
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import Plan
+from tcompress.recipe.scratch import PaperRow
 
 
 class _Section(BaseModel):
@@ -29,6 +30,8 @@ class SourceFacts(_Section):
         fingerprint: Identifies its weights.
         bytes: Bytes of its tensors.
         config: Its `config.json`, where that of the converted model has other numbers.
+        init: Whether it was trained before, or drawn at random; then there is nothing to imitate.
+        seed: Seed that it was drawn from.
     """
 
     id: str
@@ -36,6 +39,8 @@ class SourceFacts(_Section):
     fingerprint: str
     bytes: int
     config: dict[str, Any] | None = None
+    init: Literal["pretrained", "random"] = "pretrained"
+    seed: int | None = None
 
 
 class CalibrationFacts(_Section):
@@ -198,6 +203,12 @@ class Manifest(_Section):
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
+    paper: list[PaperRow] = Field(default_factory=list)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether its weights are as they were drawn at random."""
+        return self.source.init == "random" and not self.training
 
 
 def environment() -> dict[str, str]:

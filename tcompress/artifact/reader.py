@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tcompress.artifact.format import (
     check_format_version,
     parse_attention,
+    parse_forms,
     parse_layers,
     renamed_like,
 )
@@ -19,7 +20,7 @@ from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.names import METHOD
 from tcompress.source.store import WeightStore
 
@@ -37,6 +38,7 @@ class Artifact:
         config: Content of `config.json`.
         layers: The rewritten layers, from `config.json`, named as in the weight files.
         attention: The attentions that have another mechanism, likewise.
+        forms: Other modules that have another form, likewise.
         manifest: Content of `tcompress.json`; None if the model was saved again elsewhere.
         store: Its weights, of which only the headers were read.
     """
@@ -45,6 +47,7 @@ class Artifact:
     config: dict[str, Any] = field(repr=False)
     layers: tuple[LayerPlan, ...] = field(repr=False)
     attention: tuple[AttentionPlan, ...] = field(repr=False)
+    forms: tuple[FormPlan, ...] = field(repr=False)
     manifest: Manifest | None = field(repr=False)
     store: WeightStore = field(repr=False)
 
@@ -78,11 +81,21 @@ class Artifact:
         problems: list[InputError] = []
         layers = _attempt(problems, lambda: parse_layers(_plan_of(section)))
         attention = _attempt(problems, lambda: parse_attention(section.get("plan") or {}))
+        forms = _attempt(problems, lambda: parse_forms(section.get("plan") or {}))
         store = _attempt(problems, lambda: WeightStore.open(folder))
         manifest = _attempt(problems, lambda: read_manifest(folder))
-        planned = None if manifest is None else (manifest.plan.entries, manifest.plan.attention)
-        read = layers is not None and attention is not None
-        if read and planned is not None and planned != (layers, attention):
+        plan = None if manifest is None else manifest.plan
+        read = layers is not None and attention is not None and forms is not None
+        if (
+            read
+            and plan
+            and (plan.entries, plan.attention, plan.forms)
+            != (
+                layers,
+                attention,
+                forms,
+            )
+        ):
             problems.append(
                 ArtifactError("`tcompress.json` and `config.json` hold different plans", _AGAIN)
             )
@@ -91,9 +104,9 @@ class Artifact:
             shapes = {key: tuple(store.shape(key)) for key in names}
             layers, attention = renamed_like(layers, shapes), renamed_like(attention, shapes)
             _attempt(problems, partial(verify_shapes, (*layers, *attention), shapes))
-        if problems or layers is None or attention is None or store is None:
+        if problems or layers is None or attention is None or forms is None or store is None:
             raise _joined(folder, problems)
-        return cls(folder, config, layers, attention, manifest, store)
+        return cls(folder, config, layers, attention, forms, manifest, store)
 
     def verify_checksums(self) -> None:
         """Reads all weight files and compares their SHA-256 with the manifest.

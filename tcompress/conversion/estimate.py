@@ -103,6 +103,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         source: The dense model.
         recipe: Calibration data, dtype of the output and device.
     """
+    drawn = 0 if source.seed is None else source.store.total_bytes  # all at once
     whole, source = source, cut_to(source, plan.depth)
     work = _Work.of(plan, source, recipe)
     memory = max([work.largest_copy, *map(work.fit_memory, work.groups)])
@@ -124,7 +125,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         flops *= _TRIALS
     moved = source.store.total_bytes + work.disk
     return Estimate(
-        memory_bytes=memory,
+        memory_bytes=memory + drawn,
         disk_bytes=work.disk,
         seconds=round(flops / _speed(recipe.device) + moved / _DISK_SPEED, 1),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.artifact.shards import Stored
 from tcompress.conversion.fit import FittedLayer
+from tcompress.conversion.start import generator_of
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
@@ -155,11 +156,20 @@ def layer_values(
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def started_value(entry: AttentionPlan, item: Stored) -> Tensor:
-    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight."""
+def started_value(entry: AttentionPlan, item: Stored, seed: int | None = None) -> Tensor:
+    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight.
+
+    Args:
+        entry: The attention.
+        item: What is stored.
+        seed: Seed of a model that is trained from scratch; None beside pretrained weights.
+    """
     if item.key in entry.guards:
         return torch.empty(0, dtype=item.dtype)
-    return first_values(entry)[item.key].to(item.dtype)
+    if seed is None:
+        return first_values(entry)[item.key].to(item.dtype)
+    own = generator_of(seed, entry.name).initial_seed()
+    return first_values(entry, own, pretrained=False)[item.key].to(item.dtype)
 
 
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
-import tcompress
 from tcompress.anatomy import anatomy_of
-from tcompress.artifact.card import model_card
-from tcompress.artifact.format import CARD, needed_version, quantization_section
-from tcompress.artifact.manifest import (
-    CalibrationFacts,
-    Manifest,
-    SourceFacts,
-    environment,
-    write_manifest,
-)
+from tcompress.artifact.format import needed_version
+from tcompress.artifact.manifest import Manifest, environment
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
-from tcompress.artifact.workplace import check_output, identity_of
+from tcompress.artifact.workplace import check_output
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.depth import choose_blocks, dropping
 from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed, read_table
+from tcompress.conversion.finish import (
+    calibration_facts,
+    conversion_identity,
+    source_facts,
+    write_rest,
+)
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import (
@@ -40,15 +37,19 @@ from tcompress.conversion.outputs import (
     started_value,
 )
 from tcompress.conversion.probe import OutputProbe, probe_of
+from tcompress.conversion.shared import Banks
+from tcompress.conversion.start import start_banks, start_layers
 from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
+from tcompress.integration.forms import first_table
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
+from tcompress.recipe.scratch import PaperRow
 from tcompress.source import SourceModel, read_finite
 from tcompress.source.cut import fixed_blocks
 from tcompress.structures.embedding import StructuredEmbedding
@@ -81,17 +82,19 @@ def convert(
     data: CalibrationData | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    paper: Sequence[PaperRow] = (),
 ) -> Converted:
-    """Converts a pretrained model and writes the result.
+    """Converts a model and writes the result.
 
     Args:
-        source: The dense model, or its name.
+        source: The dense model, or its name; with `init: random` its weights do not count.
         recipe: How to convert it.
         output: Folder to write; it appears only when everything is finished.
         plan: The plan, if it was already made.
         data: Calibration batches, instead of those that the recipe names.
         force: Replace a folder that is not empty.
         progress: Hears how far it is.
+        paper: Published numbers, to be shown beside those of the result.
 
     Returns:
         The written folder and its manifest.
@@ -102,8 +105,11 @@ def convert(
     """
     start = time.perf_counter()
     output = Path(output).expanduser().absolute()
+    seed = recipe.seed if recipe.init == "random" else None
     if isinstance(source, str):
-        source = SourceModel.open(source)
+        source = SourceModel.open(source, seed=seed)
+    elif seed is not None:
+        source = source.at_random(seed)
     check_output(output, force=force)
     folder = source.folder.resolve()
     if output.resolve() == folder or output.resolve() in folder.parents:
@@ -112,7 +118,7 @@ def convert(
             "choose another folder with `-o`",
         )
     plan = plan or make_plan(recipe, source)
-    job = _Job(source, recipe, plan, output, progress or Silent(), data)
+    job = _Job(source, recipe, plan, output, progress or Silent(), data, tuple(paper))
     with job.workplace() as place:
         job.settle_depth(place)
         job.settle_sizes(place)
@@ -133,6 +139,7 @@ class _Job:
     output: Path
     progress: Progress
     data: CalibrationData | None = None
+    paper: tuple[PaperRow, ...] = ()
     values: dict[str, Tensor] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
@@ -149,20 +156,8 @@ class _Job:
     @contextmanager
     def workplace(self) -> Iterator[FitWorkplace]:
         """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
-        identity = identity_of(
-            {
-                "recipe": self.recipe.model_dump(mode="json"),
-                "plan": self.plan.model_dump(mode="json"),
-                "weights": self.source.store.fingerprint(),
-                "tool": tcompress.__version__,
-                "config": (self.source.folder / "config.json").read_text(encoding="utf-8"),
-                "files": [
-                    (name, (self.source.folder / name).stat().st_mtime_ns)
-                    for name in self.source.store.files
-                ],
-                "data": self.data.fingerprint if self.data else None,
-                "device": str(self.device),
-            }
+        identity = conversion_identity(
+            self.source, self.recipe, self.plan, self.data, str(self.device)
         )
         place = FitWorkplace(self.output, identity)
         try:
@@ -240,6 +235,7 @@ class _Job:
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         self.outputs = Outputs.of(self.source, self.plan.entries, dtype, self.plan.attention)
+        self.positions = {f"{e.name}.weight": e for e in self.plan.forms if e.kind == "positions"}
         self.block_of = {
             layer.name: block.name
             for block in anatomy_of(self.source.meta_model()).blocks
@@ -264,6 +260,10 @@ class _Job:
 
     def fit_banks(self, place: FitWorkplace) -> None:
         """Fits what layers share, if anything is."""
+        if self.source.seed is not None:
+            own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
+            self.banks: Banks = start_banks(*own)
+            return
         parts = (self.outputs, self.plan.layers, self.data, place, self.device)
         self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
 
@@ -325,12 +325,15 @@ class _Job:
 
     def value(self, item: Stored, place: FitWorkplace) -> Tensor:
         """Makes the value of one output tensor."""
+        if item.key in self.positions:
+            drawn = self.source.store.tensor(item.key)
+            return first_table(self.positions[item.key], drawn).to(item.dtype)
         if item.key in self.outputs.copied:
             return copied_value(self.source, item)
         if item.key in self.outputs.moved:
             return copied_value(self.source, item, self.outputs.moved[item.key])
         if item.key in self.outputs.started:
-            return started_value(self.outputs.started[item.key], item)
+            return started_value(self.outputs.started[item.key], item, self.source.seed)
         if item.key not in self.values:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
         return self.values.pop(item.key)
@@ -360,14 +363,16 @@ class _Job:
             weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self.device))
             if entry.bias and entry.kind != "experts":
                 biases[entry.name] = self._read(f"{path}.bias")
-        fitted = fit_layers(
-            cluster,
-            weights,
-            [[LayerMoments()] for _ in cluster],
-            dtype=self.outputs.dtype_of(cluster[0]),
-            damping=0.0,
-            banks=self.banks,
-        )
+        dtype = self.outputs.dtype_of(cluster[0])
+        if self.source.seed is not None:
+            fitted = start_layers(
+                cluster, weights, dtype=dtype, banks=self.banks, seed=self.source.seed
+            )
+        else:
+            moments = [[LayerMoments()] for _ in cluster]
+            fitted = fit_layers(
+                cluster, weights, moments, dtype=dtype, damping=0.0, banks=self.banks
+            )
         keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
         return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
@@ -376,50 +381,17 @@ class _Job:
 
     def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
         """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-        folder = place.model
-        for path in self.source.companion_files():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.source.folder / path, target)
-        data = self.data
         manifest = Manifest(
-            format_version=needed_version(self.plan.attention),
-            source=SourceFacts(
-                id=self.source.id,
-                revision=self.source.revision,
-                fingerprint=self.source.store.fingerprint(),
-                bytes=self.dense.store.total_bytes,
-                config=None if self.plan.depth is None else self.dense.settings,
-            ),
+            format_version=needed_version(self.plan.attention, drawn=self.source.seed is not None),
+            source=source_facts(self.source, self.dense),
             recipe=self.recipe.model_dump(mode="json"),
             plan=self.plan,
-            calibration=CalibrationFacts(name="none")
-            if data is None
-            else CalibrationFacts(
-                name=data.name,
-                samples=data.samples,
-                held_out_samples=sum(
-                    len(next(iter(data.batches[index].values()))) for index in data.holdout
-                ),
-                tokens=data.tokens,
-                fingerprint=data.fingerprint,
-            ),
+            calibration=calibration_facts(self.data),
             fit=dict(sorted(self.errors.items())),
             checksums={**checksums},
             seconds=round(seconds, 2),
             environment=environment(),
+            paper=list(self.paper),
         )
-        write_manifest(folder, manifest)
-        (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
-        self._write_config(folder)
+        write_rest(place.model, self.source, manifest, self.recipe.dtype)
         return manifest
-
-    def _write_config(self, folder: Path) -> None:
-        raw = dict(self.source.settings)
-        if self.recipe.dtype is not None:
-            raw.pop("torch_dtype", None)
-            raw["dtype"] = self.recipe.dtype
-        if self.plan.changes_model:  # else it is a plain model
-            section = quantization_section(self.plan.entries, self.plan.attention)
-            raw["quantization_config"] = section
-        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

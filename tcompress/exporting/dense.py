@@ -58,6 +58,11 @@ def export_dense(
             f"`{folder}` mixes tokens by {kinds} attention, which no plain model does",
             "load it with `import tcompress`; layers alone can be multiplied out",
         )
+    if any(entry.kind == "norm" for entry in artifact.forms):
+        raise InputError(
+            f"`{folder}` normalises its features slice by slice, which no plain model does",
+            "load it with `import tcompress`; `norm: host` can be multiplied out",
+        )
     output = Path(output).expanduser().absolute()
     if output.resolve() == artifact.folder.resolve():
         raise InputError(

@@ -111,10 +111,18 @@ def _known(path: str | None) -> str:
     return path
 
 
-def first_values(entry: AttentionPlan) -> dict[str, Tensor]:
-    """Makes the tensors of a mechanism as a conversion begins with, by checkpoint name."""
+def first_values(
+    entry: AttentionPlan, seed: int = SEED, *, pretrained: bool = True
+) -> dict[str, Tensor]:
+    """Makes the tensors of a mechanism as a conversion begins with, by checkpoint name.
+
+    Args:
+        entry: The attention.
+        seed: Seed of what is drawn.
+        pretrained: Whether it begins near the host's own attention, or as its paper says.
+    """
     module = MechanismModule(entry.layout)
-    module.fill(SEED, pretrained=True)
+    module.fill(seed, pretrained=pretrained)
     named = module.named_parameters()
     return {f"{entry.name}.{CHILD}.{name}": tensor.detach() for name, tensor in named}
 

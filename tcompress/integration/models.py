@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tcompress.errors import SourceError
 from tcompress.integration.quantizer import register
 from tcompress.source import SourceModel
+from tcompress.source.drawn import draw_model
 from tcompress.source.text import first_line
 
 Head = Literal["classification", "regression", "image-classification", "masked-lm", "causal-lm"]
@@ -62,6 +63,9 @@ def load_model(
                 f"there is no `{head}` head for the model type `{source.config.model_type}`",
                 hint="choose another task, or a model of another family",
             )
+    if source.seed is not None:
+        drawn = draw_model(kind, source.config, source.seed)
+        return drawn.to(device=device, dtype=dtype or torch.float32)
     try:
         model: PreTrainedModel = kind.from_pretrained(
             source.folder,

@@ -18,10 +18,16 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import check_format_version, parse_attention, parse_layers
+from tcompress.artifact.format import (
+    check_format_version,
+    parse_attention,
+    parse_forms,
+    parse_layers,
+)
 from tcompress.artifact.verify import verify_headers
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
+from tcompress.integration.forms import install_forms
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
 
@@ -80,6 +86,8 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
         install_layers(model, layers, keymap.runtime_name, **place)
         install_attention(model, attention, keymap.runtime_name, **place)
+        forms = parse_forms(self.quantization_config.plan)
+        install_forms(model, forms, keymap.runtime_name, **place)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

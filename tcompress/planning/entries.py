@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.mechanisms.base import AnyMechanismLayout, mechanism
 from tcompress.mechanisms.module import CHILD
+from tcompress.planning.form import FormPlan as FormPlan
 from tcompress.recipe.budget import BudgetKind
 from tcompress.structures.bank import bank_module
 from tcompress.structures.base import Layout, Shapes, Side, structure
@@ -320,6 +321,7 @@ class Plan(_Entry):
         layers: Layers of the blocks to be rewritten, in order of execution.
         attention: Attentions that get another mechanism.
         embeddings: Tables of word embeddings to be rewritten: words are their output features.
+        forms: Other modules that take another form.
         left: Layers of the blocks that stay dense.
         source: Name of the source model.
         family: Its model type.
@@ -335,6 +337,7 @@ class Plan(_Entry):
     layers: tuple[LayerPlan, ...]
     attention: tuple[AttentionPlan, ...] = ()
     embeddings: tuple[LayerPlan, ...] = ()
+    forms: tuple[FormPlan, ...] = ()
     left: tuple[Left, ...] = ()
     source: str = ""
     family: str = ""

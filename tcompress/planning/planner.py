@@ -14,6 +14,7 @@ from tcompress.planning.attention import plan_attention, with_guard
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
+from tcompress.planning.forms import plan_forms
 from tcompress.planning.goals import STAND_IN, plan_within
 from tcompress.planning.match import check_patterns, left_out, matches
 from tcompress.planning.pools import Pools, note_of
@@ -268,6 +269,7 @@ def _plan(
         layers=tuple(planner.layers),
         attention=with_guard(exchanged.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
+        forms=plan_forms(recipe, source, model, anatomy),
         left=exchanged.left
         + tuple(planner.left)
         + tuple(

@@ -1,0 +1,93 @@
+"""What a conversion writes beside the weights, and what it depends on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import tcompress
+from tcompress.artifact.card import model_card
+from tcompress.artifact.format import CARD, quantization_section
+from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts, write_manifest
+from tcompress.artifact.workplace import identity_of
+from tcompress.calibrate.data import CalibrationData
+from tcompress.planning.entries import Plan
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+
+
+def conversion_identity(
+    source: SourceModel, recipe: Convert, plan: Plan, data: CalibrationData | None, device: str
+) -> str:
+    """Renders everything that decides what a conversion writes."""
+    return identity_of(
+        {
+            "recipe": recipe.model_dump(mode="json"),
+            "plan": plan.model_dump(mode="json"),
+            "weights": source.store.fingerprint(),
+            "tool": tcompress.__version__,
+            "config": source.settings,
+            "files": source.store.times(),
+            "data": data.fingerprint if data else None,
+            "device": device,
+        }
+    )
+
+
+def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
+    """Says what was converted.
+
+    Args:
+        source: The dense model, without the blocks that were dropped.
+        dense: The same with all its blocks.
+    """
+    return SourceFacts(
+        id=source.id,
+        revision=source.revision,
+        fingerprint=source.store.fingerprint(),
+        bytes=dense.store.total_bytes,
+        config=None if source is dense else dense.settings,
+        init="pretrained" if source.seed is None else "random",
+        seed=source.seed,
+    )
+
+
+def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
+    """Says what a fit looked at."""
+    if data is None:
+        return CalibrationFacts(name="none")
+    held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
+    return CalibrationFacts(
+        name=data.name,
+        samples=data.samples,
+        held_out_samples=sum(held),
+        tokens=data.tokens,
+        fingerprint=data.fingerprint,
+    )
+
+
+def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
+    """Writes everything but the weights; `config.json`, which makes it loadable, last.
+
+    Args:
+        folder: Where the weights are.
+        source: The dense model, without the blocks that were dropped.
+        manifest: What was done.
+        dtype: Dtype of the weights; None for that of the source.
+    """
+    for path in source.companion_files():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / path, target)
+    write_manifest(folder, manifest)
+    (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+    raw = dict(source.settings)
+    if dtype is not None:
+        raw.pop("torch_dtype", None)
+        raw["dtype"] = dtype
+    plan = manifest.plan
+    if plan.changes_model:  # else it is a plain model
+        section = quantization_section(plan.entries, plan.attention, plan.forms)
+        raw["quantization_config"] = section
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

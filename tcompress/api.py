@@ -21,7 +21,9 @@ from tcompress.recipe import Convert, default_method, mechanism_names, method_na
 from tcompress.recipe.library import find_recipe
 from tcompress.recipe.methods import AUTO, AutoSpec
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
+from tcompress.recipe.scratch import Architecture
 from tcompress.reporting.model import report_of as report
+from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel, default_output_name
 from tcompress.structures import structures
 from tcompress.structures.linear import keep_weights
@@ -33,6 +35,7 @@ from tcompress.training.run import finetune as run_training
 
 _BLOCKS = frozenset(("keep_layers", "drop_layers"))
 _SIZES = frozenset(("target", "residual_rank", "p", "rank"))
+_METHOD_SIZES = _SIZES | {"target_params", "target_bytes", "keep", "only", "layers"}
 _NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
 
 __all__ = [
@@ -50,7 +53,7 @@ __all__ = [
 
 
 def convert(
-    model: str,
+    model: str | Mapping[str, Any],
     *,
     method: str | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
@@ -62,10 +65,11 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Converted:
-    """Converts a pretrained model and writes the result.
+    """Converts a model and writes the result.
 
     Args:
-        model: Folder, short name or hub id.
+        model: Folder, short name or hub id; with `init="random"` also a `config.json`, or the
+            configuration itself, as `architecture` in a recipe.
         method: Name of the method, or its options with `name`, or `none` to rewrite no layer; or
             of a mechanism, beside which `structure` takes a method. Default `lprod`, and `none`
             where blocks are dropped and nothing is said of layers.
@@ -87,8 +91,9 @@ def convert(
         FitError: A weight or a fit is not finite; the message names the layer.
     """
     settled = _settled(recipe, method, calibration, options)
-    source = SourceModel.open(model, revision=revision, token=token)
-    folder = Path(output or default_output_name(model, settled.label.replace(" + ", "-")))
+    source = _opened(model, settled, revision, token)
+    name = model if isinstance(model, str) else source.id
+    folder = Path(output or default_output_name(name, settled.label.replace(" + ", "-")))
     return run_conversion(source, settled, folder, force=force, progress=progress)
 
 
@@ -203,7 +208,7 @@ def sweep(
 
 
 def plan(
-    model: str,
+    model: str | Mapping[str, Any],
     *,
     method: str | Mapping[str, Any] | None = None,
     recipe: str | Convert | None = None,
@@ -218,7 +223,18 @@ def plan(
         InputError: Something given cannot be used; the message says what to do.
     """
     settled = _settled(recipe, method, calibration, options)
-    return make_plan(settled, SourceModel.open(model, revision=revision, token=token))
+    return make_plan(settled, _opened(model, settled, revision, token))
+
+
+def _opened(
+    model: str | Mapping[str, Any], settled: Convert, revision: str | None, token: str | None
+) -> SourceModel:
+    seed = settled.seed if settled.init == "random" else None
+    if isinstance(model, str):
+        return SourceModel.open(model, revision=revision, token=token, seed=seed)
+    if seed is None:
+        raise RecipeError("a configuration has no weights", 'add `init="random"`')
+    return open_architecture(Architecture.model_validate(model), seed, token)
 
 
 def _settled(
@@ -235,6 +251,8 @@ def _settled(
     if attention is not None:
         method = None if _is_mechanism(method) else method
         method = options.pop("structure", None) or method or _of_the_paper(attention, options)
+    if method is None and options.get("init") == "random" and not _METHOD_SIZES & set(options):
+        method = "none"
     if method is None:
         method = default_method(bool(_BLOCKS & set(options)) and set(options) <= _NOT_LAYERS)
     own = dict(method) if isinstance(method, Mapping) else {"name": method or "none"}

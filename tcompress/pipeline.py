@@ -109,6 +109,8 @@ def run_recipe(
     run.measure()
     trained = [] if outcome.converted == outcome.folder else [outcome.folder]
     models = [str(source.folder), str(outcome.converted), *map(str, trained)]
+    if source.seed is not None:  # there was nothing before the training
+        models = models[-1:]
     outcome.reports = reports_of(models)
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
@@ -149,6 +151,7 @@ class _Run:
             self.outcome.converted,
             force=self.force,
             progress=self.progress,
+            paper=self.recipe.paper,
         )
 
     def finetune(self) -> None:
@@ -173,8 +176,9 @@ class _Run:
     def measure(self) -> None:
         """Measures all models on all tasks, then their speed."""
         made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
+        # Of a model that began at random only the trained one knows anything.
+        models = made[-1:] if self.source.seed is not None else [self.source.folder, *made]
         for item in self.recipe.evaluate:
-            models = [self.source.folder, *made]
             scores = measure(item, models, token=self.token, progress=self.progress)
             self.outcome.scores.append(scores)
             self._check_threshold(item, scores[-1])
@@ -252,7 +256,8 @@ def time_passes(
         modes=wanted.mode,
         repeats=wanted.repeats,
     )
-    return bench([str(folder)], str(source.folder), settings, progress=progress)[0]
+    against = str(source.folder) if source.seed is None else None
+    return bench([str(folder)], against, settings, progress=progress)[0]
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -29,6 +29,14 @@ def baseline_of(model: SourceModel, trust_remote_code: bool = False) -> tuple[st
             f"nothing says which dense model `{model.id}` is to be compared with",
             "name it with `--against`",
         )
+    if manifest.source.init == "random":  # what it computes does not matter for its time
+        dense = SourceModel.open(
+            str(model.folder),
+            trust_remote_code=trust_remote_code,
+            converted=True,
+            seed=manifest.source.seed,
+        )
+        return "dense, at random", dense
     name, folder = manifest.source.id, _folder(manifest)
     if folder is None:
         raise InputError(

@@ -205,7 +205,7 @@ class _Bencher:
     def _loaded(self, baseline: _Opened) -> Side:
         """Loads the baseline, unless it is that of the model before."""
         held = self.baseline
-        if held is None or held.source.folder != baseline.source.folder:
+        if held is None or held.source.store.fingerprint() != baseline.source.store.fingerprint():
             self.baseline = None  # freed before the next one is loaded
             dtype = pick_dtype(self.settings.dtype)
             loaded = load_model(baseline.source, dtype=dtype, device=self.device)

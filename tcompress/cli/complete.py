@@ -14,6 +14,9 @@ SHARES = ("none", "heads", "layers", "model")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 DTYPES = ("float32", "float16", "bfloat16")
+INITS = ("pretrained", "random")
+POSITIONS = ("host", "standard", "linear", "exponential", "harmonic", "learned")
+NORMS = ("host", "tensor")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 FORMATS = ("dense",)
 CALIBRATIONS = ("builtin", "none")
@@ -96,6 +99,21 @@ def shares(incomplete: str) -> list[str]:
 def dtypes(incomplete: str) -> list[str]:
     """Offers dtypes."""
     return _starting(DTYPES, incomplete)
+
+
+def inits(incomplete: str) -> list[str]:
+    """Offers where weights come from."""
+    return _starting(INITS, incomplete)
+
+
+def positions(incomplete: str) -> list[str]:
+    """Offers what tables of positions may hold."""
+    return _starting(POSITIONS, incomplete)
+
+
+def norms(incomplete: str) -> list[str]:
+    """Offers what layer norms may normalise."""
+    return _starting(NORMS, incomplete)
 
 
 def devices(incomplete: str) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from tcompress.cli import attention_options as att
 from tcompress.cli import options as opt
+from tcompress.cli import scratch_options as scratch
 from tcompress.cli.job import Access, Job, Manner, perform, show_plan
 
 EPILOG = opt.examples(
@@ -24,6 +25,7 @@ EPILOG = opt.examples(
     "tcompress convert gpt2 --method tucker --share layers --target 0.25",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
     "tcompress convert gpt2 --p 8 --residual-rank 16 --keep down --dry-run",
+    "tcompress convert config.json --init random --method lprod --p 4",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
 
@@ -33,6 +35,9 @@ def convert(
     model: opt.Model,
     recipe: opt.RecipeOption = None,
     method: opt.Method = None,
+    init: scratch.Init = None,
+    positions: scratch.Positions = None,
+    norm: scratch.Norm = None,
     structure: att.Structure = None,
     layers: att.AttentionLayers = None,
     filter_order: att.FilterOrder = None,
@@ -85,7 +90,7 @@ def convert(
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Turn a pretrained model into a smaller one that `from_pretrained` loads."""
+    """Turn a model into a smaller one that `from_pretrained` loads: pretrained, or from scratch."""
     # By name out of the context: most of them only change values of the recipe.
     job = _job(model, context.params)
     show_plan(job) if dry_run else perform(job)

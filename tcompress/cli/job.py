@@ -16,6 +16,7 @@ from tcompress.cli.progress import shown_progress
 if TYPE_CHECKING:
     from tcompress.conversion.run import Converted
     from tcompress.recipe import Convert
+    from tcompress.recipe.scratch import Architecture
     from tcompress.source import SourceModel
 
 
@@ -54,12 +55,13 @@ class Job:
     """One conversion as it was asked for.
 
     Attributes:
-        model: Name of the dense model.
+        model: Name of the dense model, or for people what a recipe describes.
         convert: What to do.
         output: Folder to write.
         force: Replace the folder.
         access: How to open the model.
         manner: How to talk.
+        architecture: The model's configuration, where a recipe describes it in place of a name.
     """
 
     model: str
@@ -68,10 +70,33 @@ class Job:
     force: bool
     access: Access
     manner: Manner
+    architecture: Architecture | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the weights, where they are drawn at random."""
+        return self.convert.seed if self.convert.init == "random" else None
 
 
-def open_source(name: str, access: Access, manner: Manner) -> SourceModel:
-    """Opens a dense model, and says so if that means a download."""
+def open_job(job: Job) -> SourceModel:
+    """Opens the dense model of a conversion."""
+    if job.architecture is None:
+        return open_source(job.model, job.access, job.manner, job.seed)
+    silence_libraries(verbose=job.manner.verbose)
+    from tcompress.scratch.architecture import open_architecture
+
+    return open_architecture(job.architecture, job.convert.seed, job.access.token)
+
+
+def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
+    """Opens a dense model, and says so if that means a download.
+
+    Args:
+        name: Folder, short name or hub id.
+        access: How to open it.
+        manner: How to talk.
+        seed: Seed to draw its weights from, in place of reading them.
+    """
     from tcompress.source import ALIASES
     from tcompress.source.names import local_folder
 
@@ -87,6 +112,7 @@ def open_source(name: str, access: Access, manner: Manner) -> SourceModel:
         revision=access.revision,
         token=access.token,
         trust_remote_code=access.allow_remote_code,
+        seed=seed,
     )
 
 
@@ -96,7 +122,7 @@ def show_plan(job: Job) -> None:
     from tcompress.planning.planner import make_plan
     from tcompress.reporting.console import render_plan
 
-    source = open_source(job.model, job.access, job.manner)
+    source = open_job(job)
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
@@ -104,6 +130,9 @@ def show_plan(job: Job) -> None:
         print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
     results().print(render_plan(plan, costs, source.store.total_bytes))
+    if job.seed is not None:
+        text = f"Weights will be drawn at random, with seed {job.seed}; none are read."
+        results().print(text, soft_wrap=True)
     results().print(
         f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.", soft_wrap=True
     )
@@ -116,7 +145,7 @@ def perform(job: Job) -> None:
     from tcompress.conversion.run import convert
 
     check_output(job.output, force=job.force)  # before a long download
-    source = open_source(job.model, job.access, job.manner)
+    source = open_job(job)
     with _resumable(job.output), shown_progress(quiet=job.manner.quiet) as progress:
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
     show_result(done, job)
@@ -138,6 +167,10 @@ def show_result(done: Converted, job: Job) -> None:
     screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
     resumed = ", continuing an interrupted run" if done.resumed else ""
     screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
+    if done.manifest.source.init == "random":
+        screen.print("Not trained yet: all weights are as they were drawn at random.")
+        screen.print(f"Next: `tcompress finetune {name} --task ... --data ...`", soft_wrap=True)
+        return
     screen.print("Not healed yet: imitating the dense model brings most of the quality back.")
     screen.print(f"Next: `tcompress finetune {name} --data FILE`", soft_wrap=True)
 

@@ -11,7 +11,7 @@ from tcompress.cli import complete
 from tcompress.cli import options as opt
 from tcompress.cli.errors import THRESHOLD
 from tcompress.cli.finetune import resumable
-from tcompress.cli.job import Access, Job, Manner, open_source, perform, relative, show_plan
+from tcompress.cli.job import Access, Job, Manner, open_job, perform, relative, show_plan
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ def run(
     text, origin = find_recipe(recipe)
     said = change_recipe(parse_recipe(text, origin), changes or [])
     name = model or said.model
+    architecture = None if model else said.architecture
+    if architecture is not None:
+        name = said.name or architecture.model_type
     if name is None:
         raise RecipeError(f"recipe `{origin}` names no model", "add `--model MODEL`")
     # A revision belongs to the model that it was written for.
@@ -76,6 +79,7 @@ def run(
         force=force,
         access=Access(revision, token, allow_remote_code),
         manner=Manner(json, quiet, verbose),
+        architecture=architecture,
     )
     if said.sweep is not None:
         _sweep(said, job, dry_run=dry_run)
@@ -90,7 +94,7 @@ def run(
 def _sweep(said: Recipe, job: Job, *, dry_run: bool) -> None:
     from tcompress.cli.sweep import perform_sweep, show_cells
 
-    source = open_source(job.model, job.access, job.manner)
+    source = open_job(job)
     if dry_run:
         show_cells(said, source, job.output, job.manner)
     else:
@@ -101,7 +105,7 @@ def _run_all(said: Recipe, job: Job) -> None:
     from tcompress.cli.output import print_json, results, say
     from tcompress.cli.progress import shown_progress
 
-    source = open_source(job.model, job.access, job.manner)
+    source = open_job(job)
     from transformers.utils import logging
 
     from tcompress.pipeline import run_recipe

@@ -35,7 +35,7 @@ BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Options of which a conversion takes one."""
 
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
-_CONVERT = (*_LAYERS, "dtype", "device", "max_shard_size")
+_CONVERT = (*_LAYERS, "init", "positions", "norm", "dtype", "device", "max_shard_size")
 
 
 def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Convert:
@@ -52,7 +52,7 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
 
     from tcompress.recipe import Convert
 
-    given = {name: value for name, value in options.items() if value not in (None, [])}
+    given = {name: value for name, value in options.items() if value not in (None, [], ())}
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
     if isinstance(given.get("offer"), str):
@@ -63,21 +63,27 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
     if any(name in given for name in (*BUDGETS, "tol", "rank")):  # in place of the recipe's
         base |= {name: None for name in BUDGETS if name in base}
+    scratch = given.get("init", base.get("init")) == "random"
+    if scratch and base.get("init") != "random":  # what a recipe says of data is for fits
+        base["calibration"] = {}
     attention = split_method(given, base)
     blocks = _blocks(given)
     embeddings = _embeddings(given, base.get("embeddings"))
-    left = {**base, **blocks, "embeddings": embeddings}
+    left = {**base, **blocks, "embeddings": embeddings, "scratch": scratch or None}
     data = {
         **base,
         **blocks,
         **attention,
         "embeddings": embeddings,
         "method": _method(given, base.get("method") or {}, without=_cuts(left)),
-        "calibration": base["calibration"] | _calibration(given),
+        "calibration": base["calibration"] | _calibration(given, scratch=scratch),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
         "only": (*base.get("only", ()), *given.get("only", ())),
         **{name: given[name] for name in _CONVERT if name in given},
+        **({"seed": given["seed"]} if scratch and "seed" in given else {}),
     }
+    if not data["calibration"]:
+        del data["calibration"]  # it has its defaults
     try:
         result = Convert.model_validate(data)
     except ValidationError as error:
@@ -138,7 +144,7 @@ def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any
 
 def _cuts(data: Mapping[str, Any]) -> bool:
     """Whether something is done without a method for the layers of blocks."""
-    fields = ("keep_layers", "drop_layers", "embeddings")
+    fields = ("keep_layers", "drop_layers", "embeddings", "scratch")
     return any(data.get(name) is not None for name in fields)
 
 
@@ -212,8 +218,10 @@ def _flags(fields: Iterable[str]) -> str:
     return ", ".join(f"`{flag(field)}`" for field in fields)
 
 
-def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
+def _calibration(given: Mapping[str, Any], *, scratch: bool) -> dict[str, Any]:
     values = {field: given[name] for name, field in _CALIBRATION.items() if name in given}
+    if scratch:  # the seed is that of the weights
+        values.pop("seed", None)
     if "columns" in values:
         joined = ",".join(values["columns"])
         values["columns"] = tuple(name.strip() for name in joined.split(",") if name.strip())
@@ -228,6 +236,8 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
     schema = json_schema()
     lines = []
     for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # of what is wrong already
+            continue
         if item["type"] == "value_error":  # about several options; it says which
             lines.append(str(item["ctx"]["error"]))
             continue

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
+from tcompress.recipe.scratch import PaperRow
 from tcompress.reporting.budget import budget_rows
 from tcompress.reporting.model import layer_report
 from tcompress.reporting.rows import (
@@ -23,6 +24,7 @@ from tcompress.reporting.rows import (
     depth_rows,
     rows_of,
     size,
+    start_text,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 from tcompress.reporting.words import (
@@ -31,6 +33,7 @@ from tcompress.reporting.words import (
     error_text,
     short_blocks,
     time_text,
+    value_text,
 )
 
 MOST_LAYERS = 40
@@ -56,6 +59,8 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
         if report.left and len(reports) == 1:
             parts.append(left_table(report.left))
+    if paper := reports[-1].paper:
+        parts.append(paper_table(paper, reports))
     return Group(*parts)
 
 
@@ -178,6 +183,28 @@ def layer_table(
     return table
 
 
+def paper_table(rows: Sequence[PaperRow], reports: Sequence[ModelReport] = ()) -> Table:
+    """Lists published numbers, with ours beside them.
+
+    Args:
+        rows: What was published.
+        reports: Models; ours are the last ones' that were measured alike.
+    """
+    table = empty_table("published")
+    for name in ("row", "metric", "where", "comparable"):
+        table.add_column(name, overflow="fold")
+    table.add_column("paper", justify="right")
+    table.add_column("ours", justify="right")
+    for row in rows:
+        found = [m.value for report in reports for m in report.metrics if m.name == row.metric]
+        # Papers that count in percent get ours in percent.
+        percent = row.value > 1 and all(0 <= value <= 1 for value in found)
+        ours = value_text(found[-1] * (100 if percent else 1)) if found else ""
+        why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
+        table.add_row(row.row, row.metric, row.source, why, f"{row.value:g}", ours)
+    return table
+
+
 def left_table(left: Sequence[Left]) -> Table:
     """Says how many layers stay dense for which reason."""
     table = empty_table()
@@ -195,10 +222,12 @@ def left_table(left: Sequence[Left]) -> Table:
 def _single(report: ModelReport) -> RenderableType:
     parts: list[RenderableType] = [Text(short_name(report), style="bold")]
     facts = [report.family, report.method]
-    if report.calibration is not None:
+    if report.init == "random":
+        facts += [f"weights {start_text(report)}", "no teacher"]
+    elif report.calibration is not None:
         facts.append(f"calibration {calibration_text(report)}")
     parts.append(Text(" · ".join(facts), style="dim"))
-    if report.source is not None and report.method != "dense":
+    if report.source is not None and report.method != "dense" and report.init == "pretrained":
         parts.append(Text(f"from {report.source}", style="dim"))
     parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
     return Group(*parts)

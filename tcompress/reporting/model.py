@@ -166,6 +166,9 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,
         "budget": manifest.plan.budget,
+        "init": manifest.source.init,
+        "seed": manifest.source.seed,
+        "paper": tuple(manifest.paper),
     }
 
 

@@ -47,6 +47,8 @@ def rows_of(
     rows = []
     if facts:
         rows += [Row("family", report.family), Row("method", report.method)]
+        if any(item.init == "random" for item in (report, *others)):
+            rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
     parts = report.parameters
     if report.depth is not None:
@@ -95,20 +97,26 @@ def attention_row(entries: Sequence[AttentionPlan]) -> Row:
 def calibration_text(report: ModelReport) -> str:
     """Says what the fit looked at."""
     facts = report.calibration
-    if facts is None:
+    if facts is None or report.init == "random":
         return ""
     if facts.name == "none":
         return "none"
     return f"{facts.name}, {facts.samples:,} samples"
 
 
+def start_text(report: ModelReport) -> str:
+    """Says what a model began with, where it was not pretrained."""
+    return f"at random, seed {report.seed}" if report.init == "random" else ""
+
+
 def healed_text(report: ModelReport) -> str:
     """Says whether a model was trained after its conversion, and for how long."""
+    healed = report.is_smaller and report.init == "pretrained"
     if not report.training:
-        return "no" if report.is_smaller else ""
+        return "no" if healed or report.init == "random" else ""
     steps = sum(run.steps for run in report.training)
     minutes = time_text(sum(run.seconds for run in report.training))
-    return f"{'yes, ' if report.is_smaller else ''}{steps:,} steps, {minutes}"
+    return f"{'yes, ' if healed else ''}{steps:,} steps, {minutes}"
 
 
 def amount(label: str, amount: Amount) -> Row:
@@ -127,7 +135,8 @@ def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     """What was done and measured after the conversion."""
     rows = []
     if any(item.training or item.speed for item in shown) and healed_text(report):
-        label = "healed" if any(item.is_smaller for item in shown) else "trained"
+        healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
+        label = "healed" if healed else "trained"
         rows.append(Row(label, healed_text(report)))
     labels = metric_labels(report.metrics)
     for label, metric in zip(labels, report.metrics, strict=True):

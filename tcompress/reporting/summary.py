@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tcompress.artifact.manifest import Metric
 from tcompress.reporting.budget import budget_rows, budget_text, error_note
 from tcompress.reporting.choice import best_speed, main_metrics
-from tcompress.reporting.rows import calibration_text, healed_text
+from tcompress.reporting.rows import calibration_text, healed_text, start_text
 from tcompress.reporting.tree import Amount, ModelReport
 from tcompress.reporting.words import (
     bytes_text,
@@ -69,7 +69,9 @@ def _cells(reports: Sequence[ModelReport], cell: object) -> tuple[Cell, ...]:
 
 
 def _method(report: ModelReport) -> Cell:
-    return Cell(report.method, f"{report.family}" + _after(calibration_text(report)))
+    start = start_text(report)
+    start = f"; {start}" if start else ""
+    return Cell(report.method, f"{report.family}{start}" + _after(calibration_text(report)))
 
 
 def _after(text: str) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, DepthPlan, Left
+from tcompress.recipe.scratch import PaperRow
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -150,6 +151,9 @@ class ModelReport(_Node):
     speed: tuple[Speed, ...] = ()
     recipe: dict[str, Any] | None = None
     environment: dict[str, str] | None = None
+    init: Literal["pretrained", "random"] = "pretrained"
+    seed: int | None = None
+    paper: tuple[PaperRow, ...] = ()
 
     @property
     def is_smaller(self) -> bool:

@@ -129,7 +129,7 @@ class Loop:
     def _step(self, batch: Batch) -> None:
         options, state = self.setup.options, self.state
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(options, state.step, state.total)
+            group["lr"] = self._rate(state.step)
         loss = self._gradients(batch)
         self._check_finite("the loss", loss, state.step + 1)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
@@ -140,9 +140,14 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         self._count(batch, loss)
 
+    def _rate(self, step: int) -> float:
+        setup = self.setup
+        return learning_rate(setup.options, step, self.state.total, untrained=setup.untrained)
+
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
-            lower = highest_rate(self.setup.options) / 4
+            setup = self.setup
+            lower = highest_rate(setup.options, untrained=setup.untrained) / 4
             raise TrainingError(
                 f"{what} is {value} at step {step:,}",
                 f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "
@@ -213,14 +218,14 @@ class Loop:
         yield from skip_first_batches(self.loader, done) if done else self.loader
 
     def _validate(self) -> None:
-        state, options = self.state, self.setup.options
+        state = self.state
         value = self._measured()
         self._check_finite(f"the {self.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,
             loss=sum(state.recent) / len(state.recent) if state.recent else None,
             validation=value,
-            learning_rate=learning_rate(options, max(0, state.step - 1), state.total),
+            learning_rate=self._rate(max(0, state.step - 1)),
             seconds=round(self._seconds(), 2),
         )
         state.recent.clear()

@@ -15,6 +15,9 @@ HEALING_RATE = 1e-3
 TASK_RATE = 1e-4
 """Where no learning rate is given; measured in docs/healing.md."""
 
+SCRATCH_RATE = 1e-3
+"""Likewise for models that begin at random; measured in docs/scratch.md."""
+
 _PACED = 20  # steps over which the pace is measured, after the first ones
 _FIRST = 5
 
@@ -33,35 +36,40 @@ def total_steps(options: Finetune, per_epoch: int) -> int:
     return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
 
 
-def highest_rate(options: Finetune) -> float:
+def highest_rate(options: Finetune, *, untrained: bool = False) -> float:
     """The learning rate after warming up.
 
     Args:
         options: Settings of the run.
+        untrained: Whether the model's weights are as they were drawn at random.
     """
     if options.learning_rate is not None:
         return options.learning_rate
+    if untrained:
+        return SCRATCH_RATE
     return HEALING_RATE if options.task is None else TASK_RATE
 
 
-def learning_rate(options: Finetune, step: int, total: int) -> float:
+def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool = False) -> float:
     """Learning rate of a step.
 
     Args:
         options: Settings of the run.
         step: Steps done before.
         total: Steps in all.
+        untrained: Whether the model's weights are as they were drawn at random.
     """
+    highest = highest_rate(options, untrained=untrained)
     warm = round(options.warmup * total)
     if step < warm:
-        return highest_rate(options) * (step + 1) / warm
+        return highest * (step + 1) / warm
     done = min(1.0, (step - warm) / max(1, total - warm))
     falling = {
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
         "linear": 1 - done,
         "constant": 1.0,
     }[options.schedule]
-    return highest_rate(options) * falling
+    return highest * falling
 
 
 @dataclass

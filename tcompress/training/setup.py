@@ -58,6 +58,7 @@ class Setup:
         data: Training and validation data.
         task: The task, if there is one.
         trained: Names of the parameters that are trained.
+        untrained: Whether the student's weights are as they were drawn at random.
     """
 
     options: Finetune
@@ -70,6 +71,7 @@ class Setup:
     data: Data
     task: Task | None
     trained: list[str]
+    untrained: bool = False
 
 
 def set_up(
@@ -86,7 +88,8 @@ def set_up(
     Raises:
         InputError: Model, teacher, data and task do not fit one another.
     """
-    names = objective_names(source, teacher, options)
+    drawn = manifest is not None and manifest.source.init == "random"
+    names = objective_names(source, teacher, options, drawn=drawn)
     pooling = _pooling(source, options, names)
     task = TASKS[options.task](pooling) if options.task else None
     if teacher is not None:
@@ -119,7 +122,7 @@ def set_up(
         if objective.name == "logits":
             per_token = _predicted(type(model)) != "classes"
             objective.per_token = per_token  # type: ignore[attr-defined]
-    trained = choose_trained(model, anatomy, options)
+    trained = choose_trained(model, anatomy, options, drawn=drawn)
     return Setup(
         options=options,
         source=source,
@@ -131,6 +134,7 @@ def set_up(
         data=data,
         task=task,
         trained=trained,
+        untrained=manifest is not None and manifest.is_untrained,
     )
 
 
@@ -150,9 +154,15 @@ def _observed(
 
 
 def objective_names(
-    source: SourceModel, teacher: SourceModel | None, options: Finetune
+    source: SourceModel, teacher: SourceModel | None, options: Finetune, *, drawn: bool = False
 ) -> dict[str, float]:
     """Weights of the objectives, given or by default.
+
+    Args:
+        source: The student.
+        teacher: The teacher, if there is one.
+        options: The settings.
+        drawn: Whether the student began at random.
 
     Raises:
         InputError: There is nothing to learn from.
@@ -168,6 +178,12 @@ def objective_names(
                 names["logits"] = 1.0
             elif options.task is None and _is_text_encoder(source):
                 names["embedding"] = 1.0
+    if not names and drawn:
+        raise InputError(
+            f"`{source.id}` began at random, so that there is no dense model to imitate: it needs "
+            "a task",
+            "give `--task` and `--data` with labels, or `--teacher MODEL` to imitate",
+        )
     if not names:
         raise InputError(
             f"there is nothing to learn from: `{source.id}` has no known teacher, and no task is "
@@ -188,11 +204,20 @@ def objective_names(
     return names
 
 
-def choose_trained(model: PreTrainedModel, anatomy: Anatomy, options: Finetune) -> list[str]:
-    """Freezes what is not trained, and names what is."""
+def choose_trained(
+    model: PreTrainedModel, anatomy: Anatomy, options: Finetune, *, drawn: bool = False
+) -> list[str]:
+    """Freezes what is not trained, and names what is.
+
+    Args:
+        model: The student.
+        anatomy: Its blocks.
+        options: The settings.
+        drawn: Whether it began at random, so that nothing of it may stay as it is.
+    """
     how = options.train
     if how == "auto":
-        how = "all" if options.task else "blocks"
+        how = "all" if options.task or drawn else "blocks"
     if how == "all":
         chosen = {name for name, _ in model.named_parameters()}
     elif how == "blocks":

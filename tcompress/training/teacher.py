@@ -33,6 +33,8 @@ def find_teacher(
         return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
     if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
         return None
+    if manifest.source.init == "random":  # the dense model knows nothing either
+        return None
     facts = manifest.source
     try:
         source = SourceModel.open(

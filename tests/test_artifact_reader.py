@@ -138,7 +138,7 @@ def plan_name(folder: Path, index: int) -> str:
     return str(plan_of(config)[index]["name"])
 
 
-@pytest.mark.parametrize("version", [3, 0, None, "1"])
+@pytest.mark.parametrize("version", [4, 0, None, "1"])
 def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
     edit(
         folder / "config.json",
@@ -146,14 +146,14 @@ def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
     )
     error = refused(folder)
     assert error.message == (
-        f"the model has format version `{version}`, this tcompress reads up to 2"
+        f"the model has format version `{version}`, this tcompress reads up to 3"
     )
     assert error.hint == "upgrade: `pip install --upgrade tcompress`"
 
 
 def test_a_newer_manifest_is_refused(folder: Path) -> None:
-    edit(folder / "tcompress.json", lambda manifest: manifest.update(format_version=3))
-    assert "format version `3`" in refused(folder).message
+    edit(folder / "tcompress.json", lambda manifest: manifest.update(format_version=4))
+    assert "format version `4`" in refused(folder).message
 
 
 def test_different_plans_are_refused(folder: Path) -> None:

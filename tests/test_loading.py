@@ -278,12 +278,12 @@ def _edited_config(made: Made, folder: Path, edit: Callable[[dict[str, Any]], ob
     return folder
 
 
-@pytest.mark.parametrize("version", [3, 999, "1", None, 0])
+@pytest.mark.parametrize("version", [4, 999, "1", None, 0])
 def test_unknown_formats_are_refused(version: Any, models: Models, tmp_path: Path) -> None:
     folder = _edited_config(
         models("bert", "dct"), tmp_path / "new", lambda s: s.update(format_version=version)
     )
-    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 2"):
+    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 3"):
         AutoModel.from_pretrained(folder)
     with pytest.raises(ArtifactError, match="format version"):
         Artifact.open(folder)

@@ -16,14 +16,14 @@ from tcompress.structures.lprod import LprodSpec
 METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))
 STRUCTURES = ", ".join(f"`{name}`" for name in sorted(structure_names()))
 TOP = (
-    "`recipe_version`, `name`, `description`, `model`, `revision`, `output`, `convert`, "
-    "`finetune`, `evaluate`, `bench`, `sweep`, `report`"
+    "`recipe_version`, `name`, `description`, `model`, `architecture`, `revision`, `output`, "
+    "`convert`, `finetune`, `evaluate`, `bench`, `sweep`, `report`, `paper`"
 )
 CONVERT = (
-    "`method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, `target`, "
-    "`target_params`, `target_bytes`, `max_error`, `allocation`, `residual_rank`, `keep`, `only`, "
-    "`layers`, "
-    "`embeddings`, `calibration`, `dtype`, `device`, `max_shard_size`"
+    "`init`, `seed`, `method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, "
+    "`target`, `target_params`, `target_bytes`, `max_error`, `allocation`, `residual_rank`, "
+    "`keep`, `only`, `layers`, "
+    "`embeddings`, `positions`, `norm`, `calibration`, `dtype`, `device`, `max_shard_size`"
 )
 CALIBRATION = (
     "`source`, `split`, `columns`, `samples`, `max_length`, `batch_size`, `holdout`, `damping`, "

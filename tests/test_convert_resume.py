@@ -58,13 +58,13 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, ("writing", 1), False),  # the first tensor of the first file
     (False, ("writing", 40), True),  # inside a later file
     (False, "tcompress.conversion.run.write_index", True),
-    (False, "tcompress.conversion.run.write_manifest", True),
-    (False, "tcompress.conversion.run._Job._write_config", True),
+    (False, "tcompress.conversion.finish.write_manifest", True),
+    (False, "tcompress.conversion.finish.write_config", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
     (True, "tcompress.artifact.workplace.Workplace.note", False),
     (True, ("writing", 40), True),
-    (True, "tcompress.conversion.run.write_manifest", True),
+    (True, "tcompress.conversion.finish.write_manifest", True),
 ]
 
 

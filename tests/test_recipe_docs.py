@@ -81,7 +81,7 @@ def test_reference_has_every_key_once() -> None:
         "| `convert.layers` | a list of mappings, see `convert.layers[]` | empty | "
         "exceptions by layer |",
         "| `convert.calibration` | a mapping, see `convert.calibration` | its defaults | "
-        "calibration data |",
+        "calibration data; with `init: random` there is none |",
         "| `convert.method.rank` | a whole number, at least 1 | none | "
         "rank r of every rewritten weight |",
         "| `convert.method.modes` | a mapping, each value a list, each entry a whole number, "

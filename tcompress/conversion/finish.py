@@ -82,11 +82,15 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         shutil.copyfile(source.folder / path, target)
     write_manifest(folder, manifest)
     (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+    write_config(folder, source, manifest.plan, dtype)
+
+
+def write_config(folder: Path, source: SourceModel, plan: Plan, dtype: str | None) -> None:
+    """Writes `config.json`; arguments as for `write_rest`."""
     raw = dict(source.settings)
     if dtype is not None:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
-    plan = manifest.plan
     if plan.changes_model:  # else it is a plain model
         section = quantization_section(plan.entries, plan.attention, plan.forms)
         raw["quantization_config"] = section

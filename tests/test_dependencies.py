@@ -46,7 +46,16 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "source"},
     "calibrate": {"errors", "source", "recipe", "reading"},
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
-    "integration": {"errors", "structures", "mechanisms", "source", "planning", "artifact"},
+    "hosts": {"errors"},
+    "integration": {
+        "errors",
+        "structures",
+        "mechanisms",
+        "source",
+        "planning",
+        "artifact",
+        "hosts",
+    },
     "conversion": APPLICATION - {"conversion"},
     "training": FOUNDATION | {"planning", "reading", "artifact", "integration"},
     "benching": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
@@ -79,6 +88,11 @@ ONLY = {
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exporting", "conversion"): {"tcompress.conversion.run"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},
+    ("integration", "hosts"): {
+        "tcompress.hosts.configs",
+        "tcompress.hosts.grid",
+        "tcompress.hosts.text",
+    },
 }
 
 

@@ -14,6 +14,8 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 from tcompress.errors import SourceError
 from tcompress.source.companions import companion_files
@@ -226,7 +228,7 @@ def _model_class(
             )
             return kind
     for name in names:
-        found = getattr(transformers, name, None)
+        found = getattr(transformers, name, None) or _registered(name, config)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     if type(config) in transformers.MODEL_MAPPING:
@@ -238,6 +240,17 @@ def _model_class(
         f"(architectures {names}, model type `{config.model_type}`)",
         hint='set `architectures` to the class of the model, such as `["BertModel"]`',
     )
+
+
+def _registered(name: str, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Finds a class that another package has registered with an Auto class."""
+    for mapping in vars(modeling_auto).values():
+        if isinstance(mapping, _LazyAutoMapping) and type(config) in mapping:
+            found: Any = mapping[type(config)]
+            for kind in found if isinstance(found, tuple | list) else (found,):
+                if kind.__name__ == name:
+                    return kind
+    return None
 
 
 def _commit(folder: Path) -> str | None:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tcompress.conversion.run import convert
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
-from tests.support.tiny import TINY, TinyModel
+from tests.support.tiny import TINY, TinyModel, named
 
 MECHANISMS: dict[str, dict[str, Any]] = {
     "tga": {"name": "tga"},
@@ -99,7 +98,7 @@ class Hosted:
 
     def load(self, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         """Loads it with what was missing or unexpected."""
-        kind: Any = getattr(transformers, HOSTS[self.family].model)
+        kind: Any = named(HOSTS[self.family].model)
         model, info = kind.from_pretrained(self.folder, output_loading_info=True, **options)
         return model.eval(), info
 

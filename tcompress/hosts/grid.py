@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from transformers import initialization as init
@@ -45,18 +46,17 @@ class GridEmbeddings(nn.Module):
         self.config = config
         inputs = config.num_channels * prod(config.patch_size)
         self.projection = nn.Linear(inputs, config.hidden_size)
-        self.positions = nn.ModuleList(
-            [nn.Embedding(size, config.hidden_size) for size in config.grid]
-        )
+        tables = [nn.Embedding(size, config.hidden_size) for size in config.grid]
+        self.positions = nn.ModuleList(tables)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, grid_values: Tensor) -> Tensor:
         """Embeds inputs.  # (batch, channels, *input_size) -> (batch, patches, width)."""
         states = self.projection(patches(grid_values, self.config))
         for axis, table in enumerate(self.positions):
-            shape = [1] * len(self.positions)
-            shape[axis] = -1
-            states = states + table.weight.view(*shape, self.config.hidden_size)
+            after = len(self.positions) - 1 - axis
+            places = table(torch.arange(self.config.grid[axis], device=states.device))
+            states = states + places.view(-1, *[1] * after, self.config.hidden_size)
         return self.dropout(states.flatten(1, -2))
 
 
@@ -167,8 +167,8 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
         """Returns the embedding of patches."""
         return self.embeddings.projection
 
-    @merge_with_config_defaults
-    @capture_outputs(tie_last_hidden_states=False)
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs(tie_last_hidden_states=False)  # type: ignore[untyped-decorator]
     def forward(self, grid_values: Tensor, **kwargs: Any) -> BaseModelOutput:
         """Reads inputs.
 
@@ -193,7 +193,7 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, grid_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
@@ -253,7 +253,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
         self.head = nn.Linear(inputs, config.patch_size[0] * config.horizon)
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, past_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ForecastOutput:

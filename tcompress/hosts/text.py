@@ -69,8 +69,8 @@ class TCompressTextModel(TCompressTextPreTrainedModel):
         self.layers = nn.ModuleList([TextBlock(config) for _ in range(config.num_hidden_layers)])
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs(tie_last_hidden_states=False)
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs(tie_last_hidden_states=False)  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -124,7 +124,7 @@ class TCompressTextForSequenceClassification(TCompressTextPreTrainedModel):
         self.classifier = TextHead(config)
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,

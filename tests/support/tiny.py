@@ -101,7 +101,9 @@ class TinyModel:
 def named(name: str) -> Any:
     """Find a class of Transformers, or of the hosts that come with tcompress."""
     return next(
-        found for home in (transformers, configs, text, grid) if (found := getattr(home, name, None))
+        found
+        for home in (transformers, configs, text, grid)
+        if (found := getattr(home, name, None))
     )
 
 

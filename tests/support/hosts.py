@@ -60,6 +60,9 @@ FAMILIES = {
         "clip",
         "whisper",
         "videomae",
+        "tcompress_text",
+        "tcompress_grid",
+        "tcompress_grid-series",
     )
 }
 
@@ -76,9 +79,9 @@ for _name in MECHANISMS:
 for _name in ("hot", "folded", "favor", "tam", "tucker", "multilinear"):
     REASONS |= {(_family, _name): "would look ahead" for _family in _DECODERS}
 for _name in ("hot", "favor"):
-    for _family in ("bert", "distilbert", "modernbert", "bart", "whisper"):
+    for _family in ("bert", "distilbert", "modernbert", "bart", "whisper", "tcompress_text"):
         REASONS[_family, _name] = "give `grid`, or for text `fold`"
-for _family in ("vit", "deit", "clip", "whisper", "videomae"):
+for _family in ("vit", "deit", "clip", "whisper", "videomae", "tcompress_grid"):
     REASONS[_family, "multilinear"] = "`length` is 12, and inputs have"
 
 

@@ -211,7 +211,7 @@ TINY: dict[str, TinyModel] = {
     "tcompress_text": TinyModel(
         "TCompressTextConfig",
         "TCompressTextForSequenceClassification",
-        {**_TOKENS, "hidden_size": 16, "max_position_embeddings": 64},
+        {**_TOKENS, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64},
     ),
     "tcompress_grid": TinyModel(
         "TCompressGridConfig",

@@ -150,7 +150,8 @@ def test_a_patch_of_several_variables_forecasts_each() -> None:
     config = TCompressGridConfig(input_size=(4, 8), patch_size=(2, 4), horizon=3)
     model = TCompressGridForForecasting(config).eval()
     past = torch.randn(1, 8, 4)
-    out = model(past_values=past, labels=torch.zeros(1, 3, 4))
+    with torch.no_grad():
+        out = model(past_values=past, labels=torch.zeros(1, 3, 4))
     assert out.prediction_outputs.shape == (1, 3, 4)
     assert float(out.loss) == pytest.approx(float(out.prediction_outputs.square().mean()))
 
@@ -222,10 +223,11 @@ def test_hosts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
     base = AutoModel.from_pretrained(tmp_path).eval()
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
-    loss = model(ids, labels=torch.tensor([0, 2])).loss
-    assert float(loss) > 0
+    with torch.no_grad():
+        assert float(model(ids, labels=torch.tensor([0, 2])).loss) > 0
     volumes = TCompressGridForImageClassification(TCompressGridConfig(num_labels=3))
-    out = volumes(torch.rand(2, 1, 28, 28, 28), labels=torch.tensor([0, 2]))
+    with torch.no_grad():
+        out = volumes(torch.rand(2, 1, 28, 28, 28), labels=torch.tensor([0, 2]))
     assert float(out.loss) == pytest.approx(
         float(torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 2])))
     )

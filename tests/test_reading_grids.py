@@ -49,7 +49,7 @@ def test_volumes_of_an_archive(tmp_path: Path) -> None:
         assert found.targets == labels[start:].tolist()
         assert not found.whole
     assert len(load_examples(str(path), "train", CLASSES, limit=5)) == 5
-    with pytest.raises(DataError, match="has no arrays `dev_images` and `dev_labels`; it has"):
+    with pytest.raises(DataError, match="has no arrays `dev_images`, `dev_labels`; it has"):
         load_examples(str(path), "dev", CLASSES)
 
 
@@ -71,7 +71,7 @@ def test_tables_without_volumes(tmp_path: Path) -> None:
     path = volume_file(tmp_path / "v.parquet", shape=[list(VOLUME)] * 23 + [[4, 8, 8]])
     with pytest.raises(DataError, match=r"has a volume of shape \(4, 8, 8\), row 0 one of"):
         load_examples(str(path), "train", CLASSES)
-    with pytest.raises(DataError, match="the task needs a column for `volume` and `shape`"):
+    with pytest.raises(DataError, match="the task needs a column for `shape`, `volume`"):
         load_examples(str(series_file(tmp_path / "s.parquet")), "train", Needs(volume=True))
 
 

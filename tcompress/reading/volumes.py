@@ -67,21 +67,22 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
         DataError: It is no such file, or lacks the split.
     """
     part = {"validation": "val"}.get(split, split)
+    wanted = [f"{part}_images", f"{part}_labels"]
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file.files)
-            wanted = [f"{part}_images", f"{part}_labels"]
-            if {*wanted} - {*names}:
-                raise DataError(
-                    f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}",
-                    hint="choose one of its splits with `--split`",
-                )
-            volumes, labels = (file[name] for name in wanted)
+            found = [file[name] for name in wanted if name in names]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
             f"`{path}` cannot be read as an archive of arrays ({first_line(error)})",
             hint="give a file that `numpy.savez` wrote",
         ) from error
+    if len(found) < len(wanted):
+        raise DataError(
+            f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}",
+            hint="choose one of its splits with `--split`",
+        )
+    volumes, labels = found
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
         raise DataError(

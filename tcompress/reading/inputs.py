@@ -159,7 +159,8 @@ def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
         raise DataError(
             f"the config of `{source.model_class.__name__}` does not say how large its "
             f"`{inputs.grid}` are",
-            hint="use the hosts `tcompress_grid`, whose config has `input_size`",
+            hint="a conversion can do without data: `--calib none`; else use the host "
+            "`tcompress_grid`, whose config has `input_size`",
         )
     if inputs.grid == SERIES:
         return int(size[1]), int(size[0])

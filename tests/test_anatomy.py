@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tcompress.anatomy import Anatomy, anatomy_of, supported_families
 from tests.support.hosts import VIDEOMAE
-from tests.support.tiny import TINY, TinyModel
+from tests.support.tiny import TINY, TinyModel, named
 
 
 def _like(family: str, stem: str, **options: Any) -> TinyModel:
@@ -189,8 +188,8 @@ def test_shapes_equal_those_of_the_stored_weights(name: str) -> None:
 def test_meta_model_has_the_same_anatomy(name: str) -> None:
     tiny = ALL[name]
     with torch.device("meta"):
-        config = getattr(transformers, tiny.config)(**tiny.options)
-        model = getattr(transformers, tiny.model)(config)
+        config = named(tiny.config)(**tiny.options)
+        model = named(tiny.model)(config)
     anatomy = anatomy_of(model)
     assert anatomy == _built(name)[1]
     assert anatomy.supported

@@ -137,6 +137,8 @@ _COUNT_ROWS: list[tuple[str, dict[str, int]]] = [
         "qwen3_moe",
         {**_PLAIN, "gate": 1, "up": 1, "down": 1, "experts_gate_up": 1, "experts_down": 1},
     ),
+    ("tcompress_text", dict.fromkeys("qkvo", 2)),
+    ("tcompress_grid tcompress_grid-series", _PLAIN),
 ]
 COUNTS = {name: counts for names, counts in _COUNT_ROWS for name in names.split()}
 

@@ -48,13 +48,13 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def _output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad():
         outputs = model(**inputs)
-    for name in ("logits", "logits_per_image", "last_hidden_state"):
+    for name in ("logits", "logits_per_image", "last_hidden_state", "prediction_outputs"):
         if outputs.get(name) is not None:
             return outputs[name]
     raise AssertionError(outputs.keys())
 
 
-OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae")
+OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tcompress_grid")
 
 
 @pytest.mark.parametrize(

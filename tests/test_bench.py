@@ -24,7 +24,7 @@ from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.source import SourceModel
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
-from tests.support.tiny import IMAGE, build
+from tests.support.tiny import IMAGE, SERIES, VOLUME, build
 
 FEW = {"batches": (1, 2), "lengths": (4,), "repeats": 2}
 
@@ -145,6 +145,18 @@ def test_pictures(tmp_path: Path) -> None:
     }
     assert made["pixel_values"].dtype == torch.bfloat16
     assert not feed.has_length
+
+
+def test_volumes_and_series(tmp_path: Path) -> None:
+    for family, name, shape, words in (
+        ("tcompress_grid", "grid_values", (2, 1, *VOLUME), "random volumes of 1 x 8 x 8 x 4"),
+        ("tcompress_grid-series", "past_values", (2, *SERIES[::-1]), "random series of 16 x 3"),
+    ):
+        source = saved(family, tmp_path)
+        feed = Feed.of(source, source)
+        made = feed.batch(2, 5, 0, torch.device("cpu"), torch.float32)
+        assert {key: tuple(value.shape) for key, value in made.items()} == {name: shape}
+        assert (feed.words(), feed.has_length) == (words, False)
 
 
 def test_models_with_other_inputs_cannot_be_compared(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tcompress.errors import DataError
 from tcompress.reading.builtin import MOST_SOUNDS
 from tcompress.recipe.schema import Calibration
 from tcompress.source import SourceModel
+from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.model_folders import (
     WORDS,
     model_folder,
@@ -23,7 +24,7 @@ from tests.support.model_folders import (
     sentences,
     text_file,
 )
-from tests.support.tiny import FRAMES, MELS, TINY, VOCAB
+from tests.support.tiny import FRAMES, MELS, SERIES, TINY, VOCAB, VOLUME
 
 
 @pytest.fixture
@@ -58,6 +59,22 @@ def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> N
             model(**batch)
 
 
+def test_volumes_and_series_are_drawn_from_files(tmp_path: Path) -> None:
+    volumes = volume_file(tmp_path / "v.parquet", 24)
+    series = series_file(tmp_path / "s.csv")
+    for family, path, shape, name in (
+        ("tcompress_grid", volumes, (1, *VOLUME), "v.parquet:volume,shape"),
+        ("tcompress_grid-series", series, SERIES[::-1], "s.csv"),
+    ):
+        source = SourceModel.open(str(model_folder(family, tmp_path / family)))
+        data = load_batches(source, Calibration(source=str(path), samples=6, batch_size=4))
+        assert (data.samples, data.name) == (6, name)
+        assert next(iter(data.batches[0].values())).shape[1:] == shape
+    other = grid_folder("tcompress_grid", tmp_path / "other", input_size=(8, 8, 8))
+    with pytest.raises(DataError, match=r"inputs of shape \(1, 8, 8, 4\), the model takes"):
+        load_batches(SourceModel.open(str(other)), Calibration(source=str(volumes)))
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -66,6 +83,8 @@ def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> N
         ("vit", "builtin images (synthetic)"),
         ("clip", "builtin images (synthetic) + builtin text"),
         ("whisper", "builtin audio (synthetic) + builtin text"),
+        ("tcompress_grid", "builtin volumes (synthetic)"),
+        ("tcompress_grid-series", "builtin series (synthetic)"),
     ],
 )
 def test_the_name_tells_what_was_used(family: str, name: str, tmp_path: Path) -> None:

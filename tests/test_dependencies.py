@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"errors", "source"},
     "calibrate": {"errors", "source", "recipe", "reading"},
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
+    "hosts": {"errors"},
     "integration": {
         "errors",
         "linalg",
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "source",
         "planning",
         "artifact",
+        "hosts",
     },
     "conversion": APPLICATION - {"conversion"},
     "scratch": {"errors", "source", "recipe", "reading"},
@@ -88,6 +90,11 @@ ONLY = {
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exporting", "conversion"): {"tcompress.conversion.run"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},
+    ("integration", "hosts"): {
+        "tcompress.hosts.configs",
+        "tcompress.hosts.grid",
+        "tcompress.hosts.text",
+    },
 }
 
 

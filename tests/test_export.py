@@ -19,7 +19,7 @@ from tests.support.conversions import few_steps
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
 from tests.support.tiers import tiered
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, named
 
 SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
 FITTED = {"method": {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}}
@@ -50,7 +50,7 @@ assert "tcompress" not in sys.modules
 
 
 def logits(family: str, folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    model = getattr(transformers, TINY[family].model).from_pretrained(folder).eval()
+    model = named(TINY[family].model).from_pretrained(folder).eval()
     with torch.no_grad():
         found: torch.Tensor = model(**inputs).logits
     return found

@@ -22,7 +22,7 @@ from tcompress.source.shards import SafetensorsShard
 from tests.support.conversions import few_steps
 from tests.support.converted import converted, recipe
 from tests.support.tiers import tiered
-from tests.support.tiny import TINY, build
+from tests.support.tiny import TINY, build, named
 
 FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
 SUM = {"name": "lprod", "p": 16}
@@ -217,7 +217,7 @@ def test_multiply_adds_are_those_that_run(
         build(family).save_pretrained(folder)
     else:
         folder = converted(family, tmp_path, **options).folder
-    kind = getattr(transformers, TINY[family].model)
+    kind = named(TINY[family].model)
     model: PreTrainedModel = kind.from_pretrained(folder, attn_implementation="eager").eval()
     inputs = TINY[family].inputs(batch=1, length=length, seed=0)
     counter = FlopCounterMode(display=False)

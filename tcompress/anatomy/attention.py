@@ -19,6 +19,7 @@ _SPECIAL: Mapping[str, int] = {
     "clip_vision_model": 1,
     "siglip_vision_model": 0,
     "videomae": 0,
+    "tcompress_grid": 0,
 }
 _BIASED = frozenset({"t5", "mt5", "umt5"})
 _CAUSAL = frozenset({"clip_text_model"})  # it says so only when it calls its attention
@@ -136,6 +137,8 @@ def _window(module: nn.Module, config: Any) -> int | None:
 def _grid(family: str, config: Any) -> tuple[tuple[int, ...], int]:
     if family not in _SPECIAL:
         return (), 0
+    if family == "tcompress_grid":
+        return tuple(config.grid), _SPECIAL[family]
     sides = zip(_pair(config.image_size), _pair(config.patch_size), strict=True)
     grid = tuple(size // patch for size, patch in sides)
     if family == "videomae":

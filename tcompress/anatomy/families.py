@@ -183,6 +183,8 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("videomae", (_VIDEOMAE,)),
     ("clip clip_text_model clip_vision_model", (_CLIP,)),
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
+    ("tcompress_text", (Style(_SELF_ATTN),)),
+    ("tcompress_grid", (Style({**_SELF_ATTN, **_MLP_FC}),)),
 )
 FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()

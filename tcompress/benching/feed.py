@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from tcompress.anatomy import anatomy_of
 from tcompress.errors import InputError
 from tcompress.reading.inputs import (
+    SERIES,
     Inputs,
+    grid_shape,
     image_shape,
     inputs_of,
     longest_text,
@@ -36,6 +38,7 @@ class Feed:
         longest: Most tokens that both have positions for; None if there is no limit.
         image: Channels, height and width of a picture.
         sound: Bands and frames of a spectrogram.
+        grid: Shape of an input on a grid.
     """
 
     inputs: Inputs
@@ -44,6 +47,7 @@ class Feed:
     longest: int | None
     image: tuple[int, int, int] | None
     sound: tuple[int, int] | None
+    grid: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, model: SourceModel, baseline: SourceModel) -> Feed:
@@ -109,6 +113,9 @@ class Feed:
             drawn["pixel_values"] = torch.randn(batch, *self.image, generator=generator).to(dtype)
         if self.sound is not None:
             drawn["input_features"] = torch.randn(batch, *self.sound, generator=generator).to(dtype)
+        if self.grid is not None and self.inputs.grid is not None:
+            values = torch.randn(batch, *self.grid, generator=generator)
+            drawn[self.inputs.grid] = values.to(dtype)
         return {
             name: tensor.to(device)
             for name, tensor in drawn.items()
@@ -117,7 +124,7 @@ class Feed:
 
     def words(self) -> str:
         """Describes the inputs, for protocols."""
-        return "random " + _words(self.inputs, (self.image, self.sound))
+        return "random " + _words(self.inputs, (self.image, self.sound, self.grid))
 
     def _ids(self, batch: int, length: int, generator: torch.Generator) -> Tensor:
         """Draws token ids.  # (batch, length)."""
@@ -153,21 +160,23 @@ def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Ten
 
 
 def _kinds(inputs: Inputs) -> tuple[bool, ...]:
-    return (inputs.text, inputs.image, inputs.audio, inputs.decoder)
+    return (inputs.text, inputs.image, inputs.audio, inputs.decoder, inputs.grid is not None)
 
 
 def _shapes(
     source: SourceModel, inputs: Inputs
-) -> tuple[tuple[int, int, int] | None, tuple[int, int] | None]:
+) -> tuple[tuple[int, int, int] | None, tuple[int, int] | None, tuple[int, ...] | None]:
     image = image_shape(source.config) if inputs.image else None
-    return image, spectrogram_shape(source) if inputs.audio else None
+    sound = spectrogram_shape(source) if inputs.audio else None
+    return image, sound, grid_shape(source, inputs) if inputs.grid else None
 
 
-def _words(inputs: Inputs, shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> str:
-    image, sound = ("" if s is None else " x ".join(map(str, s)) for s in shapes)
+def _words(inputs: Inputs, shapes: Sequence[tuple[int, ...] | None]) -> str:
+    image, sound, grid = ("" if s is None else " x ".join(map(str, s)) for s in shapes)
     words = ["token ids under a full mask"] if inputs.text else []
     words += [f"pictures of {image}"] if image else []
     words += [f"spectrograms of {sound}"] if sound else []
+    words += [f"{'series' if inputs.grid == SERIES else 'volumes'} of {grid}"] if grid else []
     words += ["as many decoder ids" if inputs.text else "decoder ids"] if inputs.decoder else []
     return " and ".join(words)
 

@@ -17,10 +17,20 @@ from tcompress.errors import DataError
 from tcompress.reading import builtin
 from tcompress.reading.collate import collate
 from tcompress.reading.columns import Kind, Pool, columns_of, draw_texts, undecoded
+from tcompress.reading.examples import Needs, load_examples
 from tcompress.reading.images import decode, has_processor_file, image_reader
-from tcompress.reading.inputs import Inputs, image_shape, inputs_of, spectrogram_shape
+from tcompress.reading.inputs import (
+    SERIES,
+    Inputs,
+    grid_shape,
+    image_shape,
+    inputs_of,
+    spectrogram_shape,
+    window_of,
+)
 from tcompress.reading.tables import opened
 from tcompress.reading.tokens import TextEncoder
+from tcompress.reading.volumes import as_input
 from tcompress.source import SourceModel
 
 if TYPE_CHECKING:
@@ -69,8 +79,10 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     reads_text = inputs.text or inputs.decoder
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
     drawn = _Drawn()
-    if options.source != "builtin":
+    if options.source != "builtin" and inputs.grid is None:
         _draw_from_data(drawn, source, inputs, options)
+    elif options.source != "builtin":
+        _draw_grids(drawn, source, inputs, options)
     _draw_builtin(drawn, source, inputs, options)
     examples = _examples(drawn, inputs, encoder)
     fitted, held = _split(examples, options.holdout)
@@ -91,7 +103,7 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
 
 @dataclass
 class _Drawn:
-    """Samples before they are put together; `frames` are pictures or sounds."""
+    """Samples before they are put together; `frames` are pictures, sounds, volumes or series."""
 
     texts: list[str] = field(default_factory=list)
     frames: list[Tensor] = field(default_factory=list)
@@ -153,6 +165,8 @@ def _draw_builtin(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: C
         known = "" if has_processor_file(source) else ", without the model's image processor"
         drawn.names.append(f"builtin images (synthetic{known})")
         drawn.frames = list(_pictures(drawn, source, options))
+    if inputs.grid is not None and not drawn.frames:
+        _draw_builtin_grids(drawn, source, inputs, options)
     if inputs.audio:
         drawn.names.append("builtin audio (synthetic)")
         shape = spectrogram_shape(source)
@@ -164,6 +178,40 @@ def _draw_builtin(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: C
         drawn.add_texts(texts, "builtin text")
 
 
+def _draw_grids(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
+    """Draw volumes, or windows of a series, from data."""
+    series = inputs.grid == SERIES
+    needs = Needs(window=window_of(source)) if series else Needs(volume=True)
+    found = load_examples(
+        options.source, options.split, needs, limit=options.samples, seed=options.seed
+    )
+    drawn.names.append(found.name)
+    if found.windows is not None:
+        frames = [found.windows.past(index) for index in range(len(found))]
+    else:
+        assert found.volumes is not None  # one of the two was asked for
+        frames = [as_input(volume) for volume in found.volumes]
+    wanted = grid_shape(source, inputs)
+    if tuple(frames[0].shape) != wanted:
+        raise DataError(
+            f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
+            f"{wanted}",
+            hint="give data of that shape, `--calib builtin` or `--calib none`",
+        )
+    drawn.frames = [torch.from_numpy(drawn.hashed(frame.numpy())) for frame in frames]
+
+
+def _draw_builtin_grids(
+    drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration
+) -> None:
+    series, shape = inputs.grid == SERIES, grid_shape(source, inputs)
+    drawn.names.append(f"builtin {'series' if series else 'volumes'} (synthetic)")
+    for index in range(min(options.samples, builtin.MOST_PICTURES)):
+        rng = np.random.default_rng([options.seed, index])
+        made = builtin.series(shape[0], shape[1], rng) if series else builtin.volume(shape, rng)
+        drawn.frames.append(torch.from_numpy(drawn.hashed(made)))
+
+
 def _pictures(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
     read = image_reader(source, needed=False)
     channels, height, width = image_shape(source.config)
@@ -173,7 +221,7 @@ def _pictures(drawn: _Drawn, source: SourceModel, options: Calibration) -> Itera
 
 
 def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:
-    frame = "input_features" if inputs.audio else "pixel_values"
+    frame = "input_features" if inputs.audio else inputs.grid or "pixel_values"
     if encoder is None:
         return [{frame: value} for value in drawn.frames]
     texts = drawn.texts

@@ -26,6 +26,8 @@ TASKS = (
     "perplexity",
     "masked-lm",
     "image-classification",
+    "volume-classification",
+    "forecasting",
     "retrieval",
     "response-selection",
 )
@@ -37,10 +39,12 @@ TRAINING_TASKS = (
     "masked-lm",
     "causal-lm",
     "image-classification",
+    "volume-classification",
+    "forecasting",
 )
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")
-_DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet")
+_DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
 
 
 def methods(incomplete: str) -> list[str]:

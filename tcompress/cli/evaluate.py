@@ -35,7 +35,7 @@ Task = Annotated[
         metavar="NAME",
         show_default=False,
         help="`classification`, `sts`, `perplexity`, `masked-lm`, `image-classification`, "
-        "`retrieval` or `response-selection`.",
+        "`volume-classification`, `forecasting`, `retrieval` or `response-selection`.",
         rich_help_panel=DATA,
         autocompletion=complete.tasks,
     ),
@@ -46,21 +46,25 @@ Data = Annotated[
         "--data",
         metavar="FILE|FOLDER|DATASET",
         show_default=False,
-        help="csv, jsonl, parquet or txt file, a folder, or a hub id; `id:config` selects a "
+        help="csv, jsonl, parquet, txt or npz file, a folder, or a hub id; `id:config` selects a "
         "configuration.",
         rich_help_panel=DATA,
         autocompletion=complete.data,
     ),
 ]
 Split = Annotated[
-    str, typer.Option(help="Split of a folder or hub data set.", rich_help_panel=DATA)
+    str,
+    typer.Option(
+        help="Split of a folder, hub data set or npz file, or part of a series.",
+        rich_help_panel=DATA,
+    ),
 ]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ROLE=NAME",
         help="Columns that are not guessed, such as `text=review,label=stars`. Roles: `text`, "
-        "`pair`, `image`, `label`, `score`.",
+        "`pair`, `image`, `volume`, `shape`, `label`, `score`.",
         rich_help_panel=DATA,
     ),
 ]

@@ -25,8 +25,9 @@ Task = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm` or "
-        "`image-classification`. Without it the model is healed, and labels are not read.",
+        help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm`, "
+        "`image-classification`, `volume-classification` or `forecasting`. Without it the model "
+        "is healed, and labels are not read.",
         rich_help_panel=LEARNING,
         autocompletion=complete.training_tasks,
     ),
@@ -79,8 +80,8 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILE|FOLDER|DATASET",
-        help="txt, csv, jsonl or parquet files, image folders or hub ids; repeatable. Default: "
-        "text that ships.",
+        help="txt, csv, jsonl, parquet or npz files, image folders or hub ids; repeatable. "
+        "Default: text that ships.",
         rich_help_panel=DATA,
     ),
 ]
@@ -91,7 +92,8 @@ Columns = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ROLE=NAME",
-        help="Columns by role: `text`, `pair`, `image`, `label`, `score`. Guessed where not given.",
+        help="Columns by role: `text`, `pair`, `image`, `volume`, `shape`, `label`, `score`. "
+        "Guessed where not given.",
         rich_help_panel=DATA,
     ),
 ]
@@ -103,7 +105,8 @@ Validation = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|FOLDER|DATASET",
-        help="Data to validate on. Default: a share of the training data.",
+        help="Data to validate on. Default: a share of the training data; of a series or an "
+        "archive, its own part.",
         rich_help_panel=DATA,
     ),
 ]

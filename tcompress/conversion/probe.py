@@ -13,7 +13,7 @@ from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
-_STATES = ("last_hidden_state", "text_embeds", "image_embeds")
+_STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
 
 def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:

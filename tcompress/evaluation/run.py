@@ -124,7 +124,12 @@ def evaluate(
         for name in names
     }
     examples = load_examples(
-        str(data), split, chosen.needs, columns=columns, limit=limit, seed=seed
+        str(data),
+        split,
+        chosen.needs_for([*sources.values()]),
+        columns=columns,
+        limit=limit,
+        seed=seed,
     )
     run = _Run(
         task=chosen,
@@ -135,7 +140,7 @@ def evaluate(
         device=pick_device(device),
         seed=seed,
         bootstrap=bootstrap,
-        split=None if Path(data).expanduser().is_file() else split,
+        split=None if examples.whole and Path(data).expanduser().is_file() else split,
         progress=progress or Silent(),
     )
     if known is not None:

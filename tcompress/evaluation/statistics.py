@@ -91,6 +91,33 @@ class Spearman(Statistic):
             return np.asarray(both / np.sqrt(first * second))
 
 
+class Auc(Statistic):
+    """Area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
+
+    Of more than two classes it is the mean over classes, each against all others.
+
+    Args:
+        scores: Score of each class.  # (units, classes)
+        true: Class of each example; every class occurs.  # (units,)
+    """
+
+    def __init__(self, scores: ArrayLike, true: ArrayLike) -> None:
+        values, truth = np.asarray(scores, dtype=float), np.asarray(true)
+        super().__init__("auc", len(truth))
+        chosen = [1] if values.shape[1] == 2 else range(values.shape[1])
+        self._parts = [(_Order(values[:, index]), truth == index) for index in chosen]
+
+    def resampled(self, counts: Array) -> Array:
+        total = np.zeros(len(counts))
+        for order, own in self._parts:
+            inside = counts[:, own].sum(axis=1)
+            outside = counts.sum(axis=1) - inside
+            ranks = (counts * order.ranks(counts))[:, own].sum(axis=1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                total += (ranks - inside * (inside + 1) / 2) / (inside * outside)
+        return np.asarray(total / len(self._parts))
+
+
 class _Order:
     """The order of values, found once, from which the ranks in every resample follow."""
 

@@ -14,7 +14,14 @@ from tcompress.source import SourceModel
 from tcompress.source.drawn import draw_model
 from tcompress.source.text import first_line
 
-Head = Literal["classification", "regression", "image-classification", "masked-lm", "causal-lm"]
+Head = Literal[
+    "classification",
+    "regression",
+    "image-classification",
+    "masked-lm",
+    "causal-lm",
+    "forecasting",
+]
 
 _AUTO: dict[str, Any] = {
     "classification": transformers.AutoModelForSequenceClassification,
@@ -22,6 +29,7 @@ _AUTO: dict[str, Any] = {
     "image-classification": transformers.AutoModelForImageClassification,
     "masked-lm": transformers.AutoModelForMaskedLM,
     "causal-lm": transformers.AutoModelForCausalLM,
+    "forecasting": transformers.AutoModelForTimeSeriesPrediction,
 }
 
 

@@ -50,6 +50,24 @@ def picture(height: int, width: int, channels: int, rng: Generator) -> NDArray[n
     return np.asarray((np.clip(canvas, 0, 1) * 255).round(), dtype=np.uint8)
 
 
+def volume(shape: tuple[int, ...], rng: Generator) -> NDArray[np.float32]:
+    """Draw a volume of shape (channels, *sizes) from 0 to 1: a body, or its smooth inside."""
+    noise = _noise((1, *shape[1:]), rng.uniform(1.0, 2.0), rng)
+    body = (noise > rng.normal(0, 0.7)) * 1.0
+    inside = np.clip(0.5 + 0.25 * noise, 0, 1)
+    drawn = body if rng.random() < 0.5 else body * inside
+    return np.broadcast_to(drawn, shape).astype(np.float32)
+
+
+def series(steps: int, variables: int, rng: Generator) -> NDArray[np.float32]:
+    """Draw series (steps, variables): cycles and slow noise, mixed between variables."""
+    slow = _noise((variables, steps), rng.uniform(0.5, 1.5), rng).T
+    phase = np.arange(steps)[:, None] / rng.uniform(8, 200) + rng.random(variables)
+    drawn = slow + rng.uniform(0, 1.5) * np.sin(2 * np.pi * phase)
+    mixing = np.eye(variables) + rng.normal(0, 0.5 / np.sqrt(variables), (variables, variables))
+    return np.asarray(drawn @ mixing + rng.normal(0, 1, variables), dtype=np.float32)
+
+
 def speech(bands: int, frames: int, rng: Generator) -> NDArray[np.float32]:
     """Draw a log-mel spectrogram of shape (bands, frames), scaled as Whisper's extractor does."""
     band = np.linspace(0, 1, bands)[:, None]

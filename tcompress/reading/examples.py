@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tcompress.errors import DataError
 from tcompress.reading.columns import content, kinds_of, text_columns, undecoded
+from tcompress.reading.series import Windows, windows_of
 from tcompress.reading.tables import Table, opened
+from tcompress.reading.volumes import ARCHIVE, Volumes, read_archive, volumes_of
 from tcompress.source.text import listed
 
 Target = Literal["class", "score"]
@@ -23,12 +27,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "pair": ("sentence2", "hypothesis", "question2", "text_b", "document", "passage", "positive",
              "response", "answer"),
     "image": ("image", "img", "picture", "pixel_values"),
+    "volume": ("volume", "voxels"),
+    "shape": ("shape",),
     "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
     "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
               "label", "labels", "target"),
 }  # fmt: skip
 ROLES = tuple(_NAMES)
-"""What a column can be for: `text`, `pair` (a second text), `image`, `label`, `score`."""
+"""What a column can be for: `text`, `pair` (a second text), `image`, `volume` (bytes) with its
+`shape`, `label`, `score`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,15 @@ class Needs:
         texts: Fewest and most texts in an example.
         image: Whether an example has a picture.
         target: `class`, `score`, or None if nothing is to be predicted.
+        volume: Whether an example has a volume.
+        window: Time steps of a series that are seen, and those that are forecast; None without.
     """
 
     texts: tuple[int, int] = (0, 0)
     image: bool = False
     target: Target | None = None
+    volume: bool = False
+    window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,9 @@ class Examples:
         images: Contents of picture files.
         targets: Class ids, or scores; None if nothing is to be predicted.
         classes: Names of the classes in the order of their ids; () for scores.
+        volumes: All volumes.  # (examples, *shape)
+        windows: Windows of a series.
+        whole: Whether the file holds one split only, so that the name of it says nothing.
     """
 
     name: str
@@ -67,8 +81,14 @@ class Examples:
     images: tuple[bytes, ...] = ()
     targets: list[int] | list[float] | None = None
     classes: tuple[str, ...] = ()
+    volumes: Volumes | None = None
+    windows: Windows | None = None
+    whole: bool = True
 
     def __len__(self) -> int:
+        for found in (self.volumes, self.windows):
+            if found is not None:
+                return len(found)
         return len(self.images) or len(self.texts[0])
 
 
@@ -95,16 +115,49 @@ def load_examples(
         DataError: There is no such data, it has not the columns that the task needs, or labels
             are missing; the message lists what it has.
     """
+    if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
+        return _from_archive(Path(name), split, needs, limit, seed)
     with opened(name, split) as found:
         table = undecoded(found)
+        if needs.window is not None:
+            return _windows(table, split, needs.window, limit, seed)
         chosen = _chosen(table, needs, dict(columns or {}))
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.
         classes = _classes(table, chosen["label"]) if "label" in chosen else ()
         if limit is not None and limit < len(rows):
-            order = np.random.default_rng(seed).permutation(len(rows))[:limit]
-            rows = rows.select(np.sort(order))
+            rows = rows.select(_drawn(len(rows), limit, seed))
         return _read(table, rows.to_dict(), chosen, classes, split)
+
+
+def _drawn(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Draws examples, and keeps them in order."""
+    return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
+
+
+def _windows(
+    table: Table, part: str, window: tuple[int, int], limit: int | None, seed: int
+) -> Examples:
+    made = windows_of(table.rows.to_dict(), kinds_of(table), table.label, part, window)
+    made = made.chosen(_drawn(len(made), limit, seed).tolist())
+    return Examples(table.label, part, made.fingerprint, windows=made, whole=False)
+
+
+def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed: int) -> Examples:
+    volumes, labels = read_archive(path, split)
+    places = _drawn(len(volumes), limit, seed)
+    classes = tuple(str(index) for index in range(int(labels.max()) + 1))
+    targets = labels[places].tolist() if needs.target else None
+    volumes = volumes[places]
+    return Examples(
+        name=path.resolve().name,
+        split=split,
+        fingerprint=_fingerprint([[item.tobytes() for item in volumes]], targets),
+        targets=targets,
+        classes=classes if needs.target else (),
+        volumes=volumes,
+        whole=False,
+    )
 
 
 def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]:
@@ -163,6 +216,8 @@ def _roles(needs: Needs) -> dict[str, bool]:
     roles = {}
     if needs.image:
         roles["image"] = True
+    if needs.volume:
+        roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = True
     if needs.texts[1]:
@@ -192,6 +247,8 @@ def _fits(role: str, kind: str) -> bool:
         "text": kind == "text",
         "pair": kind == "text",
         "image": kind in ("image", "bytes"),
+        "volume": kind == "bytes",
+        "shape": kind in ("list", "largelist", "sequence"),
         "label": kind in ("classlabel", "text", "bool") or number,
         "score": number or "float" in kind,
     }[role]
@@ -212,6 +269,11 @@ def _read(
     images: list[bytes] = []
     if "image" in chosen:
         images = [_picture(cell, table, chosen["image"]) for cell in data[chosen["image"]]]
+    volumes = None
+    if "volume" in chosen:
+        cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
+        volumes = volumes_of(cells, shapes, f"`{table.label}`")
+        images = list(cells)  # for the fingerprint
     targets: list[int] | list[float] | None = None
     if "label" in chosen:
         known = {name: index for index, name in enumerate(classes)}
@@ -224,9 +286,10 @@ def _read(
         split=split,
         fingerprint=_fingerprint([*map(_encoded, texts), images], targets),
         texts=tuple(texts),
-        images=tuple(images),
+        images=tuple(images) if volumes is None else (),
         targets=targets,
         classes=classes,
+        volumes=volumes,
     )
 
 

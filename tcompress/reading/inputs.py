@@ -12,6 +12,9 @@ from torch import nn
 from tcompress.errors import DataError
 from tcompress.source import SourceModel
 
+VOLUMES, SERIES = "grid_values", "past_values"
+
+_GRIDS = (VOLUMES, SERIES)
 _IMAGE_SIDE = 224
 
 
@@ -25,6 +28,8 @@ class Inputs:
         image: It reads `pixel_values`.
         audio: It reads `input_features`.
         decoder: It has a decoder that reads `decoder_input_ids`.
+        grid: Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values`
+            for series.
     """
 
     names: frozenset[str]
@@ -32,6 +37,7 @@ class Inputs:
     image: bool
     audio: bool
     decoder: bool
+    grid: str | None = None
 
 
 def inputs_of(source: SourceModel) -> Inputs:
@@ -49,13 +55,15 @@ def inputs_of(source: SourceModel) -> Inputs:
     # Chat models mark the place of a picture or sound by a token; without it they read text alone.
     image = "pixel_values" in names and not (text and _has_token(source.config, "image"))
     audio = "input_features" in names and not (text and _has_token(source.config, "audio"))
-    if not (text or image or audio):
+    grid = next((name for name in _GRIDS if name in names), None)
+    if not (text or image or audio or grid):
         raise DataError(
             f"there is no kind of data for `{kind.__name__}`, whose input is "
-            f"`{kind.main_input_name}`; `input_ids`, `pixel_values` and `input_features` are known",
+            f"`{kind.main_input_name}`; `input_ids`, `pixel_values`, `input_features`, "
+            "`grid_values` and `past_values` are known",
             hint="a conversion can do without data: `--calib none`",
         )
-    return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names)
+    return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names, grid)
 
 
 def longest_text(source: SourceModel, inputs: Inputs) -> int | None:
@@ -137,6 +145,42 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
             hint="a conversion can do without data: `--calib none`",
         )
     return bands, 2 * positions  # the second convolution halves the number of frames
+
+
+def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
+    """Give the shape of one input on a grid: (channels, *sizes), or (time steps, variables).
+
+    Raises:
+        DataError: The configuration does not say.
+    """
+    config = source.config
+    size = getattr(config, "input_size", None)
+    if not isinstance(size, list | tuple) or (inputs.grid == SERIES and len(size) != 2):
+        raise DataError(
+            f"the config of `{source.model_class.__name__}` does not say how large its "
+            f"`{inputs.grid}` are",
+            hint="a conversion can do without data: `--calib none`; else use the host "
+            "`tcompress_grid`, whose config has `input_size`",
+        )
+    if inputs.grid == SERIES:
+        return int(size[1]), int(size[0])
+    return (int(config.num_channels), *map(int, size))
+
+
+def window_of(source: SourceModel) -> tuple[int, int]:
+    """Give the time steps that a model for forecasting sees, and those that it forecasts.
+
+    Raises:
+        DataError: It forecasts nothing.
+    """
+    inputs = inputs_of(source)
+    horizon = getattr(source.config, "horizon", None)
+    if inputs.grid != SERIES or not isinstance(horizon, int):
+        raise DataError(
+            f"`{source.id}` is a `{source.model_class.__name__}`, which forecasts no series",
+            hint="give a model for forecasting, such as the host `tcompress_grid`",
+        )
+    return grid_shape(source, inputs)[0], horizon
 
 
 def _has_token(config: Any, kind: str) -> bool:

@@ -18,7 +18,14 @@ from tcompress.recipe.sections import Section
 RECIPE_VERSION = 1
 
 TrainingTask = Literal[
-    "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification"
+    "classification",
+    "regression",
+    "sts",
+    "masked-lm",
+    "causal-lm",
+    "image-classification",
+    "volume-classification",
+    "forecasting",
 ]
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
 
@@ -30,16 +37,20 @@ class TrainingData(Section):
         ("builtin",),
         description="`builtin`, or txt, csv, jsonl, parquet files, image folders, hub ids",
     )
-    split: str = Field("train", description="split of folders and hub datasets")
+    split: str = Field(
+        "train", description="split of folders and hub datasets, or part of an archive or a series"
+    )
     columns: dict[str, str] = Field(
         {},
-        description="columns by role (`text`, `pair`, `image`, `label`, `score`); guessed where "
-        "not given",
+        description="columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, "
+        "`score`); guessed where not given",
     )
     samples: int = Field(200_000, gt=0, description="most examples; drawn at random")
     max_length: int = Field(128, gt=1, description="longest text, in tokens")
     validation: str | None = Field(
-        None, description="data to validate on; default a share of the training data"
+        None,
+        description="data to validate on; default a share of the training data, of an archive or "
+        "a series its own part",
     )
     validation_split: str = Field("validation", description="split of `validation`")
     holdout: float = Field(
@@ -121,6 +132,8 @@ EvaluationTask = Literal[
     "perplexity",
     "masked-lm",
     "image-classification",
+    "volume-classification",
+    "forecasting",
     "retrieval",
     "response-selection",
 ]
@@ -131,7 +144,10 @@ class Evaluate(Section):
 
     task: EvaluationTask = Field(description="what is measured")
     data: str = Field(description="file, folder or hub id")
-    split: str = Field("validation", description="split of a folder or hub dataset")
+    split: str = Field(
+        "validation",
+        description="split of a folder or hub dataset, or part of an archive or a series",
+    )
     columns: dict[str, str] = Field({}, description="columns by role; guessed where not given")
     limit: int | None = Field(None, gt=0, description="most examples, drawn by the seed")
     max_length: int | None = Field(None, gt=1, description="longest text; default by task")

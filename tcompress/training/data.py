@@ -17,7 +17,7 @@ from tcompress.errors import DataError
 from tcompress.reading import builtin
 from tcompress.reading.collate import IGNORED, collate
 from tcompress.reading.columns import Kind, Pool, columns_of, kinds_of, undecoded
-from tcompress.reading.examples import Examples, check_columns, load_examples
+from tcompress.reading.examples import Examples, Needs, check_columns, load_examples
 from tcompress.reading.images import decode, image_reader
 from tcompress.reading.inputs import Inputs, image_shape, inputs_of
 from tcompress.reading.tables import opened
@@ -25,6 +25,7 @@ from tcompress.reading.tokens import TextEncoder
 from tcompress.recipe.schema import TrainingData
 from tcompress.source import SourceModel
 from tcompress.training.examples import joined, split_off, with_classes
+from tcompress.training.grids import check_task, grid_rows, unlabelled_needs
 from tcompress.training.tasks import Task, masked
 
 Row = dict[str, Tensor]
@@ -195,6 +196,10 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
         held = reader.read(options.validation, options.validation_split, options.validation_samples)
         held = with_classes(held, found)
         train = reader.encode(found)
+    elif not found.whole:  # the file has a part for it
+        name = options.source[0]
+        held = reader.read(name, options.validation_split, options.validation_samples)
+        train = reader.encode(found)
     else:
         found, held = split_off(found, options, seed)
         train = reader.encode(found)
@@ -230,21 +235,23 @@ class _Reader:
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
             self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
+        if task is not None:
+            check_task(task.needs, source, self.inputs)
 
     def read(self, name: str, split: str, samples: int) -> Examples:
         """Reads what the task needs, or all texts or pictures there are."""
-        unlabelled = self.task is None or self.task.needs.target is None
-        if not unlabelled:
-            assert self.task is not None
-            if name == "builtin":
-                raise DataError(
-                    f"the built-in data has no labels, which `{self.task.name}` needs",
-                    hint="give data with `--data`, or leave the task out to heal",
-                )
-            columns = self.options.columns
-            return load_examples(
-                name, split, self.task.needs, columns=columns, limit=samples, seed=self.seed
+        needs = self._needs()
+        if needs is not None and name == "builtin":
+            what = "labels" if self.task is not None else "volumes or series"
+            raise DataError(
+                f"the built-in data has no {what}, which "
+                f"`{self.source.model_class.__name__ if self.task is None else self.task.name}` "
+                "needs",
+                hint="give data with `--data`, or leave the task out to heal",
             )
+        if needs is not None:
+            columns = self.options.columns
+            return load_examples(name, split, needs, columns=columns, limit=samples, seed=self.seed)
         if name == "builtin":
             return self._builtin(samples)
         kind: Kind = "text" if self.encoder else "image"
@@ -259,6 +266,14 @@ class _Reader:
         label = f"{table.label}:{','.join(chosen)}"
         return _unlabelled(label, split, drawn, kind)
 
+    def _needs(self) -> Needs | None:
+        """What examples are made of; None for inputs alone, of texts and pictures."""
+        if self.task is None:
+            grid = self.inputs.grid is not None
+            return unlabelled_needs(self.source, self.inputs) if grid else None
+        needs = self.task.needs_for(self.source)
+        return needs if needs.target is not None or needs.window is not None else None
+
     def _builtin(self, samples: int) -> Examples:
         if self.encoder:
             return _unlabelled("builtin text", "train", builtin.texts()[:samples], "text")
@@ -269,6 +284,9 @@ class _Reader:
 
     def encode(self, examples: Examples) -> Encoded:
         """Writes examples as the model's inputs."""
+        if self.inputs.grid is not None:
+            labelled = self.task is not None
+            return Encoded(*grid_rows(examples, self.source, self.inputs, labelled=labelled))
         if self.encoder is None:
             return self._pictures(examples)
         name = None if self.task is None else self.task.name

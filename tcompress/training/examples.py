@@ -11,6 +11,7 @@ import numpy as np
 
 from tcompress.errors import DataError
 from tcompress.reading.examples import Examples
+from tcompress.reading.volumes import Volumes
 from tcompress.recipe.schema import TrainingData
 from tcompress.source.text import listed
 
@@ -20,6 +21,11 @@ def joined(parts: Sequence[Examples]) -> Examples:
     first = parts[0]
     if len(parts) == 1:
         return first
+    if first.windows is not None:
+        raise DataError(
+            f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on",
+            hint="give one file with all series",
+        )
     for part in parts[1:]:
         if part.classes != first.classes or len(part.texts) != len(first.texts):
             raise DataError(
@@ -42,7 +48,23 @@ def joined(parts: Sequence[Examples]) -> Examples:
         images=tuple(image for part in parts for image in part.images),
         targets=targets,
         classes=first.classes,
+        volumes=_volumes(parts),
+        whole=first.whole,
     )
+
+
+def _volumes(parts: Sequence[Examples]) -> Volumes | None:
+    found = [part.volumes for part in parts if part.volumes is not None]
+    if not found:
+        return None
+    if len({volumes.shape[1:] for volumes in found}) > 1:
+        shapes = ", ".join(
+            f"`{part.name}` {volumes.shape[1:]}" for part, volumes in zip(parts, found, strict=True)
+        )
+        raise DataError(
+            f"volumes are of different shapes: {shapes}", hint="give volumes of one shape"
+        )
+    return np.concatenate(found)
 
 
 def with_classes(held: Examples, train: Examples) -> Examples:
@@ -78,4 +100,7 @@ def _chosen(examples: Examples, indices: np.ndarray[Any, np.dtype[np.int64]]) ->
         images=tuple(examples.images[place] for place in places) if examples.images else (),
         targets=None if targets is None else [targets[place] for place in places],
         classes=examples.classes,
+        volumes=None if examples.volumes is None else examples.volumes[indices],
+        windows=None if examples.windows is None else examples.windows.chosen(places),
+        whole=examples.whole,
     )

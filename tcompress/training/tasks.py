@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
+from numpy.typing import NDArray
+from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -15,7 +17,9 @@ from tcompress.errors import DataError
 from tcompress.integration.models import Head
 from tcompress.reading.collate import IGNORED
 from tcompress.reading.examples import Needs
+from tcompress.reading.inputs import window_of
 from tcompress.reading.pooling import MEAN, Pooling
+from tcompress.source import SourceModel
 from tcompress.training.observe import Batch, Observed, token_mask
 
 
@@ -37,6 +41,10 @@ class Task(ABC):
 
     def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
+
+    def needs_for(self, source: SourceModel) -> Needs:
+        """What is read for a model."""
+        return self.needs
 
     @abstractmethod
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
@@ -79,6 +87,53 @@ class ImageClassification(Classification):
     name = "image-classification"
     head: ClassVar[Head | None] = "image-classification"
     needs = Needs(image=True, target="class")
+
+
+class VolumeClassification(Classification):
+    """One class for a volume, validated by the area under the ROC curve."""
+
+    name = "volume-classification"
+    head: ClassVar[Head | None] = "image-classification"
+    needs = Needs(volume=True, target="class")
+    validated = "auc"
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Probabilities of the classes."""
+        return _logits(seen).float().softmax(-1)
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """Area under the ROC curve, a mean over the classes that can be told apart."""
+        areas = [
+            _area(predictions[:, index].numpy(), (labels == index).numpy())
+            for index in ([1] if predictions.shape[1] == 2 else range(predictions.shape[1]))
+        ]
+        known = [area for area in areas if area is not None]
+        return float(np.mean(known)) if known else 0.0
+
+
+class Forecasting(Task):
+    """What comes next in a series, by squared error; validated by the mean absolute error."""
+
+    name = "forecasting"
+    head: ClassVar[Head | None] = "forecasting"
+    needs = Needs(window=(0, 0))
+    validated = "mae"
+
+    def needs_for(self, source: SourceModel) -> Needs:
+        """Windows of the size that the model was made for."""
+        return replace(self.needs, window=window_of(source))
+
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        """Squared error of all values."""
+        return (self.predictions(seen, batch) - batch["labels"]).square().sum()
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Forecasts.  # (examples, horizon, variables)."""
+        return seen.output.prediction_outputs.float()
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """Mean absolute error."""
+        return float((predictions - labels).abs().double().mean())
 
 
 class Regression(Task):
@@ -150,9 +205,20 @@ TASKS: dict[str, type[Task]] = {
         MaskedLM,
         CausalLM,
         ImageClassification,
+        VolumeClassification,
+        Forecasting,
     )
 }
 """All tasks by name."""
+
+
+def _area(scores: NDArray[Any], own: NDArray[np.bool_]) -> float | None:
+    """Area under the ROC curve of one class; None where all or no examples are of it."""
+    inside, outside = int(own.sum()), int((~own).sum())
+    if not inside or not outside:
+        return None
+    ranks = rankdata(scores)[own].sum()
+    return float((ranks - inside * (inside + 1) / 2) / (inside * outside))
 
 
 def _logits(seen: Observed) -> Tensor:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tcompress.conversion.run import convert
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
-from tests.support.tiny import TINY, TinyModel
+from tests.support.tiny import TINY, TinyModel, named
 
 MECHANISMS: dict[str, dict[str, Any]] = {
     "tga": {"name": "tga"},
@@ -61,6 +60,9 @@ FAMILIES = {
         "clip",
         "whisper",
         "videomae",
+        "tcompress_text",
+        "tcompress_grid",
+        "tcompress_grid-series",
     )
 }
 
@@ -77,9 +79,9 @@ for _name in MECHANISMS:
 for _name in ("hot", "folded", "favor", "tam", "tucker", "multilinear"):
     REASONS |= {(_family, _name): "would look ahead" for _family in _DECODERS}
 for _name in ("hot", "favor"):
-    for _family in ("bert", "distilbert", "modernbert", "bart", "whisper"):
+    for _family in ("bert", "distilbert", "modernbert", "bart", "whisper", "tcompress_text"):
         REASONS[_family, _name] = "give `grid`, or for text `fold`"
-for _family in ("vit", "deit", "clip", "whisper", "videomae"):
+for _family in ("vit", "deit", "clip", "whisper", "videomae", "tcompress_grid"):
     REASONS[_family, "multilinear"] = "`length` is 12, and inputs have"
 
 
@@ -99,7 +101,7 @@ class Hosted:
 
     def load(self, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         """Loads it with what was missing or unexpected."""
-        kind: Any = getattr(transformers, HOSTS[self.family].model)
+        kind: Any = named(HOSTS[self.family].model)
         model, info = kind.from_pretrained(self.folder, output_loading_info=True, **options)
         return model.eval(), info
 

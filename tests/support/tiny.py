@@ -17,7 +17,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tcompress.hosts import configs, grid, text
+
 VOCAB, IMAGE, MELS, FRAMES = 100, 16, 8, 32
+VOLUME, SERIES, HORIZON = (8, 8, 4), (3, 16), 4  # series: variables, time steps
 FIRST_WORD = 4  # token ids below are special
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -58,10 +61,11 @@ class TinyModel:
     """One tiny model.
 
     Attributes:
-        config: Name of the config class in transformers.
-        model: Name of the model class in transformers.
+        config: Name of the config class, see `named`.
+        model: Name of the model class.
         options: Arguments of the config.
-        needs: Inputs of the forward pass, by kind: `text`, `decoder`, `image`, `audio`.
+        needs: Inputs of the forward pass, by kind: `text`, `decoder`, `image`, `audio`, `volume`,
+            `series`.
     """
 
     config: str
@@ -71,10 +75,10 @@ class TinyModel:
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model in evaluation mode with weights that depend on the seed only."""
-        config = getattr(transformers, self.config)(**self.options)
+        config = named(self.config)(**self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # some single vectors keep part of their random start
-            model: nn.Module = getattr(transformers, self.model)(config)
+            model: nn.Module = named(self.model)(config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -94,6 +98,15 @@ class TinyModel:
         return inputs
 
 
+def named(name: str) -> Any:
+    """Find a class of Transformers, or of the hosts that come with tcompress."""
+    return next(
+        found
+        for home in (transformers, configs, text, grid)
+        if (found := getattr(home, name, None))
+    )
+
+
 def build(family: str, seed: int = 0) -> nn.Module:
     """Build the tiny model of a family, see `TinyModel.build`."""
     return TINY[family].build(seed)
@@ -104,6 +117,10 @@ def _draw(need: str, batch: int, length: int, generator: torch.Generator) -> dic
         return {"pixel_values": torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)}
     if need == "audio":
         return {"input_features": torch.randn(batch, MELS, FRAMES, generator=generator)}
+    if need == "volume":
+        return {"grid_values": torch.rand(batch, 1, *VOLUME, generator=generator)}
+    if need == "series":
+        return {"past_values": torch.randn(batch, *SERIES[::-1], generator=generator)}
     ids = torch.randint(FIRST_WORD, VOCAB, (batch, length), generator=generator)
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[1::2, length - length // 4 :] = 0
@@ -190,5 +207,22 @@ TINY: dict[str, TinyModel] = {
     "clip_vision_model": TinyModel("CLIPVisionConfig", "CLIPVisionModel", _VISION, ("image",)),
     "whisper": TinyModel(
         "WhisperConfig", "WhisperForConditionalGeneration", _WHISPER, ("audio", "decoder")
+    ),
+    "tcompress_text": TinyModel(
+        "TCompressTextConfig",
+        "TCompressTextForSequenceClassification",
+        {**_TOKENS, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64},
+    ),
+    "tcompress_grid": TinyModel(
+        "TCompressGridConfig",
+        "TCompressGridForImageClassification",
+        {**_SIZES, "input_size": VOLUME, "patch_size": (2, 4, 2)},
+        ("volume",),
+    ),
+    "tcompress_grid-series": TinyModel(
+        "TCompressGridConfig",
+        "TCompressGridForForecasting",
+        {**_SIZES, "input_size": SERIES, "patch_size": (1, 4), "horizon": HORIZON},
+        ("series",),
     ),
 }

@@ -9,12 +9,14 @@ from typing import Any
 from tcompress.errors import InputError
 from tcompress.evaluation.tasks.base import Prepared, Task
 from tcompress.evaluation.tasks.classification import Classification
+from tcompress.evaluation.tasks.forecasting import Forecasting
 from tcompress.evaluation.tasks.image_classification import ImageClassification
 from tcompress.evaluation.tasks.masked_lm import MaskedLM
 from tcompress.evaluation.tasks.perplexity import Perplexity
 from tcompress.evaluation.tasks.response_selection import ResponseSelection
 from tcompress.evaluation.tasks.retrieval import Retrieval
 from tcompress.evaluation.tasks.sts import Similarity
+from tcompress.evaluation.tasks.volume_classification import VolumeClassification
 
 __all__ = ["TASKS", "Prepared", "Task", "find_task"]
 
@@ -26,6 +28,8 @@ TASKS: dict[str, type[Task]] = {
         Perplexity,
         MaskedLM,
         ImageClassification,
+        VolumeClassification,
+        Forecasting,
         Retrieval,
         ResponseSelection,
     )

@@ -106,6 +106,14 @@ class Task(ABC):
     head: ClassVar[Head | None] = None
     max_length: ClassVar[int | None] = 512
 
+    def needs_for(self, sources: Sequence[SourceModel]) -> Needs:
+        """What is read for some models; for all alike, where the models have no say.
+
+        Raises:
+            DataError: They cannot be measured on the same examples.
+        """
+        return self.needs
+
     def check(self, source: SourceModel, examples: Examples) -> None:
         """Checks, from its configuration, that a model can do the task.
 
@@ -155,4 +163,5 @@ _HEADS: dict[Head, str] = {
     "image-classification": "head for classifying images",
     "masked-lm": "head for masked language modelling",
     "causal-lm": "head for causal language modelling",
+    "forecasting": "head for forecasting series",
 }

@@ -1,0 +1,124 @@
+"""Configurations of the hosts. Importing them does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from tcompress.errors import InputError
+
+
+@strict
+class TCompressTextConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Classifier of texts with seven layers (TSA section 6, TGA section 5).
+
+    Attributes:
+        vocab_size: Number of words.
+        hidden_size: Width of the word embedding.
+        num_hidden_layers: Attentions, one after another; the papers have one.
+        num_attention_heads: Heads.
+        head_dim: Width of one head; default the whole `hidden_size`, as in the papers.
+        attention_bias: Whether projections have biases; the papers' have none.
+        attention_dropout: Share of attention weights that softmax attention drops in training.
+        hidden_dropout_prob: Dropout before each of the two dense layers of the head.
+        classifier_size: Units of the first of them.
+        max_position_embeddings: Most tokens of a text; there are no positions to learn.
+        pad_token_id: Token of padding.
+        embedding_range: Word vectors begin uniform within this distance of zero.
+    """
+
+    model_type = "tcompress_text"
+
+    vocab_size: int = 20_000
+    hidden_size: int = 64
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 2
+    head_dim: int | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    hidden_dropout_prob: float | int = 0.1
+    classifier_size: int = 20
+    max_position_embeddings: int = 200
+    pad_token_id: int | None = 0
+    embedding_range: float | int = 0.05
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size
+
+
+@strict
+class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Transformer over a grid of patches: volumes, or variables x time.
+
+    Attributes:
+        input_size: Size of an input along each axis, such as 28, 28, 28; a series has two axes,
+            its variables and its time steps.
+        patch_size: Size of a patch along each axis; it divides `input_size`.
+        num_channels: Channels of an input; 1 for a series.
+        hidden_size: Width.
+        num_hidden_layers: Blocks.
+        num_attention_heads: Heads.
+        intermediate_size: Width inside the MLP.
+        hidden_act: Its activation.
+        attention_bias: Whether the projections of attention have biases.
+        attention_dropout: Share of attention weights that softmax attention drops in training.
+        hidden_dropout_prob: Dropout of embeddings, attention and MLP.
+        layer_norm_eps: Epsilon of norms.
+        initializer_range: Standard deviation of first weights.
+        horizon: Time steps to forecast; needed by the head for forecasting alone.
+        instance_norm: Whether a forecast is made of each series less its mean over the context,
+            divided by its standard deviation there (RevIN without affine map).
+    """
+
+    model_type = "tcompress_grid"
+
+    input_size: list[int] | tuple[int, ...] = (28, 28, 28)
+    patch_size: list[int] | tuple[int, ...] = (4, 4, 4)
+    num_channels: int = 1
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    intermediate_size: int = 128
+    hidden_act: str = "gelu"
+    attention_bias: bool = True
+    attention_dropout: float | int = 0.0
+    hidden_dropout_prob: float | int = 0.1
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    horizon: int | None = None
+    instance_norm: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.input_size, self.patch_size = list(self.input_size), list(self.patch_size)
+        sizes = f"`input_size` {self.input_size}, `patch_size` {self.patch_size}"
+        if len(self.input_size) != len(self.patch_size) or not self.input_size:
+            raise InputError(
+                f"{sizes} of a grid differ in their number of axes",
+                "give both one number for each axis",
+            )
+        if any(p < 1 or n % p for n, p in zip(self.input_size, self.patch_size, strict=True)):
+            raise InputError(
+                f"{sizes}: patches do not fill the input",
+                "along each axis give a patch size that divides the input's",
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise InputError(
+                f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}",
+                "choose `num_attention_heads` that divides `hidden_size`",
+            )
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of patches along each axis."""
+        sides = zip(self.input_size, self.patch_size, strict=True)
+        return tuple(size // patch for size, patch in sides)
+
+
+for _kind in (TCompressTextConfig, TCompressGridConfig):
+    AutoConfig.register(_kind.model_type, _kind, exist_ok=True)

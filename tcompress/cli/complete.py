@@ -39,6 +39,7 @@ TRAINING_TASKS = (
     "image-classification",
     "volume-classification",
     "forecasting",
+    "response-selection",
 )
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")

@@ -133,7 +133,7 @@ def _note_segments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         found = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get(SEGMENTS)
     for own in module.modules():
         if _segmented(own):
-            own.segments = found
+            own.segments = found  # type: ignore[assignment]
 
 
 def _known(path: str | None) -> str:

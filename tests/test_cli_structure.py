@@ -15,7 +15,7 @@ from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
 from tcompress.evaluation.tasks import TASKS
 from tcompress.mechanisms import mechanisms
 from tcompress.mechanisms.kronecker import Kernel
-from tcompress.mechanisms.tam import Core
+from tcompress.mechanisms.tam import Core, Memory
 from tcompress.recipe import mechanism_names, method_names, recipe_names
 from tcompress.recipe.methods import AutoSpec
 from tcompress.recipe.schema import DType
@@ -120,6 +120,7 @@ def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert set(complete.MECHANISMS) == set(mechanism_names())
     assert set(complete.KERNELS) == set(Kernel.__args__)  # type: ignore[attr-defined]
     assert set(complete.CORE_FORMS) == set(Core.__args__)  # type: ignore[attr-defined]
+    assert set(complete.MEMORIES) == set(Memory.__args__)  # type: ignore[attr-defined]
     assert tuple(TASKS) == complete.TASKS
     assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
     assert set(complete.WAYS) == set(Way.__args__)  # type: ignore[attr-defined]

@@ -73,6 +73,17 @@ CoreForm = Annotated[
         autocompletion=complete.core_forms,
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="states|gru",
+        help="tam: keys and values from the model's states, or also from a GRU over them. "
+        "Default `states`.",
+        rich_help_panel=METHOD,
+        autocompletion=complete.memories,
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option("--length", help="multilinear: most tokens of an input.", rich_help_panel=METHOD),

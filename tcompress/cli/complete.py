@@ -10,6 +10,7 @@ METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker", "auto")
 MECHANISMS = ("tga", "tsa", "hot", "kronecker", "multilinear", "tam")
 KERNELS = ("softmax", "favor")
 CORE_FORMS = ("cp", "aligned", "tucker")
+MEMORIES = ("states", "gru")
 SHARES = ("none", "heads", "layers", "model")
 WAYS = ("auto", "contract", "rebuild")
 TRANSFORMS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
@@ -41,6 +42,7 @@ TRAINING_TASKS = (
     "image-classification",
     "volume-classification",
     "forecasting",
+    "response-selection",
 )
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")
@@ -65,6 +67,11 @@ def kernels(incomplete: str) -> list[str]:
 def core_forms(incomplete: str) -> list[str]:
     """Offers forms of the core of TAM."""
     return _starting(CORE_FORMS, incomplete)
+
+
+def memories(incomplete: str) -> list[str]:
+    """Offers sources of the keys and values of TAM."""
+    return _starting(MEMORIES, incomplete)
 
 
 def method_lists(incomplete: str) -> list[str]:

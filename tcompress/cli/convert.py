@@ -45,6 +45,7 @@ def convert(
     fold: att.Fold = None,
     kernel: att.Kernel = None,
     core: att.CoreForm = None,
+    memory: att.Memory = None,
     length: att.Length = None,
     p: opt.Slices = None,
     transform: opt.Transform = None,

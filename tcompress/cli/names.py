@@ -18,7 +18,7 @@ METHOD_OPTIONS = (
 )
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 
-MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "length")
+MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "memory", "length")
 """Options of `convert` that belong to a mechanism: fields of its options in a recipe."""
 
 

@@ -26,8 +26,8 @@ Task = Annotated[
     typer.Option(
         metavar="NAME",
         help="`classification`, `regression`, `sts`, `masked-lm`, `causal-lm`, "
-        "`image-classification`, `volume-classification` or `forecasting`. Without it the model "
-        "is healed, and labels are not read.",
+        "`image-classification`, `volume-classification`, `forecasting` or `response-selection`. "
+        "Without it the model is healed, and labels are not read.",
         rich_help_panel=LEARNING,
         autocompletion=complete.training_tasks,
     ),

@@ -110,6 +110,7 @@ class Mechanism(ABC, Generic[S, L]):
         unused: Roles of the host's projections that the mechanism has no use for.
         causal: Whether a token never sees later ones in a causal host.
         windows: Whether it keeps to the window of a host.
+        segments: Whether it tells the two texts of a pair apart, where the host does.
         structure: Structure that goes with it where only a size is given, as in its paper.
         structured: Roles of the weights that are stored in it; all where empty.
     """
@@ -122,6 +123,7 @@ class Mechanism(ABC, Generic[S, L]):
     unused: ClassVar[tuple[str, ...]] = ()
     causal: ClassVar[bool] = False
     windows: ClassVar[bool] = False
+    segments: ClassVar[bool] = False
     structure: ClassVar[str] = "lprod"
     structured: ClassVar[tuple[str, ...]] = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class MechanismModule(nn.Module):
     ) -> None:
         super().__init__()
         self.layout, self.name = layout, name
+        self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
         for key, shape in mechanism(layout.mechanism).tensors(layout).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(key, nn.Parameter(empty))
@@ -78,6 +80,9 @@ class MechanismModule(nn.Module):
             q = q * (scaling / usual)
         try:
             seen = Visible.of(mask, q, k, causal=causal)
+            if self.segments is not None:
+                first = (self.segments == 0).expand(len(k), -1)[:, -k.shape[-2] :]
+                seen = replace(seen, first=first)
             tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
             tensors |= self._fixed(q)
             mixed = mechanism(self.layout.mechanism).apply(q, k, v, tensors, self.layout, seen)
@@ -94,7 +99,7 @@ class MechanismModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves constants behind: copies make their own."""
-        return {**self.__dict__, "_constants": {}}
+        return {**self.__dict__, "_constants": {}, "segments": None}
 
     def extra_repr(self) -> str:
         """Shows the layout."""

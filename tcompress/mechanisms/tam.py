@@ -18,11 +18,13 @@ from tcompress.mechanisms.base import (
     register,
     repeat_heads,
 )
+from tcompress.mechanisms.memory import add_context, gru_macs, gru_tensors, start_gru
 from tcompress.mechanisms.visible import Visible
 from tcompress.structures.base import Shapes, Tensors
 
 Core = Literal["aligned", "cp", "tucker"]
 Normalize = Literal["softmax", "none"]
+Memory = Literal["states", "gru"]
 
 
 class TamSpec(MechanismSpec):
@@ -40,6 +42,11 @@ class TamSpec(MechanismSpec):
     )
     semantic_rank: int = Field(8, gt=0, description="size of the core `tucker` along the semantics")
     normalize: Normalize = Field("softmax", description="`none` uses scores as in the paper")
+    memory: Memory = Field(
+        "states",
+        description="where keys and values come from: the model's `states`, or also a `gru` over "
+        "them, as in the paper",
+    )
 
 
 class TamLayout(MechanismLayout):
@@ -51,6 +58,7 @@ class TamLayout(MechanismLayout):
     rank: int = 0
     semantic_rank: int = 0
     normalize: Normalize = "softmax"
+    memory: Memory = "states"
 
 
 class Tam(Mechanism[TamSpec, TamLayout]):
@@ -62,6 +70,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     spec = TamSpec
     layout_type = TamLayout
     structure = "tucker"
+    segments = True
 
     def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
         tucker = spec.core == "tucker"
@@ -74,6 +83,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             rank=min(spec.rank or host.head_dim, host.head_dim) if tucker else 0,
             semantic_rank=min(spec.semantic_rank, host.head_dim) if tucker else 0,
             normalize=spec.normalize,
+            memory=spec.memory,
         )
 
     def tensors(self, layout: TamLayout) -> Shapes:
@@ -95,6 +105,8 @@ class Tam(Mechanism[TamSpec, TamLayout]):
                 "factor_k": (heads, width, rank),
                 "factor_s": (heads, width, own),
             }
+        if layout.memory == "gru":
+            shapes |= gru_tensors(layout.key_heads, layout.head_dim)
         return {**shapes, "scale": (heads,)} if layout.normalize == "softmax" else shapes
 
     def macs(self, layout: TamLayout, tokens: int) -> int:
@@ -103,7 +115,8 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         if layout.core == "tucker":
             scored += 2 * tokens * width * rank + tokens * rank**2
             scored += width * layout.semantic_rank + rank**2 * layout.semantic_rank
-        return layout.heads * (scored + tokens**2 * width + width**2)
+        read = gru_macs(layout.key_heads * width, tokens) if layout.memory == "gru" else 0
+        return layout.heads * (scored + tokens**2 * width + width**2) + read
 
     def start(
         self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
@@ -127,6 +140,8 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             values |= self._start_tucker(layout, generator)
         else:
             values["core"] = values["core"].softmax(-1)
+        if layout.memory == "gru":
+            values |= start_gru(layout.key_heads, width, generator, pretrained=pretrained)
         if layout.normalize == "softmax":
             values["scale"] = torch.full((heads,), log(width) / 2)
         return values
@@ -151,8 +166,10 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible
     ) -> Tensor:
+        if layout.memory == "gru":
+            k, v = add_context(k, v, tensors, seen.first)
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        pooled = pooled_semantics(q, seen.tokens)
+        pooled = pooled_semantics(q, seen.topic)
         weight, bias = tensors["semantic_weight"], tensors["semantic_bias"]
         semantics = (pooled[..., None, :] @ weight.mT)[..., 0, :] + bias
         scores = tam_scores(q, k, semantics, tensors, layout)

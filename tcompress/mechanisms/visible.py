@@ -16,14 +16,24 @@ class Visible:
 
     Attributes:
         pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
+        first: True for tokens of the first of two texts; None where texts are not told apart.
+            # (batch, keys)
     """
 
     pairs: Tensor | None = None
+    first: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
         """Keys that some query sees: all but padding.  # (batch | 1, keys), or None."""
         return None if self.pairs is None else self.pairs.any(-2)[:, 0]
+
+    @property
+    def topic(self) -> Tensor | None:
+        """Tokens of the first text, or of the only one; None for all.  # (batch | 1, keys)."""
+        if self.first is None:
+            return self.tokens
+        return self.first if self.tokens is None else self.first & self.tokens
 
     @classmethod
     def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tcompress.errors import DataError
 from tcompress.reading.columns import content, kinds_of, text_columns, undecoded
+from tcompress.reading.derived import with_derived
 from tcompress.reading.series import Windows, windows_of
 from tcompress.reading.tables import Table, opened
 from tcompress.reading.volumes import ARCHIVE, Volumes, read_archive, volumes_of
@@ -107,7 +108,8 @@ def load_examples(
         name: File, folder or hub id, as `reading.tables.opened` takes it.
         split: Split of a folder or hub data set.
         needs: What the task reads.
-        columns: Columns by role (`ROLES`), where they should not be guessed.
+        columns: Columns by role (`ROLES`), where they should not be guessed; several texts are
+            joined by `+`, such as `question+passage`.
         limit: Most examples; drawn at random, and kept in the order of the data.
         seed: Seed of that choice.
 
@@ -121,6 +123,7 @@ def load_examples(
         table = undecoded(found)
         if needs.window is not None:
             return _windows(table, split, needs.window, limit, seed)
+        table = with_derived(table, (columns or {}).values())
         chosen = _chosen(table, needs, dict(columns or {}))
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.

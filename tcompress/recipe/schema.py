@@ -26,6 +26,7 @@ TrainingTask = Literal[
     "image-classification",
     "volume-classification",
     "forecasting",
+    "response-selection",
 ]
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
 

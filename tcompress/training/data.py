@@ -251,14 +251,17 @@ class _Reader:
             )
         if needs is not None:
             columns = self.options.columns
-            return load_examples(name, split, needs, columns=columns, limit=samples, seed=self.seed)
+            found = load_examples(
+                name, split, needs, columns=columns, limit=samples, seed=self.seed
+            )
+            return found if self.task is None else self.task.prepare(found)
         if name == "builtin":
             return self._builtin(samples)
         kind: Kind = "text" if self.encoder else "image"
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
-        with opened(name, split) as found:
-            table = undecoded(found)
+        with opened(name, split) as content:
+            table = undecoded(content)
             check_columns(table, kinds_of(table), given)
             model = self.source.model_class.__name__
             chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
@@ -272,7 +275,8 @@ class _Reader:
             grid = self.inputs.grid is not None
             return unlabelled_needs(self.source, self.inputs) if grid else None
         needs = self.task.needs_for(self.source)
-        return needs if needs.target is not None or needs.window is not None else None
+        reads_rows = needs.target is not None or needs.window is not None or needs.texts[0] == 2
+        return needs if reads_rows else None
 
     def _builtin(self, samples: int) -> Examples:
         if self.encoder:
@@ -284,6 +288,8 @@ class _Reader:
 
     def encode(self, examples: Examples) -> Encoded:
         """Writes examples as the model's inputs."""
+        if self.task is not None:
+            examples = self.task.expand(examples, self.seed)
         if self.inputs.grid is not None:
             labelled = self.task is not None
             return Encoded(*grid_rows(examples, self.source, self.inputs, labelled=labelled))

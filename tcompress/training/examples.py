@@ -53,6 +53,39 @@ def joined(parts: Sequence[Examples]) -> Examples:
     )
 
 
+def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
+    """Adds pairs of a first text with second texts of others, as class 0.
+
+    Args:
+        examples: Pairs of texts, all right.
+        count: Wrong pairs for each.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: There are too few different second texts to choose among.
+    """
+    first, second = examples.texts
+    pool = list(dict.fromkeys(second))
+    if len(pool) <= count:
+        raise DataError(
+            f"`{examples.name}` has {len(pool)} different second texts, too few to draw {count} "
+            "wrong ones",
+            hint="give more pairs",
+        )
+    place = {text: index for index, text in enumerate(pool)}
+    own = np.array([place[text] for text in second])[:, None]
+    rng = np.random.default_rng(seed)
+    drawn = np.stack([rng.choice(len(pool) - 1, count, replace=False) for _ in own])
+    wrong = drawn + (drawn >= own)  # numbers from the right one on mean the next
+    pairs = list(zip(first, second, strict=True))
+    pairs += [(one, pool[i]) for one, row in zip(first, wrong.tolist(), strict=True) for i in row]
+    return replace(
+        examples,
+        texts=([one for one, _ in pairs], [two for _, two in pairs]),
+        targets=[1] * len(first) + [0] * (count * len(first)),
+    )
+
+
 def _volumes(parts: Sequence[Examples]) -> Volumes | None:
     found = [part.volumes for part in parts if part.volumes is not None]
     if not found:

@@ -16,11 +16,15 @@ from torch.nn.functional import cross_entropy
 from tcompress.errors import DataError
 from tcompress.integration.models import Head
 from tcompress.reading.collate import IGNORED
-from tcompress.reading.examples import Needs
+from tcompress.reading.examples import Examples, Needs
 from tcompress.reading.inputs import window_of
 from tcompress.reading.pooling import MEAN, Pooling
 from tcompress.source import SourceModel
+from tcompress.training.examples import with_wrong_pairs
 from tcompress.training.observe import Batch, Observed, token_mask
+
+WRONG_PAIRS = 3
+"""Wrong responses beside every right one."""
 
 
 class Task(ABC):
@@ -45,6 +49,14 @@ class Task(ABC):
     def needs_for(self, source: SourceModel) -> Needs:
         """What is read for a model."""
         return self.needs
+
+    def prepare(self, examples: Examples) -> Examples:
+        """Completes examples as they are read."""
+        return examples
+
+    def expand(self, examples: Examples, seed: int) -> Examples:
+        """Makes examples out of those that are trained, or validated, on."""
+        return examples
 
     @abstractmethod
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
@@ -136,6 +148,23 @@ class Forecasting(Task):
         return float((predictions - labels).abs().double().mean())
 
 
+class ResponseSelection(Classification):
+    """Whether the second text answers the first: right pairs, and wrong ones drawn beside them."""
+
+    name = "response-selection"
+    needs = Needs((2, 2))
+
+    def prepare(self, examples: Examples) -> Examples:
+        """Calls the pairs right ones; wrong ones come later, once data is held out."""
+        return replace(
+            examples, targets=[1] * len(examples), classes=("other response", "right response")
+        )
+
+    def expand(self, examples: Examples, seed: int) -> Examples:
+        """Adds wrong responses to every right one."""
+        return with_wrong_pairs(examples, WRONG_PAIRS, seed)
+
+
 class Regression(Task):
     """A score for one or two texts, read together."""
 
@@ -200,6 +229,7 @@ TASKS: dict[str, type[Task]] = {
     kind.name: kind
     for kind in (
         Classification,
+        ResponseSelection,
         Regression,
         Similarity,
         MaskedLM,

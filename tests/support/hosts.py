@@ -21,6 +21,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "folded": {"name": "hot", "fold": 4},
     "favor": {"name": "hot", "kernel": "favor", "features": 8},
     "tam": {"name": "tam"},
+    "memory": {"name": "tam", "memory": "gru"},
     "tucker": {"name": "tam", "core": "tucker", "rank": 4, "cores": 2},
     "multilinear": {"name": "multilinear", "length": 12},
 }
@@ -76,7 +77,7 @@ for _name in MECHANISMS:
     for _family in ("mpnet", "deberta-v2"):
         REASONS[_family, _name] = f"family `{_family}` computes attention itself"
     REASONS.setdefault(("t5", _name), "would look ahead")
-for _name in ("hot", "folded", "favor", "tam", "tucker", "multilinear"):
+for _name in ("hot", "folded", "favor", "tam", "memory", "tucker", "multilinear"):
     REASONS |= {(_family, _name): "would look ahead" for _family in _DECODERS}
 for _name in ("hot", "favor"):
     for _family in ("bert", "distilbert", "modernbert", "bart", "whisper", "tcompress_text"):

@@ -40,6 +40,7 @@ CASES: Mapping[str, tuple[MechanismSpec, Host, int]] = {
     "tam-aligned": (TamSpec(core="aligned"), TEXT, 6),
     "tam-tucker": (TamSpec(core="tucker", rank=3, semantic_rank=2), TEXT, 6),
     "tam-plain": (TamSpec(normalize="none"), TEXT, 6),
+    "tam-gru": (TamSpec(memory="gru"), TEXT, 6),
     "multilinear": (MultilinearSpec(length=6), TEXT, 6),
 }
 TEXT_CASES = tuple(name for name, (_, host, _) in CASES.items() if host.tokens is None)

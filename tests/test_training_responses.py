@@ -1,0 +1,98 @@
+"""Learning to choose responses: right pairs, wrong pairs, and columns made of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcompress.errors import DataError
+from tcompress.evaluation.run import evaluate
+from tcompress.reading.examples import Examples, Needs, load_examples
+from tcompress.source import SourceModel
+from tcompress.training.data import load_data
+from tcompress.training.examples import with_wrong_pairs
+from tcompress.training.tasks import TASKS, WRONG_PAIRS
+from tests.support.evaluation import encoder, rows_file
+from tests.support.model_folders import sentences
+from tests.support.training import settings, train
+
+PAIRS = Needs((2, 2))
+
+
+def _pairs(count: int, answers: int) -> Examples:
+    second = [f"answer {index % answers}" for index in range(count)]
+    return Examples("pairs", "train", "f", texts=([f"q {i}" for i in range(count)], second))
+
+
+def test_wrong_pairs_are_never_right_ones() -> None:
+    right = _pairs(30, 7)
+    found = with_wrong_pairs(right, 3, seed=0)
+    assert found.targets == [1] * 30 + [0] * 90
+    own = dict(zip(*right.texts, strict=True))
+    drawn: dict[str, list[str]] = {}
+    for one, two in list(zip(*found.texts, strict=True))[30:]:
+        assert two != own[one]
+        drawn.setdefault(one, []).append(two)
+    assert all(len(set(others)) == 3 for others in drawn.values())
+    assert len({two for others in drawn.values() for two in others}) == 7
+    assert with_wrong_pairs(right, 3, seed=0).texts == found.texts
+    assert with_wrong_pairs(right, 3, seed=1).texts != found.texts
+
+
+def test_too_few_responses_to_choose_among() -> None:
+    with pytest.raises(DataError, match="has 3 different second texts, too few to draw 3"):
+        with_wrong_pairs(_pairs(9, 3), 3, seed=0)
+
+
+def test_held_out_pairs_are_not_among_those_trained_on(tmp_path: Path) -> None:
+    encoder(tmp_path / "model")
+    texts = sentences(60)
+    data = rows_file(tmp_path / "rows.jsonl", context=texts[:30], response=texts[30:])
+    task = TASKS["response-selection"]()
+    options = settings(data={"source": [str(data)], "holdout": 0.2}).data
+    found = load_data(SourceModel.open(str(tmp_path / "model")), options, task, seed=0)
+    assert found.classes == ("other response", "right response")
+    for part, rows in ((found.train, 24), (found.validation, 6)):
+        assert part.labels is not None
+        assert part.labels.tolist() == [1] * rows + [0] * WRONG_PAIRS * rows
+
+
+def test_learns_to_choose(tmp_path: Path) -> None:
+    """Responses that repeat their question are told from others, and evaluate says so."""
+    encoder(tmp_path / "model")
+    texts = sentences(40)
+    data = rows_file(tmp_path / "rows.jsonl", context=texts, response=texts)
+    options: Any = {"steps": 60, "batch_size": 16, "evaluate_every": 30, "learning_rate": 2e-3}
+    made = train(
+        tmp_path / "model",
+        tmp_path / "out",
+        task="response-selection",
+        teacher="none",
+        data={"source": [str(data)], "max_length": 48},
+        **options,
+    )
+    assert made.facts.curve[-1].loss < made.facts.curve[1].loss
+    score = evaluate([str(tmp_path / "out")], "response-selection", str(data), save=False)[0]
+    assert {metric.name for metric in score.metrics} >= {"recall@1", "recall@5"}
+
+
+def test_texts_are_joined_and_lists_count_as_their_first(tmp_path: Path) -> None:
+    data = rows_file(
+        tmp_path / "rows.jsonl",
+        question=["who", "when"],
+        tweet=["a tweet", None],
+        answers=[["me", "i"], ["now"]],
+    )
+    columns = {"text": "question+tweet", "pair": "answers"}
+    found = load_examples(str(data), "train", PAIRS, columns=columns)
+    assert found.texts == (["who a tweet", "when"], ["me", "now"])
+
+
+@pytest.mark.parametrize("column", ["question+tweets", "+", "question+"])
+def test_parts_of_a_joined_column_must_be_there(column: str, tmp_path: Path) -> None:
+    data = rows_file(tmp_path / "rows.jsonl", question=["who"], answer=["me"])
+    with pytest.raises(DataError, match="has no column") as error:
+        load_examples(str(data), "train", PAIRS, columns={"text": column, "pair": "answer"})
+    assert f"`{column}`" in str(error.value)

@@ -38,7 +38,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
     """What options make of a recipe, less what are defaults."""
     recipe = None if text is None else parse_recipe(text, "test.yaml")
-    return conversion(options, recipe).model_dump(exclude_defaults=True)
+    found = conversion(options, recipe).model_dump(exclude_defaults=True)
+    return {name: value for name, value in found.items() if value != {}}
 
 
 def test_a_mechanism_alone_leaves_weights_dense() -> None:

@@ -161,7 +161,8 @@ def test_recipes_list() -> None:
     assert all(name in done.out for name in recipe_names())
     listed = run("recipes", "list", "--json").document["recipes"]
     assert [item["name"] for item in listed] == list(recipe_names())
-    assert all(item["description"] and item["model"] for item in listed)
+    assert all(item["description"] for item in listed)
+    assert all(bool(item["model"]) != item["name"].startswith("scratch/") for item in listed)
 
 
 def test_recipes_show_copy_validate(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def test_columns() -> None:
         (
             ("bert", "--task", "st", "--data", "labelled.jsonl"),
             "unknown task `st`; tasks are `classification`, `sts`, `perplexity`, `masked-lm`, "
-            "`image-classification`, `retrieval`, `response-selection`",
+            "`image-classification`, `volume-classification`, `forecasting`, `retrieval`, "
+            "`response-selection`",
             "did you mean `sts`?",
         ),
         (

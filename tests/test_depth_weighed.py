@@ -92,7 +92,7 @@ def idle(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["svd", "auto"])
 def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path) -> None:
-    recipe = _recipe(method=method, target=0.35)
+    recipe = _recipe(method={"name": method}, target=0.35)
     done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5)))
     plan = done.manifest.plan
     assert plan.depth is not None

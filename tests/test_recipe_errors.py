@@ -199,7 +199,7 @@ def test_problem_of_a_method(options: str, line: str) -> None:
         (
             "layers: [{match: q, method: lpord}]",
             "4: `convert.layers[0].method`: found the text `lpord`; allowed is one of "
-            f"{STRUCTURES}, or a mapping with such a `name` and options; did you mean `lprod`?",
+            f"{STRUCTURES}; did you mean `lprod`?",
         ),
         (
             "layers: {match: q}",
@@ -397,8 +397,8 @@ def test_file_that_cannot_be_opened(tmp_path: Path) -> None:
         ("[{name: lprodd}]", "[0].name`: found the text `lprodd`; allowed is one of {METHODS}; "),
         ("[{name: svd, q: 3}]", "[0].q`: unknown key; known keys are `name`, `rank`, `tol`"),
         ("[{name: lprod, p: x}]", "[0].p`: found the text `x`; allowed is a whole number, "),
-        ("[svdd]", "[0]`: found the text `svdd`; allowed is one of `auto`, "),
-        ("[3]", "[0]`: found `3`; allowed is one of `auto`, "),
+        ("[svdd]", "[0]`: found the text `svdd`; allowed is a mapping with a `name`, one of"),
+        ("[3]", "[0]`: found `3`; allowed is a mapping with a `name`, one of"),
     ],
 )
 def test_methods_of_a_sweep_are_names_or_options(methods: str, line: str) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tcompress.recipe.attention import AttentionSpec
 from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
-from tcompress.recipe.methods import AutoSpec, NamedMethod
+from tcompress.recipe.methods import AnyMethod, AutoSpec
 from tcompress.recipe.scratch import Norm, Positions, needs_data, usual_calibration
 from tcompress.recipe.sections import BUDGETS, Calibration, Embeddings, LayerRule, Section, tol_of
 from tcompress.structures import Spec
@@ -29,7 +29,7 @@ class Convert(Section):
         "read, all are drawn anew, to train from scratch",
     )
     seed: int = Field(0, ge=0, description="seed of the weights, with `init: random`")
-    method: NamedMethod | None = Field(
+    method: AnyMethod | None = Field(
         None,
         description="structure of the rewritten layers, or `auto`, which chooses one for each; "
         "without one their weights stay dense",

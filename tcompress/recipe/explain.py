@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from yaml.nodes import MappingNode
+from yaml.nodes import MappingNode, ScalarNode
 
 from tcompress.recipe.document import Document, Key, Problem
 from tcompress.recipe.words import (
@@ -103,6 +103,8 @@ class _Work:
             self._report((*parent, close), f"unknown key; did you mean `{name}`?")
             return
         names = {"enum": list(methods_of(fragment))}
+        if isinstance(self.document.nodes.get(parent), ScalarNode):  # the name alone
+            key = parent
         self._report(key, _wrong(self.document, key, names, self.schema))
 
 

@@ -27,6 +27,7 @@ from tcompress.recipe.words import found, quoted
 from tcompress.structures import Spec
 
 _COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
+_NAMED = ("method", "attention")
 _START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
 _UPDATE = "update tcompress: `pip install --upgrade tcompress`"
 
@@ -64,7 +65,7 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     version = _version_problem(document, origin)
     problems = document.problems + ([version] if version else [])
     # The version has had its say; the rest is checked as if it were right.
-    data = {**document.data, "recipe_version": RECIPE_VERSION}
+    data = {**_named(document.data), "recipe_version": RECIPE_VERSION}
     try:
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
@@ -74,6 +75,18 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     if problems:
         raise _failure(origin, problems, _COMPARE)
     return recipe
+
+
+def _named(data: Any) -> Any:
+    """Writes bare names, as in `method: svd`, as methods and mechanisms without options."""
+    if isinstance(data, list):
+        return [_named(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    return {
+        key: {"name": value} if key in _NAMED and isinstance(value, str) else _named(value)
+        for key, value in data.items()
+    }
 
 
 def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:

@@ -6,7 +6,7 @@ import operator
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from tcompress.structures import Spec, Structure, structures
 
@@ -52,26 +52,10 @@ class AutoSpec(Spec):
         return False
 
 
-def structure_of(spec: Spec) -> Structure[Any, Any]:
-    """Returns the structure that a method's options belong to."""
-    return next(item for item in structures() if isinstance(spec, item.spec))
-
-
-def _by_name(value: Any) -> Any:
-    """Gives a method that was only named its usual options."""
-    if not isinstance(value, str):
-        return value
-    if value == AUTO:
-        return AutoSpec()
-    return next(item.spec(name=value) for item in structures() if value in names_of(item))
-
-
 if TYPE_CHECKING:
     MethodSpec = Any
     AnyMethod = Any
     MethodName = str
-    NamedSpec = Any
-    NamedMethod = Any
 else:
     # Options of one structure; `name` selects it.
     MethodSpec = Annotated[
@@ -82,9 +66,11 @@ else:
         Field(discriminator="name"),
     ]
     MethodName = Literal[method_names()]
-    # The same, where a name alone stands for a method with its usual options.
-    NamedSpec = Annotated[MethodSpec | StructureName, AfterValidator(_by_name)]
-    NamedMethod = Annotated[AnyMethod | MethodName, AfterValidator(_by_name)]
+
+
+def structure_of(spec: Spec) -> Structure[Any, Any]:
+    """Returns the structure that a method's options belong to."""
+    return next(item for item in structures() if isinstance(spec, item.spec))
 
 
 def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:

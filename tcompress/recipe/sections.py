@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tcompress.recipe.methods import NamedSpec
+from tcompress.recipe.methods import MethodSpec
 from tcompress.structures import Spec
 
 
@@ -51,7 +51,7 @@ class LayerRule(Section):
 
     match: str = Field(description="layer name with `*` wildcards, or `re:` and an expression")
     keep: bool = Field(False, description="leave these layers dense")
-    method: NamedSpec | None = Field(None, description="another method for these layers")
+    method: MethodSpec | None = Field(None, description="another method for these layers")
     residual_rank: int | None = Field(None, ge=0, description="another residual rank")
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
@@ -59,7 +59,7 @@ class LayerRule(Section):
 class Embeddings(Section):
     """How the word embedding is rewritten, and with it an output head that is tied to it."""
 
-    method: NamedSpec = Field(description="structure of the table")
+    method: MethodSpec = Field(description="structure of the table")
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the table's parameters"
     )

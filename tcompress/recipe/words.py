@@ -99,8 +99,6 @@ def describe(fragment: Fragment, root: Fragment) -> str:
         return f"a mapping with a `name`, one of {quoted(methods)}, and options of that method"
     if choices := choices_of(fragment):
         return f"one of {quoted(choices)}" if len(choices) > 1 else quoted(choices)
-    if methods := methods_of(options_of(fragment)):
-        return f"one of {quoted(methods)}, or a mapping with such a `name` and options"
     if "anyOf" in fragment:
         return " or ".join(describe(item, root) for item in members_of(fragment))
     return _describe_type(fragment, root)

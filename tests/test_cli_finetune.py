@@ -194,7 +194,8 @@ BAD: list[tuple[str, list[str], str, str]] = [
     ("bert-small", ["--data", "texts.txt", "--validation", "nothing.txt"],
      "`nothing.txt` holds no rows", "give other data, or `builtin`"),
     ("bert-small", ["--data", "texts.txt", "--columns", "txt=text"],
-     "`txt=text` names no role of a column; roles are `image`, `label`, `pair`, `score`, `shape`, `text`, `volume`",
+     "`txt=text` names no role of a column; roles are `image`, `label`, `pair`, `score`, "
+     "`shape`, `text`, `volume`",
      "write, for example, `text=review,label=stars`"),
     ("bert-small", ["--data", "rows.jsonl", "--columns", "text=label"],
      "column `label` of `rows.jsonl` holds int64, which is no text", "name another column"),

@@ -15,7 +15,8 @@ from tcompress.errors import DataError, InputError
 from tcompress.reading.builtin import texts as builtin_texts
 from tcompress.reading.collate import IGNORED
 from tcompress.source import SourceModel
-from tcompress.training.data import Data, LengthBatches, in_order, load_data, loader
+from tcompress.training.batches import LengthBatches, in_order, loader
+from tcompress.training.data import Data, load_data
 from tcompress.training.losses import tokens_in
 from tcompress.training.micro import examples_in, pieces
 from tcompress.training.setup import set_up

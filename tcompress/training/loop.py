@@ -15,8 +15,8 @@ from torch import Tensor
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.errors import TrainingError
 from tcompress.progress import Progress
+from tcompress.training.batches import LengthBatches, loader
 from tcompress.training.checkpoints import Checkpoints, RunState
-from tcompress.training.data import LengthBatches, loader
 from tcompress.training.losses import Losses, tokens_in
 from tcompress.training.micro import examples_in, is_out_of_memory
 from tcompress.training.observe import Batch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.reading.collate import IGNORED
-from tcompress.training.data import in_order, loader
+from tcompress.training.batches import in_order, loader
 from tcompress.training.micro import examples_in, pieces
 from tcompress.training.observe import Batch, Observed, fed_with
 from tcompress.training.setup import Setup

@@ -22,7 +22,7 @@ from tcompress.artifact.manifest import read_manifest
 from tcompress.progress import Silent
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
-from tcompress.training.data import loader
+from tcompress.training.batches import loader
 from tcompress.training.losses import Losses
 from tcompress.training.run import Finetuned, finetune
 from tcompress.training.setup import set_up

@@ -154,6 +154,13 @@ def test_every_method_by_name(name: str) -> None:
     assert bare == recipe
 
 
+def test_a_models_own_keys_are_no_names() -> None:
+    text = (
+        "recipe_version: 1\narchitecture: {model_type: bert, attention: x}\nconvert: {init: random}"
+    )
+    assert parse_recipe(text, "a").architecture.sizes == {"attention": "x"}
+
+
 def test_attention_by_name() -> None:
     bare = parse_recipe("recipe_version: 1\nconvert: {attention: hot}", "a")
     assert bare == parse_recipe("recipe_version: 1\nconvert: {attention: {name: hot}}", "a")

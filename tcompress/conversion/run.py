@@ -214,6 +214,7 @@ class _Job:
             if known is None:
                 gone = depth.blocks - depth.kept
                 self.progress.stage(f"trying without {gone} of {depth.blocks} blocks", 1, "trial")
+                self.progress.advance(1, "")
                 job = replace(self, source=self.dense, values={}, errors={}, tables={})
                 job._cut(depth)
                 job.settle_sizes(own)

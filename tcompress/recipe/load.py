@@ -84,7 +84,11 @@ def _named(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     return {
-        key: {"name": value} if key in _NAMED and isinstance(value, str) else _named(value)
+        key: {"name": value}
+        if key in _NAMED and isinstance(value, str)
+        else value
+        if key == "architecture"  # its keys are those of a model's configuration
+        else _named(value)
         for key, value in data.items()
     }
 

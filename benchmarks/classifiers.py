@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="default finetune's own")
     parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
     parser.add_argument("--alone", nargs="*", help="those to train on labels alone; default all")
+    parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -90,7 +91,8 @@ def stages(args: argparse.Namespace, dense: Path) -> Any:
 def settings(args: argparse.Namespace, **more: Any) -> Finetune:
     """Settings that all training shares."""
     data = {"source": [args.train], "samples": args.samples, "max_length": args.max_length}
-    return Finetune.model_validate({"task": args.task, "data": data, "evaluate_every": 200, **more})
+    fixed = {"task": args.task, "data": data, "evaluate_every": 200}
+    return Finetune.model_validate({**fixed, **more, **args.extra})
 
 
 def train_dense(args: argparse.Namespace, dense: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from tcompress.source import SourceModel
 from tcompress.source.text import first_line, listed
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.loop import Loop
+from tcompress.training.precision import fast_precision
 from tcompress.training.setup import Setup, set_up
 from tcompress.training.teacher import find_teacher
 
@@ -125,7 +126,8 @@ class _Run:
             quiet = progress if main else Silent()
             loop = Loop(self.setup, self.accelerator, checkpoints, quiet, say if main else _mute)
             self.accelerator.init_trackers("tcompress")
-            state = loop.run()
+            with fast_precision(self.accelerator):
+                state = loop.run()
             facts = self._facts(state, loop.validated)
             weights = self.accelerator.get_state_dict(loop.model)
             if place is not None:

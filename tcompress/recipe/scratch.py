@@ -65,6 +65,9 @@ class PaperRow(Section):
         False, description="whether ours is measured on the same data in the same way"
     )
     why: str | None = Field(None, description="why it is not comparable")
+    ours: bool = Field(
+        True, description="whether the recipe makes this model, or one to compare it with"
+    )
 
 
 def usual_calibration(said: Mapping[str, Any]) -> Calibration:

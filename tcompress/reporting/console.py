@@ -13,9 +13,9 @@ from rich.text import Text
 
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
-from tcompress.recipe.scratch import PaperRow
 from tcompress.reporting.budget import budget_rows
 from tcompress.reporting.model import layer_report
+from tcompress.reporting.published import Published, published
 from tcompress.reporting.rows import (
     Row,
     amount,
@@ -33,7 +33,6 @@ from tcompress.reporting.words import (
     error_text,
     short_blocks,
     time_text,
-    value_text,
 )
 
 MOST_LAYERS = 40
@@ -59,8 +58,8 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
         if report.left and len(reports) == 1:
             parts.append(left_table(report.left))
-    if paper := reports[-1].paper:
-        parts.append(paper_table(paper, reports))
+    if rows := published(reports):
+        parts.append(paper_table(rows))
     return Group(*parts)
 
 
@@ -183,25 +182,15 @@ def layer_table(
     return table
 
 
-def paper_table(rows: Sequence[PaperRow], reports: Sequence[ModelReport] = ()) -> Table:
-    """Lists published numbers, with ours beside them.
-
-    Args:
-        rows: What was published.
-        reports: Models; ours are the last ones' that were measured alike.
-    """
+def paper_table(rows: Sequence[Published]) -> Table:
+    """Lists published numbers, with ours beside them."""
     table = empty_table("published")
     for name in ("row", "metric", "where", "comparable"):
         table.add_column(name, overflow="fold")
     table.add_column("paper", justify="right")
     table.add_column("ours", justify="right")
     for row in rows:
-        found = [m.value for report in reports for m in report.metrics if m.name == row.metric]
-        # Papers that count in percent get ours in percent.
-        percent = row.value > 1 and all(0 <= value <= 1 for value in found)
-        ours = value_text(found[-1] * (100 if percent else 1)) if found else ""
-        why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
-        table.add_row(row.row, row.metric, row.source, why, f"{row.value:g}", ours)
+        table.add_row(row.row, row.metric, row.source, row.comparable, row.paper, row.ours)
     return table
 
 

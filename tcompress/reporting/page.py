@@ -15,6 +15,7 @@ from tcompress.reporting.charts import Dot, trade_off, training_charts
 from tcompress.reporting.choice import main_metrics, main_speeds
 from tcompress.reporting.console import short_name
 from tcompress.reporting.heat import Heat, heat_of
+from tcompress.reporting.published import Published, published
 from tcompress.reporting.rows import calibration_text, healed_text
 from tcompress.reporting.summary import Line, summary_of
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
@@ -69,6 +70,7 @@ class Page:
     sections: tuple[Section, ...]
     summary: tuple[Line, ...]
     pictures: tuple[Markup, ...] = field(default=())
+    published: tuple[Published, ...] = field(default=())
 
 
 def page_of(reports: Sequence[ModelReport]) -> Page:
@@ -85,6 +87,7 @@ def page_of(reports: Sequence[ModelReport]) -> Page:
         sections=tuple(sections),
         summary=summary_of(reports),
         pictures=tuple(_pictures(sections)),
+        published=tuple(published(reports)),
     )
 
 

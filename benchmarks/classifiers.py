@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import BUDGETS, SLICES
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
@@ -26,14 +27,8 @@ from tcompress.evaluation.run import evaluate
 from tcompress.recipe.schema import Convert, Finetune
 from tcompress.training.run import finetune
 
-CONVERSIONS: dict[str, dict[str, Any]] = {
-    "lprod p=4": {"method": {"name": "lprod", "p": 4}},
-    "lprod p=2": {"method": {"name": "lprod", "p": 2}},
-    "svd 25 %": {"method": {"name": "svd"}, "target": 0.25},
-    "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
-    "lprod p=8 + low rank 25 %": {"method": {"name": "lprod", "p": 8}, "target": 0.25},
-    "lprod p=8 + low rank 50 %": {"method": {"name": "lprod", "p": 8}, "target": 0.5},
-}
+CONVERSIONS = SLICES | BUDGETS
+USUAL = [name for name in CONVERSIONS if name.startswith(("lprod", "svd"))]
 
 
 def main() -> None:
@@ -50,7 +45,7 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, help="default finetune's own")
-    parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
+    parser.add_argument("--only", nargs="*", default=USUAL, help="conversions")
     parser.add_argument("--alone", nargs="*", help="those to train on labels alone; default all")
     parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
     args = parser.parse_args()

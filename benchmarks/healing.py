@@ -22,6 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from rows import BUDGETS, SLICES, with_depth
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -35,22 +36,14 @@ from tcompress.source import SourceModel
 from tcompress.training.run import finetune
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    "layers 1, 3, 5": {"keep_layers": [1, 3, 5]},
+    **with_depth("layers 1, 3, 5", {"keep_layers": [1, 3, 5]}),
     "layers 1, 5": {"keep_layers": [1, 5]},
+    "layers 1, 5, svd 75 %": {"keep_layers": [1, 5], "method": {"name": "svd"}, "target": 0.75},
     "3 of 6 layers": {"drop_layers": 3},
     "lprod p=4 dct": {"method": {"name": "lprod", "p": 4, "transform": "dct"}},
-    "lprod p=4 fitted": {"method": {"name": "lprod", "p": 4}},
-    "svd 25 %": {"method": {"name": "svd"}, "target": 0.25},
-    "lprod p=8 + low rank 25 %": {"method": {"name": "lprod", "p": 8}, "target": 0.25},
-    "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
-    "lprod p=8 + low rank 50 %": {"method": {"name": "lprod", "p": 8}, "target": 0.5},
-    "layers 1, 3, 5, svd 50 %": {
-        "keep_layers": [1, 3, 5],
-        "method": {"name": "svd"},
-        "target": 0.5,
-    },
-    "layers 1, 5, svd 75 %": {"keep_layers": [1, 5], "method": {"name": "svd"}, "target": 0.75},
-    "3 of 6 layers, svd 50 %": {"drop_layers": 3, "method": {"name": "svd"}, "target": 0.5},
+    "lprod p=4 fitted": SLICES["lprod p=4"],
+    "lprod p=2 fitted": SLICES["lprod p=2"],
+    **BUDGETS,
 }
 
 

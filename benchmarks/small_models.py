@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from rows import BUDGETS, SLICES, with_depth
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
@@ -26,14 +27,7 @@ from tcompress.evaluation.run import evaluate
 from tcompress.recipe.schema import Convert, Finetune
 from tcompress.training.run import finetune
 
-CONVERSIONS: dict[str, dict[str, Any]] = {
-    "svd 25 %": {"method": {"name": "svd"}, "target": 0.25},
-    "lprod p=4": {"method": {"name": "lprod", "p": 4}},
-    "lprod p=8 + low rank 25 %": {"method": {"name": "lprod", "p": 8}, "target": 0.25},
-    "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},
-    "lprod p=2": {"method": {"name": "lprod", "p": 2}},
-    "lprod p=8 + low rank 50 %": {"method": {"name": "lprod", "p": 8}, "target": 0.5},
-}
+CONVERSIONS = SLICES | BUDGETS | with_depth("2 layers dropped", {"drop_layers": 2})
 
 
 def main() -> None:
@@ -46,6 +40,7 @@ def main() -> None:
     parser.add_argument("--train", help="data to heal with; default a part of the text")
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
     parser.add_argument("--limit", type=int, help="examples to measure on")
     parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
     args = parser.parse_args()
@@ -57,7 +52,7 @@ def main() -> None:
     record = args.out / "results.json"
     rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    for name in ("dense", *CONVERSIONS):
+    for name in ("dense", *args.only):
         if name not in rows:
             rows[name] = row(args, name)
             record.write_text(json.dumps(rows, indent=1) + "\n")

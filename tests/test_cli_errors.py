@@ -47,6 +47,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["convert"], "missing argument `MODEL`", SEE),
         (["convert", "m", "--tagret"], "unknown option `--tagret`", "did you mean `--target`?"),
+        (["convert", "m", "--calibration", "x"], "unknown option `--calibration`",
+         "did you mean `--calib`?"),
         (["convert", "m", "--qqqqqq"], "unknown option `--qqqqqq`", SEE),
         (["convert", "m", "--p"], "option `--p` requires an argument", "see `tcompress --help`"),
     ],

@@ -89,8 +89,13 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str | None:
-    """Returns a hint that names the closest known word, if one is close."""
-    close = difflib.get_close_matches(word, list(known), 1)
+    """Returns a hint that names the closest known word, if one is close.
+
+    A word that goes on where a known one ends, such as `--calibration` for `--calib`, means it.
+    """
+    words = list(known)
+    begun = sorted((name for name in words if len(name) > 4 and word.startswith(name)), key=len)
+    close = begun[-1:] or difflib.get_close_matches(word, words, 1)
     return f"did you mean `{close[0]}`?" if close else None
 
 

@@ -17,7 +17,7 @@ METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))
 STRUCTURES = ", ".join(f"`{name}`" for name in sorted(structure_names()))
 TOP = (
     "`recipe_version`, `name`, `description`, `model`, `architecture`, `revision`, `output`, "
-    "`convert`, `finetune`, `evaluate`, `bench`, `sweep`, `report`, `paper`"
+    "`convert`, `finetune`, `evaluate`, `bench`, `sweep`, `report`, `paper`, `variants`"
 )
 CONVERT = (
     "`init`, `seed`, `method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, "

@@ -99,15 +99,17 @@ def validate(
     ],
     json: opt.Json = False,
 ) -> None:
-    """Check recipes; all problems of a recipe are shown with their lines."""
+    """Check recipes; all problems of a recipe and its variants are shown, with their lines."""
     from tcompress.errors import RecipeError
-    from tcompress.recipe import find_recipe, parse_recipe
+    from tcompress.recipe import check_variants, find_recipe, parse_recipe
 
     names: dict[str, str | None] = {}
     wrong: list[RecipeError] = []
     for file in files:
         try:
-            names[file] = parse_recipe(*find_recipe(file)).name
+            recipe = parse_recipe(*find_recipe(file))
+            check_variants(recipe, file)
+            names[file] = recipe.name
         except RecipeError as error:
             wrong.append(error)
     if wrong:

@@ -21,6 +21,7 @@ EPILOG = opt.examples(
     "tcompress run encoder/minilm-lprod",
     "tcompress run recipe.yaml --model ./my-model -o small --dry-run",
     "tcompress run encoder/minilm-healed --set finetune.steps=200",
+    "tcompress run scratch/ag-news-lprod --variant smoke",
 )
 
 RecipeName = Annotated[
@@ -47,6 +48,7 @@ ModelOption = Annotated[
 def run(
     recipe: RecipeName,
     model: ModelOption = None,
+    variants: opt.Variants = None,
     changes: opt.Changes = None,
     output: opt.Output = None,
     force: opt.Force = False,
@@ -60,10 +62,11 @@ def run(
 ) -> None:
     """Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep."""
     from tcompress.cli.settings import default_output
-    from tcompress.recipe import change_recipe, find_recipe, parse_recipe
+    from tcompress.recipe import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(recipe)
-    said = change_recipe(parse_recipe(text, origin), changes or [])
+    said = choose_variants(parse_recipe(text, origin), variants or [])
+    said = change_recipe(said, changes or [])
     name = model or said.model
     architecture = None if model else said.architecture
     if architecture is not None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tcompress.recipe.attention import AttentionSpec, mechanism_names
+    from tcompress.recipe.change import change_recipe, check_variants, choose_variants
     from tcompress.recipe.docs import json_schema, reference_markdown
     from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
-    from tcompress.recipe.load import change_recipe, dump_recipe, load_recipe, parse_recipe
+    from tcompress.recipe.load import dump_recipe, load_recipe, parse_recipe
     from tcompress.recipe.methods import (
         AutoSpec,
         MethodSpec,
@@ -38,6 +39,8 @@ __all__ = [
     "MethodSpec",
     "Recipe",
     "change_recipe",
+    "check_variants",
+    "choose_variants",
     "copy_recipe",
     "default_method",
     "dump_recipe",
@@ -62,7 +65,9 @@ _HOMES = {
     "LayerRule": "schema",
     "MethodSpec": "methods",
     "Recipe": "schema",
-    "change_recipe": "load",
+    "change_recipe": "change",
+    "check_variants": "change",
+    "choose_variants": "change",
     "copy_recipe": "library",
     "default_method": "methods",
     "dump_recipe": "load",

@@ -26,7 +26,7 @@ from tcompress.recipe.schema import RECIPE_VERSION, Recipe
 from tcompress.recipe.words import found, quoted
 from tcompress.structures import Spec
 
-_COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
+COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 _NAMED = ("method", "attention")
 _START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
 _UPDATE = "update tcompress: `pip install --upgrade tcompress`"
@@ -71,9 +71,9 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         problems = problems + explain(errors, document, Recipe.model_json_schema())
-        raise _failure(origin, problems, _COMPARE) from error
+        raise _failure(origin, problems, COMPARE) from error
     if problems:
-        raise _failure(origin, problems, _COMPARE)
+        raise _failure(origin, problems, COMPARE)
     return recipe
 
 
@@ -91,41 +91,6 @@ def _named(data: Any) -> Any:
         else _named(value)
         for key, value in data.items()
     }
-
-
-def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """Changes values of a recipe.
-
-    Args:
-        recipe: The recipe.
-        changes: Pairs such as `finetune.steps=200`; values are YAML.
-
-    Raises:
-        RecipeError: There is no such key, or the value is not allowed.
-    """
-    if not changes:
-        return recipe
-    data = yaml.safe_load(dump_recipe(recipe))
-    for change in changes:
-        key, equals, value = change.partition("=")
-        if not (key.strip() and equals):
-            raise RecipeError(
-                f"`--set {change}` is no pair", "write, for example, `--set finetune.steps=200`"
-            )
-        place = data
-        *parents, last = key.strip().split(".")
-        for name in parents:
-            place = _inside(place, name, change)
-        place[int(last) if isinstance(place, list) else last] = yaml.safe_load(value)
-    return parse_recipe(json.dumps(data, indent=1), "the recipe with `--set`")
-
-
-def _inside(place: Any, name: str, change: str) -> Any:
-    if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-        return place[int(name)]
-    if isinstance(place, dict):
-        return place.setdefault(name, {})
-    raise RecipeError(f"`--set {change}`: there is no `{name}` in the recipe", _COMPARE)
 
 
 def dump_recipe(recipe: Recipe) -> str:

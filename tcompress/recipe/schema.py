@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -204,6 +204,9 @@ class Recipe(Section):
     sweep: Sweep | None = Field(None, description="methods and targets to compare")
     report: str | None = Field(None, description="HTML file to write in the end")
     paper: tuple[PaperRow, ...] = Field((), description="published numbers, to show beside ours")
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description="other ways to run it, by name: changes such as `finetune.steps: 20`"
+    )
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Recipe:

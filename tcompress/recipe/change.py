@@ -1,0 +1,124 @@
+"""Recipes with some of their values changed, by hand or by one of their variants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tcompress.errors import RecipeError
+from tcompress.recipe.load import COMPARE, dump_recipe, parse_recipe
+from tcompress.recipe.schema import Recipe
+from tcompress.recipe.words import did_you_mean, quoted
+
+
+def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """Changes values of a recipe.
+
+    Args:
+        recipe: The recipe.
+        changes: Pairs such as `finetune.steps=200`; values are YAML.
+
+    Raises:
+        RecipeError: There is no such key, or the value is not allowed.
+    """
+    pairs = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not (key.strip() and equals):
+            raise RecipeError(
+                f"`--set {change}` is no pair", "write, for example, `--set finetune.steps=200`"
+            )
+        pairs[key.strip()] = yaml.safe_load(value)
+    return _changed(recipe, pairs, "--set") if pairs else recipe
+
+
+def choose_variants(recipe: Recipe, names: Sequence[str]) -> Recipe:
+    """Makes the changes of variants, in the order given; what is written is named after them.
+
+    Args:
+        recipe: The recipe.
+        names: Names under its key `variants`.
+
+    Raises:
+        RecipeError: There is no such variant, or what it changes is not there or not allowed.
+    """
+    for name in names:
+        if name not in recipe.variants:
+            has = f"it has {quoted(recipe.variants)}" if recipe.variants else "it has none"
+            raise RecipeError(
+                f"the recipe has no variant `{name}`; {has}{did_you_mean(name, recipe.variants)}",
+                "see what there is: `tcompress recipes show RECIPE`",
+            )
+    for name in names:
+        changes = {**_places(recipe, name), **recipe.variants[name]}
+        recipe = _changed(recipe, changes, f"--variant {name}")
+    return recipe
+
+
+def check_variants(recipe: Recipe, origin: str) -> None:
+    """Makes the changes of every variant.
+
+    Args:
+        recipe: The recipe.
+        origin: Name of its file, for messages.
+
+    Raises:
+        RecipeError: What a variant changes is not there or not allowed; lists all problems.
+    """
+    wrong = []
+    for name in recipe.variants:
+        try:
+            choose_variants(recipe, [name])
+        except RecipeError as error:
+            wrong.append(error.message)
+    if wrong:
+        text = "\n\n".join(wrong)
+        raise RecipeError(f"`{origin}` has variants that do not fit it\n\n{text}", COMPARE)
+
+
+def _places(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Names and files that another variant would overwrite."""
+    found = {}
+    for key in ("name", "output"):
+        if value := getattr(recipe, key):
+            found[key] = f"{value}-{name}"
+    if recipe.report is not None:
+        page = Path(recipe.report)
+        found["report"] = str(page.with_stem(f"{page.stem}-{name}"))
+    return found
+
+
+def _changed(recipe: Recipe, changes: Mapping[str, Any], by: str) -> Recipe:
+    data = yaml.safe_load(dump_recipe(recipe))
+    for key, value in changes.items():
+        place = data
+        *parents, last = key.split(".")
+        for name in parents:
+            place = _inside(place, name, key, by)
+        if isinstance(place, list):
+            place[_index(place, last, key, by)] = value
+        else:
+            place[last] = value
+    return parse_recipe(json.dumps(data, indent=1), f"the recipe with `{by}`")
+
+
+def _inside(place: Any, name: str, key: str, by: str) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, name, key, by)]
+    if isinstance(place, dict):
+        return place.setdefault(name, {})
+    raise _missing(name, key, by)
+
+
+def _index(place: Sequence[Any], name: str, key: str, by: str) -> int:
+    if not (name.isdecimal() and int(name) < len(place)):
+        raise _missing(name, key, by)
+    return int(name)
+
+
+def _missing(name: str, key: str, by: str) -> RecipeError:
+    return RecipeError(f"`{by}`, `{key}`: there is no `{name}` in the recipe", COMPARE)

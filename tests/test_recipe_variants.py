@@ -1,0 +1,101 @@
+"""Variants of recipes: named changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tcompress.errors import RecipeError
+from tcompress.recipe import choose_variants, parse_recipe, recipe_names, recipe_text
+from tests.support.cli import run
+from tests.support.tiny import build
+
+TEXT = """
+recipe_version: 1
+name: small
+output: made
+convert: {method: svd, target: 0.5}
+evaluate:
+  - {task: classification, data: test.csv}
+report: pages/small.html
+variants:
+  smoke: {evaluate.0.limit: 10, convert.target: 0.25}
+  sliced: {convert.method: {name: lprod, p: 2}, convert.target: null, output: elsewhere}
+  wrong: {evaluate.1.limit: 10}
+  senseless: {convert.target: high}
+"""
+
+
+def test_a_variant_changes_values_and_names() -> None:
+    made = choose_variants(parse_recipe(TEXT, "a"), ["smoke"])
+    assert (made.convert.target, made.evaluate[0].limit) == (0.25, 10)
+    assert (made.name, made.output, made.report) == (
+        "small-smoke",
+        "made-smoke",
+        "pages/small-smoke.html",
+    )
+
+
+def test_variants_add_up_and_may_name_their_own_output() -> None:
+    recipe = parse_recipe(TEXT, "a")
+    made = choose_variants(recipe, ["sliced", "smoke"])
+    assert (made.convert.method.name, made.convert.target) == ("lprod", 0.25)
+    assert (made.name, made.output) == ("small-sliced-smoke", "elsewhere-smoke")
+    assert choose_variants(recipe, []) is recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smok", "the recipe has no variant `smok`; it has `smoke`, `sliced`, `wrong`, "
+         "`senseless`; did you mean `smoke`?"),
+        ("wrong", "`--variant wrong`, `evaluate.1.limit`: there is no `1` in the recipe"),
+        ("senseless", "`convert.target`"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(name: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        choose_variants(parse_recipe(TEXT, "a"), [name])
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_recipe_without_variants_says_so() -> None:
+    recipe = parse_recipe(recipe_text("encoder/minilm-lprod"), "b")
+    with pytest.raises(RecipeError, match="no variant `smoke`; it has none"):
+        choose_variants(recipe, ["smoke"])
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_variant_that_ships_is_a_recipe(name: str) -> None:
+    recipe = parse_recipe(recipe_text(name), name)
+    assert ("smoke" in recipe.variants) == name.startswith("scratch/")
+    for variant in recipe.variants:
+        made = choose_variants(recipe, [variant])
+        assert made.output == f"{recipe.output}-{variant}"
+        own = [row for row in made.paper if row.ours]
+        assert len({row.row for row in own}) <= 1  # a recipe makes one model
+
+
+def test_validating_a_recipe_tries_its_variants(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(TEXT)
+    done = run("recipes", "validate", file)
+    assert done.code == 2
+    assert f"`{file}` has variants that do not fit it" in done.err
+    assert "`--variant wrong`, `evaluate.1.limit`: there is no `1`" in done.err
+    assert "the recipe with `--variant senseless`" in done.err
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    build("bert").save_pretrained(model)
+    monkeypatch.chdir(tmp_path)
+    said = "recipe_version: 1\noutput: made\nconvert: {method: svd, target: 0.5, calibration: "
+    said += "{source: none}}\nvariants:\n  tiny: {convert.target: 0.25}\n"
+    (tmp_path / "r.yaml").write_text(said)
+    done = run("run", "r.yaml", "--model", model, "--variant", "tiny")
+    assert done.code == 0, done.err
+    assert "Wrote `made-tiny`" in done.out
+    assert not (tmp_path / "made").exists()

@@ -77,16 +77,6 @@ Changes = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant",
-        metavar="NAME",
-        help="Run a variant of the recipe, such as `smoke`; what is written is named after it. "
-        "Repeatable.",
-        rich_help_panel=METHOD,
-    ),
-]
 Method = Annotated[
     str | None,
     typer.Option(

@@ -44,11 +44,22 @@ ModelOption = Annotated[
     ),
 ]
 
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant",
+        metavar="NAME",
+        help="Run a variant of the recipe, such as `smoke`; what is written is named after it. "
+        "Repeatable.",
+        rich_help_panel=opt.METHOD,
+    ),
+]
+
 
 def run(
     recipe: RecipeName,
     model: ModelOption = None,
-    variants: opt.Variants = None,
+    variants: Variants = None,
     changes: opt.Changes = None,
     output: opt.Output = None,
     force: opt.Force = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,17 +188,27 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+GRACE = 20.0
+"""Seconds that the main process has to report what is wrong."""
+
+
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Leaves it to the main process to report what all processes meet."""
+    """Leaves it to the main process to report what all processes meet.
+
+    Others wait for it: launchers end all processes as soon as one ends, and the first to find what
+    is wrong is often not the main one. What it alone has found a process reports itself.
+    """
+    import time
+
     from tcompress.errors import InputError
 
     try:
         yield
-    except (InputError, Interrupted) as error:
-        if is_main_process():
-            raise
-        sys.exit(error.exit_code)
+    except (InputError, Interrupted):
+        if not is_main_process():
+            time.sleep(GRACE)
+        raise
 
 
 @contextmanager

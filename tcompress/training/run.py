@@ -279,8 +279,10 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
-    cpu = options.device == "cpu"
     pick_device(options.device)
+    # Processes find one another only if accelerate is told that they are on a CPU.
+    found = options.device == "auto" and torch.accelerator.is_available()
+    cpu = options.device == "cpu" or (options.device == "auto" and not found)
     precision = options.mixed_precision
     if precision == "auto":
         on_gpu = torch.cuda.is_available() and not cpu

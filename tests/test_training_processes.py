@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from tcompress.artifact.reader import Artifact
-from tcompress.cli.finetune import one_voice
-from tcompress.errors import InputError
 from tests.support.cli import run
 from tests.support.evaluation import one_thread, pairs_file
 from tests.support.interrupted import partial_folder
@@ -46,13 +44,6 @@ def _together(*arguments: object) -> subprocess.CompletedProcess[str]:
     ]
     command += ["-m", "tcompress", "finetune", *map(str, arguments), "--json"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_what_another_process_alone_has_found_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("tcompress.cli.finetune.GRACE", 0.0)
-    with pytest.raises(InputError, match="nothing here"), one_voice():
-        raise InputError("nothing here", "look elsewhere")
 
 
 def _curve(document: dict[str, Any]) -> list[float]:

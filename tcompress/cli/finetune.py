@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,13 +201,15 @@ def one_voice() -> Iterator[None]:
     Others wait for it: launchers end all processes as soon as one ends, and the first to find what
     is wrong is often not the main one. What it alone has found a process reports itself.
     """
-    import time
-
     from tcompress.errors import InputError
 
     try:
         yield
-    except (InputError, Interrupted):
+    except Interrupted as error:
+        if is_main_process():
+            raise
+        sys.exit(error.exit_code)
+    except InputError:
         if not is_main_process():
             time.sleep(GRACE)
         raise

@@ -43,5 +43,5 @@ class FloatAttention(TorchFunctionMode):
 
 
 def _as_float(value: Any) -> Any:
-    low = isinstance(value, Tensor) and value.is_floating_point()
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if low else value

@@ -281,8 +281,8 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     pick_device(options.device)
     # Processes find one another only if accelerate is told that they are on a CPU.
-    found = options.device == "auto" and torch.accelerator.is_available()
-    cpu = options.device == "cpu" or (options.device == "auto" and not found)
+    alone = options.device == "auto" and not torch.accelerator.is_available()
+    cpu = options.device == "cpu" or alone
     precision = options.mixed_precision
     if precision == "auto":
         on_gpu = torch.cuda.is_available() and not cpu

@@ -254,11 +254,11 @@ BAD: list[tuple[str, list[str], str, str]] = [
     ("bert-small", ["--objective", "logits=1"],
      "the objective `logits` needs a model with a head", "leave it out of `objectives`"),
     ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--block-steps", "2"],
-     "`block_steps` needs a teacher, whose states blocks are trained on",
-     "add `--teacher MODEL`, or leave `block_steps` out"),
+     "the stage `blocks` needs a teacher, whose states blocks are trained on",
+     "add `--teacher MODEL`, or leave `stage` and `block_steps` out"),
     ("t5-small", ["--block-steps", "2"],
-     "`block_steps` needs one stack of blocks, but the model has 2: `decoder.block`, "
-     "`encoder.block`", "leave `block_steps` out"),
+     "the stage `blocks` needs one stack of blocks, but the model has 2: `decoder.block`, "
+     "`encoder.block`", "leave `stage` and `block_steps` out"),
     ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--train", "rewritten"],
      "no layer of the model is rewritten", "train `blocks` or `all` of it instead"),
     ("clip_text_model", ["--task", "masked-lm", "--data", "texts.txt"],

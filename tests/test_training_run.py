@@ -292,6 +292,18 @@ def test_blocks_first_then_all_together(tmp_path: Path) -> None:
     assert curve(done) != curve(train(folder, tmp_path / "plain", **options))
 
 
+def test_the_stage_of_blocks_is_a_quarter_of_the_steps(tmp_path: Path) -> None:
+    folder, data = small_encoder(tmp_path), texts(tmp_path)
+    options = {"data": data, "steps": 8, "evaluate_every": 2}
+    stage, given, longer = (
+        curve(train(folder, tmp_path / f"out{index}", **options, **more))
+        for index, more in enumerate(
+            ({"stage": "blocks"}, {"block_steps": 2}, {"stage": "blocks", "block_steps": 4})
+        )
+    )
+    assert stage == given != longer
+
+
 def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     found = [

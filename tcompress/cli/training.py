@@ -61,10 +61,19 @@ Temperature = Annotated[
     float | None,
     typer.Option(help="Softening of the teacher's logits.", rich_help_panel=LEARNING),
 ]
+Stage = Annotated[
+    str | None,
+    typer.Option(
+        metavar="end-to-end|blocks",
+        help="`blocks`: first each block alone, on the teacher's states, then all together. "
+        "Default: end-to-end at once.",
+        rich_help_panel=LEARNING,
+    ),
+]
 BlockSteps = Annotated[
     int | None,
     typer.Option(
-        help="First steps in which each block is trained alone, on the teacher's states.",
+        help="Steps of `--stage blocks`. Default: a quarter of all.",
         rich_help_panel=LEARNING,
     ),
 ]

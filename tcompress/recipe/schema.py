@@ -81,10 +81,12 @@ class Finetune(Section):
         {}, description="weights of the terms of the loss; default by task and teacher"
     )
     temperature: float = Field(2.0, gt=0, description="softening of the teacher's logits")
-    block_steps: int = Field(
-        0,
-        ge=0,
-        description="first steps in which each block is trained alone, on the teacher's states",
+    stage: Literal["end-to-end", "blocks"] = Field(
+        "end-to-end",
+        description="`blocks`: first each block alone, on the teacher's states, then all together",
+    )
+    block_steps: int | None = Field(
+        None, gt=0, description="steps of the stage `blocks`; default a quarter of all"
     )
     train: Literal["auto", "rewritten", "blocks", "all"] = Field(
         "auto", description="parameters to train; `auto`: blocks to heal, all for a task"

@@ -20,7 +20,13 @@ from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, tokens_in
 from tcompress.training.micro import examples_in, is_out_of_memory
 from tcompress.training.observe import Batch
-from tcompress.training.schedule import Pace, highest_rate, learning_rate, total_steps
+from tcompress.training.schedule import (
+    Pace,
+    block_steps,
+    highest_rate,
+    learning_rate,
+    total_steps,
+)
 from tcompress.training.setup import Setup
 from tcompress.training.stopping import Stopping
 
@@ -156,7 +162,7 @@ class Loop:
 
     def _gradients(self, batch: Batch) -> float:
         """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
-        alone = self.state.step < self.setup.options.block_steps
+        alone = self.state.step < block_steps(self.setup.options, self.state.total)
         while True:
             try:
                 return self.losses.gradients(batch, self.state.parts, alone=alone)

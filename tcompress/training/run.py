@@ -39,6 +39,7 @@ from tcompress.source.text import first_line, listed
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.loop import Loop
 from tcompress.training.precision import fast_precision
+from tcompress.training.schedule import blocks_first
 from tcompress.training.setup import Setup, set_up
 from tcompress.training.teacher import find_teacher
 
@@ -177,7 +178,7 @@ class _Run:
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return TrainingFacts(
-            stage="blocks, then end-to-end" if options.block_steps else "end-to-end",
+            stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
             task=options.task,
             teacher=self.teacher.id if self.teacher else None,
             data=setup.data.name,

@@ -36,6 +36,23 @@ def total_steps(options: Finetune, per_epoch: int) -> int:
     return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
 
 
+def block_steps(options: Finetune, total: int) -> int:
+    """Number of first steps in which each block is trained alone.
+
+    Args:
+        options: Settings of the run.
+        total: Steps in all.
+    """
+    if not blocks_first(options):
+        return 0
+    return total // 4 if options.block_steps is None else options.block_steps
+
+
+def blocks_first(options: Finetune) -> bool:
+    """Whether a run begins with blocks alone; the number of such steps asks for them too."""
+    return options.stage == "blocks" or options.block_steps is not None
+
+
 def highest_rate(options: Finetune, *, untrained: bool = False) -> float:
     """The learning rate after warming up.
 

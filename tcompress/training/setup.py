@@ -30,6 +30,7 @@ from tcompress.structures.side import SideModule
 from tcompress.training.data import Data, load_data
 from tcompress.training.objectives import OBJECTIVES, Objective, Setting
 from tcompress.training.observe import Observer, skeleton_anatomy
+from tcompress.training.schedule import blocks_first
 from tcompress.training.tasks import TASKS, Task, check_labels
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 
@@ -107,7 +108,7 @@ def set_up(
     anatomy = skeleton_anatomy(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, anatomy, projections=projections)
-    if options.block_steps:
+    if blocks_first(options):
         _check_one_stack(anatomy)
     teacher_observer = None
     if teacher is not None:
@@ -192,10 +193,10 @@ def objective_names(
         )
     if "task" in names and not options.task:
         raise InputError("the objective `task` needs a task", "add `--task`")
-    if options.block_steps and teacher is None:
+    if blocks_first(options) and teacher is None:
         raise InputError(
-            "`block_steps` needs a teacher, whose states blocks are trained on",
-            "add `--teacher MODEL`, or leave `block_steps` out",
+            "the stage `blocks` needs a teacher, whose states blocks are trained on",
+            "add `--teacher MODEL`, or leave `stage` and `block_steps` out",
         )
     lonely = [name for name in names if OBJECTIVES[name].needs_teacher and teacher is None]
     if lonely:
@@ -349,9 +350,9 @@ def _check_one_stack(anatomy: Anatomy) -> None:
     stacks = sorted({block.name.rpartition(".")[0] for block in anatomy.blocks})
     if len(stacks) > 1:
         raise InputError(
-            f"`block_steps` needs one stack of blocks, but the model has {len(stacks)}: "
+            f"the stage `blocks` needs one stack of blocks, but the model has {len(stacks)}: "
             f"{listed(stacks)}",
-            "leave `block_steps` out",
+            "leave `stage` and `block_steps` out",
         )
 
 

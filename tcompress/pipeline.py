@@ -27,6 +27,8 @@ from tcompress.training.run import finetune
 
 Say = Callable[[str], None]
 
+_AGAIN = "; `--force` does it again"
+
 
 @dataclass
 class Outcome:
@@ -51,6 +53,11 @@ class Outcome:
     page: Path | None = None
     missed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the finished model was there before."""
+        return ("convert" if self.converted == self.folder else "finetune") in self.skipped
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -111,7 +118,7 @@ def run_recipe(
     models = [str(source.folder), str(outcome.converted), *map(str, trained)]
     if source.seed is not None:  # there was nothing before the training
         models = models[-1:]
-    outcome.reports = reports_of(models)
+    outcome.reports = reports_of(models, trust_remote_code=source.trust_remote_code)
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
     return outcome
@@ -133,17 +140,25 @@ class _Run:
             check_target(Path(self.recipe.report).expanduser())
         for item in self.recipe.evaluate:
             if item.threshold is not None:
-                Threshold.parse(item.threshold)
+                self._check_bound(Threshold.parse(item.threshold), item.threshold)
         if not self._is_converted():
             check_output(self.outcome.converted, force=self.force)
         if self.recipe.finetune is not None and not self._is_trained():
             check_output(self.outcome.folder, force=self.force)
 
+    def _check_bound(self, bound: Threshold, text: str) -> None:
+        if bound.relative and self.source.seed is not None:
+            raise InputError(
+                f"`threshold: {text}` compares with the dense model, but a model that begins at "
+                "random has none",
+                "give a plain number, such as `threshold: 0.8`",
+            )
+
     def convert(self) -> None:
         """Converts, unless that is done."""
         if self._is_converted():
             self.outcome.skipped.append("convert")
-            self.say(f"`{self.outcome.converted.name}` is already converted")
+            self.say(f"`{self.outcome.converted.name}` is already converted{_AGAIN}")
             return
         convert(
             self.source,
@@ -161,10 +176,10 @@ class _Run:
             return
         if self._is_trained():
             self.outcome.skipped.append("finetune")
-            self.say(f"`{self.outcome.folder.name}` is already trained")
+            self.say(f"`{self.outcome.folder.name}` is already trained{_AGAIN}")
             return
         finetune(
-            str(self.outcome.converted),
+            self._open(self.outcome.converted),
             options,
             self.outcome.folder,
             force=self.force,
@@ -179,7 +194,9 @@ class _Run:
         # Of a model that began at random only the trained one knows anything.
         models = made[-1:] if self.source.seed is not None else [self.source.folder, *made]
         for item in self.recipe.evaluate:
-            scores = measure(item, models, token=self.token, progress=self.progress)
+            scores = measure(
+                item, models, token=self.token, trust=self._trusts, progress=self.progress
+            )
             self.outcome.scores.append(scores)
             self._check_threshold(item, scores[-1])
         if self.recipe.bench is not None:
@@ -194,16 +211,25 @@ class _Run:
         if bound.missed(main):
             self.outcome.missed.append(f"{item.task} {main.name} {main.value:.4f}, not {bound}")
 
+    @property
+    def _trusts(self) -> bool:
+        return self.source.trust_remote_code
+
+    def _open(self, folder: Path) -> SourceModel:
+        return SourceModel.open(str(folder), trust_remote_code=self._trusts, converted=True)
+
     def _is_converted(self) -> bool:
-        manifest = _manifest(self.outcome.converted)
+        manifest = None if self.force else _manifest(self.outcome.converted)
         return (
             manifest is not None
+            and not manifest.training  # a trained model is no conversion
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")
             and manifest.source.fingerprint == self.source.store.fingerprint()
         )
 
     def _is_trained(self) -> bool:
-        options, manifest = self.recipe.finetune, _manifest(self.outcome.folder)
+        options = self.recipe.finetune
+        manifest = None if self.force else _manifest(self.outcome.folder)
         if options is None or manifest is None or not manifest.training:
             return False
         wanted = options.model_dump(mode="json", exclude_defaults=True)
@@ -220,6 +246,7 @@ def measure(
     baseline: Baseline | None = None,
     *,
     token: str | None = None,
+    trust: bool = False,
     progress: Progress | None = None,
 ) -> list[ModelScores]:
     """Does one measurement of a recipe.
@@ -229,6 +256,7 @@ def measure(
         models: Folders; the first one is what others are compared with.
         baseline: What they are compared with instead, if it was measured before.
         token: Access token for the hub.
+        trust: Whether code that comes with a model may run.
         progress: Hears how far it is.
     """
     return evaluate(
@@ -242,6 +270,7 @@ def measure(
         baseline=baseline,
         bootstrap=item.bootstrap,
         token=token,
+        trust_remote_code=trust,
         progress=progress,
     )
 
@@ -257,7 +286,9 @@ def time_passes(
         repeats=wanted.repeats,
     )
     against = str(source.folder) if source.seed is None else None
-    return bench([str(folder)], against, settings, progress=progress)[0]
+    trust = source.trust_remote_code
+    found = bench([str(folder)], against, settings, progress=progress, trust_remote_code=trust)
+    return found[0]
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -14,6 +14,9 @@ class Progress(Protocol):
     def advance(self, amount: int = 1, note: str = "") -> None:
         """The current stage went on."""
 
+    def shorten(self, total: int) -> None:
+        """The current stage has less to do than was said."""
+
     def part(self, name: str, number: int, total: int) -> None:
         """The next of several jobs begins, which has stages of its own; numbers start at 1."""
 
@@ -26,6 +29,9 @@ class Silent:
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         """Ignores the step."""
+
+    def shorten(self, total: int) -> None:
+        """Ignores it."""
 
     def part(self, name: str, number: int, total: int) -> None:
         """Ignores the job."""

@@ -175,7 +175,7 @@ def test_columns() -> None:
         (
             ("classifier", "--task", "classification", "--data", "empty.csv"),
             "`empty.csv` holds no rows",
-            "give other data, or `builtin`",
+            "give other data",
         ),
     ],
 )

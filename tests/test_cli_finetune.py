@@ -138,6 +138,10 @@ def test_options_change_the_recipe(tmp_path: Path) -> None:
         }
     )  # fmt: skip
     kept = settings_of({"recipe": str(path), "gradient_checkpointing": False})
+    longer = settings_of({"recipe": "encoder/minilm-healed", "epochs": 3.0})
+    assert (longer.steps, longer.epochs) == (None, 3.0)  # the recipe has steps
+    with pytest.raises(RecipeError, match="`--steps` and `--epochs` both"):
+        settings_of({"steps": 5, "epochs": 3.0})
     assert kept.steps == 5
     assert kept.data.source == ("a.txt",)
 
@@ -189,10 +193,10 @@ BAD: list[tuple[str, list[str], str, str]] = [
      "`pairs.jsonl:sentence1,sentence2,score` has 1 score, but the model's head has 3 labels",
      "give data that the head was made for, or a model without head"),
     ("bert-small", ["--data", "nothing.txt"], "`nothing.txt` holds no rows",
-     "give other data, or `builtin`"),
+     "give other data"),
     ("bert-small", ["--data", "missing.txt"], "there is no file or folder `missing.txt`; ", ""),
     ("bert-small", ["--data", "texts.txt", "--validation", "nothing.txt"],
-     "`nothing.txt` holds no rows", "give other data, or `builtin`"),
+     "`nothing.txt` holds no rows", "give other data"),
     ("bert-small", ["--data", "texts.txt", "--columns", "txt=text"],
      "`txt=text` names no role of a column; roles are `image`, `label`, `pair`, `score`, "
      "`shape`, `text`, `volume`",

@@ -76,6 +76,16 @@ def test_guesses_outside_the_classes_are_wrong() -> None:
     assert macro.value() == pytest.approx(2 / 3)
 
 
+def test_matthews_correlation_counts_guesses_outside_the_classes() -> None:
+    """As over three classes, of which the data has two."""
+    guessed, true = [0, 0, 1, 2, 1, 0], [0, 0, 1, 1, 0, 1]
+    *_, found = class_statistics([-1 if guess == 2 else guess for guess in guessed], true, 2)
+    sums = [np.bincount(labels, minlength=3) for labels in (guessed, true)]
+    above = 3 * 6 - sums[0] @ sums[1]
+    below = np.sqrt((36 - sums[0] @ sums[0]) * (36 - sums[1] @ sums[1]))
+    assert found.value() == pytest.approx(above / below)
+
+
 def test_one_class_has_no_matthews_correlation() -> None:
     *_, matthews = class_statistics([1, 1, 1], [0, 1, 1], 2)
     assert matthews.value() == 0.0

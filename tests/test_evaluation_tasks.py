@@ -20,6 +20,7 @@ from tcompress.errors import DataError, InputError
 from tcompress.evaluation.run import prepare, score_model
 from tcompress.evaluation.tasks import Prepared, find_task
 from tcompress.integration.models import load_model
+from tcompress.reading.classes import by_name
 from tcompress.reading.examples import Examples, load_examples
 from tcompress.source import SourceModel
 from tests.support.evaluation import (
@@ -104,14 +105,25 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     assert facts == ["index", "name", "index"]
     assert scores[1] == pytest.approx(1 - scores[0])  # the same weights, labels swapped
     assert scores[2] == scores[0]
-    assert notes == [
-        [],
-        [],
-        [
-            "the model calls its labels `yes`, `no`, the data `bad`, `good`; "
-            "they are matched by their order"
-        ],
-    ]
+    doubt = "the model calls its labels {}, the data `bad`, `good`; they are matched by their order"
+    assert notes == [[doubt.format("`LABEL_0`, `LABEL_1`")], [], [doubt.format("`yes`, `no`")]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "found"),
+    [
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], [0, 2]),
+        (["1", "2", "3", "4", "5"], ["2", "3", "5"], [1, 2, 4]),
+        (["1", "2", "3"], ["0", "1", "2"], None),
+        (["Bad", "good"], ["GOOD", "bad"], [1, 0]),
+        (["bad", "good", "mixed"], ["good"], [1]),
+        (["bad", "good"], ["bad", "awful"], None),
+        (["bad", "BAD"], ["bad"], None),
+        (["LABEL_0", "LABEL_1"], ["bad", "good"], None),
+    ],
+)
+def test_labels_by_name(labels: list[str], classes: list[str], found: list[int] | None) -> None:
+    assert by_name(labels, classes) == found
 
 
 def test_a_head_with_too_few_labels_is_refused(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def _saved(folder: Path, features: dict[str, Any], **columns: Any) -> str:
     return str(folder / "saved")
 
 
+def test_words_of_a_csv_file_stay_words(tmp_path: Path) -> None:
+    rows = ["text,label", "a fox,None", "NA,favor", '"  two, blanks  ",against', ",None"]
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    read = load_examples(str(tmp_path / "rows.csv"), "train", CLASSES)
+    assert read.texts == (["a fox", "NA", "  two, blanks  ", ""],)
+    assert (read.classes, read.targets) == (("None", "against", "favor"), [0, 2, 1, 0])
+
+
 @pytest.mark.parametrize(
     ("names", "found"),
     [

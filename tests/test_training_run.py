@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact
+from tcompress.errors import DataError
 from tcompress.reporting.model import report_of
 from tests.support.evaluation import (
     classifier,
@@ -302,6 +303,39 @@ def test_the_stage_of_blocks_is_a_quarter_of_the_steps(tmp_path: Path) -> None:
         )
     )
     assert stage == given != longer
+
+
+def test_a_decoder_without_padding_token_learns_a_task(tmp_path: Path) -> None:
+    folder = headed("gpt2", tmp_path / "gpt2", "GPT2Model", pad_token_id=None)
+    data = {"source": [str(labelled_file(tmp_path / "rows.jsonl"))], "max_length": 16}
+    done = train(folder, tmp_path / "out", task="classification", data=data, steps=2)
+    model = AutoModelForSequenceClassification.from_pretrained(done.folder)
+    tokens = AutoTokenizer.from_pretrained(folder)
+    assert model.config.pad_token_id is not None
+    assert model(**tokens(["a fox", "a red fox"], padding=True, return_tensors="pt")).logits.ndim
+
+
+def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", text=sentences(8), label=["good"] * 8)
+    with pytest.raises(DataError, match="has one class, `good`: there is nothing to tell apart"):
+        train(
+            encoder(tmp_path / "bert"), tmp_path / "out", task="classification",
+            data={"source": [str(rows)]},
+        )  # fmt: skip
+
+
+def test_a_head_with_one_output_is_imitated(tmp_path: Path) -> None:
+    folder = small_classifier(tmp_path, labels=1)
+    options = {"objectives": {"logits": 1}, "learning_rate": 3e-3, "steps": 20}
+    found = _validations(train(folder, tmp_path / "out", data=texts(tmp_path), **options))
+    assert 0 < found[-1] < found[0]
+
+
+def test_columns_joined_without_a_task(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", one=sentences(9), two=sentences(9))
+    data = {"source": [str(rows)], "columns": {"text": "one+two"}}
+    done = train(small_encoder(tmp_path), tmp_path / "out", data=data, steps=1)
+    assert "one+two" in done.facts.data
 
 
 def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:

@@ -107,6 +107,17 @@ def test_pace_finds_out_what_a_limit_allows() -> None:
     assert pace.over(121)
 
 
+@pytest.mark.parametrize("every", [10, 100])
+def test_pace_knows_what_validations_take(every: int) -> None:
+    """Steps of half a second, validations of eight, the first one before the first step."""
+    pace, found = Pace(10.0, every), None
+    for step in range(1, 40):
+        seconds = 8 + 0.5 * step + 8 * ((step - 1) // every)
+        found = found or pace.possible(step, seconds, 8.0)
+    assert found is not None
+    assert 560 <= 8 + 0.5 * found + 8 * (found // every) <= 600
+
+
 def test_pace_without_a_limit() -> None:
     assert [Pace(None).possible(step, 1e6) for step in range(40)] == [None] * 40
     assert not Pace(None).over(1e9)

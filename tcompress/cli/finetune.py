@@ -147,6 +147,10 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
         data = said.model_dump()
     # A list that is not given is None or empty, by version of the parser.
     said_now = {name: value for name, value in given.items() if value not in (None, [], ())}
+    if {"steps", "epochs"} <= said_now.keys():
+        raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
+    if "epochs" in said_now:
+        data["steps"] = None  # the recipe's
     data |= {field: said_now[name] for name, field in _FIELDS.items() if name in said_now}
     inner = {field: said_now[name] for name, field in _DATA_FIELDS.items() if name in said_now}
     if given.get("columns"):
@@ -223,8 +227,13 @@ def resumable(output: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
+        state = (
+            "is written, but what comes after it is not finished"
+            if (output / "config.json").is_file()
+            else "was not written, but the training so far is kept"
+        )
         raise Interrupted(
-            f"interrupted; `{output}` was not written, but the training so far is kept",
+            f"interrupted; `{output}` {state}",
             "run the same command again: it goes on where it stopped",
         ) from error
 

@@ -73,6 +73,11 @@ class _Bars:
         self._stage.done += amount
         self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
 
+    def shorten(self, total: int) -> None:
+        if self._task is not None:
+            self._stage.total = total
+            self._bars.update(self._task, total=total, count=self._stage.count())
+
     def part(self, name: str, number: int, total: int) -> None:
         """Shows how many jobs are done, and leaves out the bars of the one before."""
         if self._parts is None:
@@ -104,6 +109,10 @@ class _Lines:
             self._last = time.monotonic()
             said = f"  {note}" if note and self._stage.unit == "steps" else ""
             say(f"{self._stage.name}: {self._stage.count()}{said}")
+
+    def shorten(self, total: int) -> None:
+        if self._stage is not None:
+            self._stage.total = total
 
     def part(self, name: str, number: int, total: int) -> None:
         self.close()

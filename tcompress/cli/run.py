@@ -144,7 +144,8 @@ def _run_all(said: Recipe, job: Job) -> None:
         screen.print(
             render([item.model_copy(update={"layers": (), "left": ()}) for item in done.reports])
         )
-        screen.print(f"Wrote `{relative(done.folder)}`.", soft_wrap=True)
+        verb = "Kept" if done.kept else "Wrote"
+        screen.print(f"{verb} `{relative(done.folder)}`.", soft_wrap=True)
         if done.page is not None:
             screen.print(f"Report: `{relative(done.page.absolute())}`.", soft_wrap=True)
         for text in done.missed:

@@ -94,7 +94,7 @@ def measuring(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _padding_known(model: PreTrainedModel, pad: int) -> Iterator[None]:
     """Tells heads that read the last token which tokens are padding, if the config does not."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     had = getattr(config, "pad_token_id", None)
     if had is None:
         config.pad_token_id = pad

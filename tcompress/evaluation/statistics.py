@@ -205,7 +205,8 @@ def _matthews(sums: Array) -> Array:
     hits, guesses, truths = np.split(sums, 3, axis=1)
     n = truths.sum(axis=1)
     above = hits.sum(axis=1) * n - (guesses * truths).sum(axis=1)
-    below = (n**2 - (guesses**2).sum(axis=1)) * (n**2 - (truths**2).sum(axis=1))
+    other = n - guesses.sum(axis=1)  # guesses of classes that the data does not have
+    below = (n**2 - (guesses**2).sum(axis=1) - other**2) * (n**2 - (truths**2).sum(axis=1))
     # Zero, as usual, if all are of one class or all guesses are.
     return np.asarray(above / np.sqrt(np.where(below > 0, below, np.inf)))
 

@@ -126,7 +126,8 @@ def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str |
     for item in items:
         if not item:
             continue
-        key = hashlib.sha256(item.encode() if isinstance(item, str) else item).digest()
+        same = item.strip().encode() if isinstance(item, str) else item
+        key = hashlib.sha256(same).digest()
         if key in seen:
             continue
         seen.add(key)
@@ -148,7 +149,7 @@ def content(cell: Any) -> str | bytes | None:
                     hint="check that the file is where the data set says",
                 ) from error
     if isinstance(cell, str):
-        return cell.strip() or None
+        return cell if cell.strip() else None  # blanks within a text belong to it
     return cell or None
 
 

@@ -48,4 +48,4 @@ def _holds_lists(rows: Any, name: str) -> bool:
 def _text(cell: Any) -> str:
     if isinstance(cell, list):
         cell = cell[0] if cell else None
-    return str(content(cell) or "")
+    return str(content(cell) or "").strip()

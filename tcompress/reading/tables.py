@@ -15,14 +15,16 @@ from typing import Any
 from tcompress.errors import DataError
 from tcompress.source.text import first_line, folder_content, listed
 
+# Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
+_EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".arrow": ("arrow", {}),
-    ".csv": ("csv", {}),
+    ".csv": ("csv", _EMPTY),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
     ".parquet": ("parquet", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
+    ".tsv": ("csv", {"sep": "\t", **_EMPTY}),
     ".txt": ("text", {}),
 }
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -159,7 +161,7 @@ def _explanation(place: str, error: Exception) -> DataError:
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         return DataError(
             f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
-            hint="check the name; without network give a local file, or `builtin`",
+            hint="check the name; without network give a local file",
         )
     return DataError(
         f"`{place}` cannot be read as data ({type(cause).__name__}: {text})",
@@ -168,7 +170,7 @@ def _explanation(place: str, error: Exception) -> DataError:
 
 
 def _without_rows(place: str) -> DataError:
-    return DataError(f"`{place}` holds no rows", hint="give other data, or `builtin`")
+    return DataError(f"`{place}` holds no rows", hint="give other data")
 
 
 def _looks_like_path(name: str) -> bool:

@@ -67,6 +67,13 @@ class TextEncoder:
             vocabulary=vocabulary,
         )
 
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text, if the model knows it."""
+        token = self.tokenizer.eos_token_id
+        known = token is not None and (self.vocabulary is None or token < self.vocabulary)
+        return token if known else None
+
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None
     ) -> list[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tcompress.errors import RecipeError
+from tcompress.recipe.document import Unreadable, read_document
 from tcompress.recipe.load import COMPARE, dump_recipe, parse_recipe
 from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import did_you_mean, quoted
@@ -32,8 +33,21 @@ def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
             raise RecipeError(
                 f"`--set {change}` is no pair", "write, for example, `--set finetune.steps=200`"
             )
-        pairs[key.strip()] = yaml.safe_load(value)
+        pairs[key.strip()] = _read(value, change)
     return _changed(recipe, pairs, "--set") if pairs else recipe
+
+
+def _read(value: str, change: str) -> Any:
+    """A value as recipes write it."""
+    if not value.strip():
+        return None
+    try:
+        return read_document(value).data
+    except Unreadable as error:
+        raise RecipeError(
+            f"`--set {change}`: {error.problem.text}",
+            "write the value as in a recipe, with quotes around it where the shell needs them",
+        ) from error
 
 
 def choose_variants(recipe: Recipe, names: Sequence[str]) -> Recipe:
@@ -101,8 +115,10 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any], by: str) -> Recipe:
             place = _inside(place, name, key, by)
         if isinstance(place, list):
             place[_index(place, last, key, by)] = value
-        else:
+        elif isinstance(place, dict):
             place[last] = value
+        else:
+            raise _missing(last, key, by)
     return parse_recipe(json.dumps(data, indent=1), f"the recipe with `{by}`")
 
 

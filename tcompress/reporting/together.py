@@ -11,18 +11,22 @@ from tcompress.reporting.model import report_of
 from tcompress.reporting.tree import ModelReport
 
 
-def reports_of(names: Sequence[str | Path], length: int = 128) -> list[ModelReport]:
+def reports_of(
+    names: Sequence[str | Path], length: int = 128, *, trust_remote_code: bool = False
+) -> list[ModelReport]:
     """Reports on models that are shown side by side.
 
     Args:
         names: Local folders, short names or hub ids.
         length: Tokens in the sequence for the multiply-adds.
+        trust_remote_code: Whether Python code that comes with a model may run.
 
     Raises:
         SourceError: There is no such model, or it cannot be read.
         ArtifactError: It is a converted model that is damaged.
     """
-    return with_baselines([report_of(name, length=length) for name in names])
+    trust = trust_remote_code
+    return with_baselines([report_of(name, length, trust_remote_code=trust) for name in names])
 
 
 def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:

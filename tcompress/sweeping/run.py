@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -166,7 +167,7 @@ class _Sweep:
             key = records.of_evaluation(self.weights, item)
             if key in stage.metrics:
                 continue
-            scores = measure(item, [self.source.folder], token=self.token, progress=self.progress)
+            scores = measure(item, [self.source.folder], **self._access())
             baseline = scores[0].baseline
             assert baseline is not None
             stage.metrics[key] = scores[0].metrics
@@ -280,13 +281,15 @@ class _Sweep:
         except InputError as error:
             raise _Unmeasured(error.message, error.hint) from error
 
+    def _access(self) -> dict[str, Any]:
+        trust = self.source.trust_remote_code
+        return {"token": self.token, "trust": trust, "progress": self.progress}
+
     def _measure_stages(self, cell: Cell, record: Record) -> None:
         stages, folders = self._stages(cell, record), self._folders(cell)
         for stage, folder in zip(stages, folders, strict=True):
             for item, key in self._unmeasured(stage):
-                scores = measure(
-                    item, [folder], self._baseline(item), token=self.token, progress=self.progress
-                )
+                scores = measure(item, [folder], self._baseline(item), **self._access())
                 self._tell(cell, scores[0].notes)
                 stage.metrics[key] = scores[0].metrics
                 self._keep(cell, record)

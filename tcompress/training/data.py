@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from tcompress.errors import DataError
 from tcompress.reading import builtin
 from tcompress.reading.collate import IGNORED
 from tcompress.reading.columns import Kind, Pool, columns_of, kinds_of, undecoded
+from tcompress.reading.derived import with_derived
 from tcompress.reading.examples import Examples, Needs, check_columns, load_examples
 from tcompress.reading.images import decode, image_reader
 from tcompress.reading.inputs import Inputs, image_shape, inputs_of
@@ -38,6 +39,7 @@ class Data:
         fingerprint: SHA-256 of the contents.
         classes: Names of classes, for classification.
         pad: Token to pad with.
+        notes: What is doubtful about it.
     """
 
     train: Encoded
@@ -46,6 +48,7 @@ class Data:
     fingerprint: str
     classes: tuple[str, ...]
     pad: int
+    notes: list[str] = field(default_factory=list)
 
 
 def load_data(source: SourceModel, options: TrainingData, task: Task | None, seed: int) -> Data:
@@ -66,23 +69,29 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
     if options.validation is not None:
         held = reader.read(options.validation, options.validation_split, options.validation_samples)
         held = with_classes(held, found)
-        train = reader.encode(found)
     elif not found.whole:  # the file has a part for it
         name = options.source[0]
         held = reader.read(name, options.validation_split, options.validation_samples)
-        train = reader.encode(found)
     else:
-        found, held = split_off(found, options, seed)
-        train = reader.encode(found)
+        fewest = 1 if task is None else task.fewest_held
+        found, held = split_off(found, options, seed, fewest)
+    _check_left(found, found, "train on")
+    _check_left(held, held, "validate on")
+    train = reader.encode(found)
     validation = reader.encode(held)
-    for part, what in ((train, "train on"), (validation, "validate on")):
-        if not len(part):
-            raise DataError(
-                f"`{found.name}` leaves nothing to {what}", hint="give more data, or other columns"
-            )
+    _check_left(train, found, "train on")
+    _check_left(validation, held, "validate on")
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
     return Data(train, validation, found.name, digest, found.classes, pad)
+
+
+def _check_left(part: Sized, examples: Examples, what: str) -> None:
+    """Raises an error if there is nothing, before or after encoding."""
+    if not len(part):
+        raise DataError(
+            f"`{examples.name}` leaves nothing to {what}", hint="give more data, or other columns"
+        )
 
 
 class _Reader:
@@ -132,7 +141,7 @@ class _Reader:
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with opened(name, split) as content:
-            table = undecoded(content)
+            table = with_derived(undecoded(content), given.values())
             check_columns(table, kinds_of(table), given)
             model = self.source.model_class.__name__
             chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
@@ -223,7 +232,7 @@ class _Reader:
 
     def _stream(self, texts: Sequence[str]) -> Tensor:
         assert self.encoder is not None
-        end = self.encoder.tokenizer.eos_token_id
+        end = self.encoder.end
         ids: list[int] = []
         for row in self.encoder.encode_whole(texts):
             ids += row

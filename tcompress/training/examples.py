@@ -115,10 +115,20 @@ def with_classes(held: Examples, train: Examples) -> Examples:
     return replace(held, targets=targets, classes=train.classes)
 
 
-def split_off(examples: Examples, options: TrainingData, seed: int) -> tuple[Examples, Examples]:
-    """Holds examples out at random."""
+def split_off(
+    examples: Examples, options: TrainingData, seed: int, fewest: int = 1
+) -> tuple[Examples, Examples]:
+    """Holds examples out at random.
+
+    Args:
+        examples: All examples.
+        options: What share of them, and how many at most.
+        seed: Seed of the choice.
+        fewest: How many at least, where they are not half of all.
+    """
     order = np.random.default_rng([seed, 1]).permutation(len(examples))
-    count = min(max(round(options.holdout * len(order)), 1), options.validation_samples)
+    least = max(1, min(fewest, len(order) // 2))
+    count = min(max(round(options.holdout * len(order)), least), options.validation_samples)
     return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
 
 

@@ -65,7 +65,8 @@ class Loop:
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self.state.total = total_steps(options, self.per_epoch)
-        self.pace = Pace(options.max_minutes)
+        self.pace = Pace(options.max_minutes, options.evaluate_every)
+        self._validation = 0.0  # time that the first validation took, the same in all processes
         self._since = time.perf_counter()
         self._before = 0.0
         self._now = 0.0  # time after the last step, the same in all processes
@@ -90,7 +91,9 @@ class Loop:
         self.progress.stage("training", state.total, "steps")
         self.progress.advance(state.step)
         if not state.curve:
+            before = self._seconds()
             self._validate()
+            self._validation = self._seconds() - before
         self.model.train()
         with Stopping(self.say) as stopping:
             while not self._finished():
@@ -120,16 +123,18 @@ class Loop:
         """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
         self._now = self._seconds()
         if self.accelerator.num_processes > 1:
-            told = torch.tensor([self._now, float(asked)], device=self.accelerator.device)
+            own = [self._now, self._validation, float(asked)]
+            told = torch.tensor(own, device=self.accelerator.device)
             told = self.accelerator.reduce(told, "mean")  # type: ignore[assignment]
-            self._now, asked = float(told[0]), bool(told[1] > 0)
+            self._now, self._validation, asked = float(told[0]), float(told[1]), bool(told[2] > 0)
         return asked
 
     def _keep_pace(self) -> None:
         state = self.state
-        possible = self.pace.possible(state.step, self._now)
+        possible = self.pace.possible(state.step, self._now, self._validation)
         if possible is not None and possible < state.total:
             state.total = possible
+            self.progress.shorten(possible)
             self.say(f"{self.pace.minutes:g} minutes allow {possible:,} steps")
 
     def _step(self, batch: Batch) -> None:

@@ -103,8 +103,11 @@ def finetune(
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
+    say = say or (lambda text: None)
+    for note in setup.data.notes:
+        say(note)
     run = _Run(model, teacher, setup, accelerator, output, manifest, force)
-    return run.go(progress or Silent(), say or (lambda text: None))
+    return run.go(progress or Silent(), say)
 
 
 @dataclass

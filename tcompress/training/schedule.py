@@ -95,17 +95,20 @@ class Pace:
 
     Attributes:
         minutes: The limit; None for none.
+        every: Steps between validations.
     """
 
     minutes: float | None
+    every: int = 100
     _times: list[tuple[int, float]] = field(default_factory=list)
 
-    def possible(self, step: int, seconds: float) -> int | None:
+    def possible(self, step: int, seconds: float, validation: float = 0.0) -> int | None:
         """Total number of steps that the limit allows; known once, after some steps.
 
         Args:
             step: Steps done.
             seconds: Time spent.
+            validation: Time that a validation takes.
         """
         if self.minutes is None or len(self._times) > _FIRST + _PACED:
             return None
@@ -113,8 +116,10 @@ class Pace:
         if len(self._times) != _FIRST + _PACED + 1:
             return None
         before, start = self._times[_FIRST]
-        each = (seconds - start) / (step - before)
-        return step + max(1, int((60 * self.minutes - seconds) / max(each, 1e-9)))
+        inside = (step - 1) // self.every - (before - 1) // self.every  # validations between
+        each = max((seconds - start - inside * validation) / (step - before), 1e-9)
+        left = 60 * self.minutes - seconds
+        return step + max(1, int(left / (each + validation / self.every)))
 
     def over(self, seconds: float) -> bool:
         """Tells whether time is up."""

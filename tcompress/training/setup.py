@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.errors import InputError
-from tcompress.integration.models import has_head, load_model
+from tcompress.integration.models import load_model
 from tcompress.mechanisms.module import MechanismModule
 from tcompress.planning.entries import DepthPlan
 from tcompress.reading.pooling import MEAN, Pooling
@@ -28,10 +27,11 @@ from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tcompress.structures.side import SideModule
 from tcompress.training.data import Data, load_data
+from tcompress.training.heads import head_options
 from tcompress.training.objectives import OBJECTIVES, Objective, Setting
 from tcompress.training.observe import Observer, skeleton_anatomy
 from tcompress.training.schedule import blocks_first
-from tcompress.training.tasks import TASKS, Task, check_labels
+from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
@@ -41,7 +41,6 @@ _PREDICTED = {
     "classes": ("SequenceClassification", "ImageClassification"),
 }
 _HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
-_UNNAMED = re.compile(r"(label[_ ]?)?\d+", re.IGNORECASE)
 
 
 @dataclass
@@ -103,7 +102,7 @@ def set_up(
         source,
         task.head if task else None,
         dtype=torch.float32,
-        **_head(task, data, source, teacher if "logits" in names else None),
+        **head_options(task, data, source, teacher if "logits" in names else None),
     )
     anatomy = skeleton_anatomy(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
@@ -115,6 +114,8 @@ def set_up(
         depth = None if manifest is None else manifest.plan.depth
         teacher_observer = _observed(teacher, anatomy, options, depth, projections=projections)
         _check_logits(model, teacher_observer.model, names)
+    for reader in (model, teacher_observer.model if teacher_observer else None):
+        _tell_padding(reader, data.pad)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
     setting = _setting(source, observer, options, pooling, task)
@@ -205,6 +206,15 @@ def objective_names(
     return names
 
 
+def _tell_padding(model: PreTrainedModel | None, pad: int) -> None:
+    """Lets heads that read the last token of a text know padding, where the config is silent."""
+    if model is None or "SequenceClassification" not in type(model).__name__:
+        return
+    config: Any = model.config.get_text_config()
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = pad
+
+
 def choose_trained(
     model: PreTrainedModel, anatomy: Anatomy, options: Finetune, *, drawn: bool = False
 ) -> list[str]:
@@ -263,47 +273,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _head(
-    task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
-) -> Mapping[str, Any]:
-    """Options of a head that is added, or a check of the one that is there."""
-    if task is None or task.head is None:
-        return {}
-    has = has_head(source, task.head)
-    if task.head == "regression":
-        if has:
-            check_labels(data.name, 1, source.config.num_labels, "score")
-        return {"num_labels": 1, "problem_type": "regression"}
-    if not data.classes:
-        return {}
-    if has:
-        check_labels(data.name, len(data.classes), source.config.num_labels)
-        _number_like(data, source)
-        return {}
-    if teacher is not None and has_head(teacher, task.head):
-        _number_like(data, teacher)
-    names = dict(enumerate(data.classes))
-    return {
-        "num_labels": len(names),
-        "id2label": names,
-        "label2id": {name: index for index, name in names.items()},
-    }
-
-
-def _number_like(data: Data, model: SourceModel) -> None:
-    """Numbers the classes of the data as a model does, if it calls them by the same names."""
-    names = [str(model.config.id2label[index]) for index in sorted(model.config.id2label)]
-    place = {name.casefold(): index for index, name in enumerate(names)}
-    order = [place.get(name.casefold()) for name in data.classes]
-    known = sorted(index for index in order if index is not None)
-    if known != list(range(len(names))) or any(map(_UNNAMED.fullmatch, names)):
-        return
-    for part in (data.train, data.validation):
-        if part.labels is not None:
-            part.labels = torch.tensor(order)[part.labels]
-    data.classes = tuple(names)
 
 
 def _pooling(source: SourceModel, options: Finetune, names: Iterable[str]) -> Pooling:

@@ -35,6 +35,7 @@ class Task(ABC):
         needs: What is read from the data.
         validated: Name of the number that is validated.
         higher_is_better: Its direction.
+        fewest_held: How many examples are held out at least, where they are not half of all.
     """
 
     name: ClassVar[str]
@@ -42,6 +43,7 @@ class Task(ABC):
     needs: ClassVar[Needs]
     validated: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
+    fewest_held: ClassVar[int] = 1
 
     def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
@@ -153,6 +155,7 @@ class ResponseSelection(Classification):
 
     name = "response-selection"
     needs = Needs((2, 2))
+    fewest_held = 2 * (WRONG_PAIRS + 1)
 
     def prepare(self, examples: Examples) -> Examples:
         """Calls the pairs right ones; wrong ones come later, once data is held out."""

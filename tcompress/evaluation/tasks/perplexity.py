@@ -135,10 +135,7 @@ class _Streams:
     def __init__(self, reader: TextReader, pack: str) -> None:
         self._reader, self._tokenizer = reader, reader.tokenizer
         self._start = _starting_tokens(self._tokenizer)
-        self._end = self._tokenizer.eos_token_id
-        known = reader.encoder.vocabulary
-        if self._end is not None and known is not None and self._end >= known:
-            self._end = None
+        self._end = reader.encoder.end
         self._pack = "newline" if pack == "eos" and self._end is None else pack
         self.context = len(self._start) or 1
         if reader.limit <= self.context:
@@ -185,8 +182,9 @@ class _Streams:
             yield from self._plain(texts)
         else:
             joined: list[int] = []
+            end = [] if self._end is None else [self._end]
             for ids in self._plain(texts):
-                joined += [self._end, *ids] if joined else ids
+                joined += [*end, *ids] if joined else ids
             yield joined
 
     def _plain(self, texts: Sequence[str]) -> Iterator[list[int]]:

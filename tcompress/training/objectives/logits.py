@@ -15,7 +15,8 @@ from tcompress.training.observe import Batch, Observed, token_weights
 class Logits(Objective):
     """Kullback-Leibler divergence from the teacher's softened predictions.
 
-    It is scaled by the squared temperature, so that its gradient keeps its size.
+    It is scaled by the squared temperature, so that its gradient keeps its size. Heads with one
+    output, such as those of cross-encoders, are imitated by the squared difference.
     """
 
     name: ClassVar[str] = "logits"
@@ -32,6 +33,8 @@ class Logits(Objective):
             raise InputError(
                 "the objective `logits` needs a model with a head", "leave it out of `objectives`"
             )
+        if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
+            return (student.logits.float() - teacher.logits.float()).square().sum()
         soft = self.setting.temperature
         own = log_softmax(student.logits.float() / soft, -1)
         wanted = log_softmax(teacher.logits.float() / soft, -1)

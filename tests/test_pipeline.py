@@ -1,0 +1,103 @@
+"""`tcompress run` with a whole recipe: convert, train, measure, report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tcompress.artifact.manifest import read_manifest
+from tests.support.cli import Ran, error, run
+from tests.support.evaluation import classifier, labelled_file, one_thread
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    classifier(tmp_path / "bert")
+    labelled_file(tmp_path / "rows.jsonl")
+    with one_thread():
+        yield
+
+
+def _recipe(**changes: Any) -> Path:
+    data = {"source": ["rows.jsonl"], "max_length": 16, "holdout": 0.2}
+    recipe = {
+        "recipe_version": 1,
+        "name": "made",
+        "model": "bert",
+        "output": "made",
+        "convert": {"method": {"name": "lprod", "p": 2}, "calibration": {"source": "none"}},
+        "finetune": {"task": "classification", "data": data, "steps": 3, "batch_size": 4},
+        "evaluate": [{"task": "classification", "data": "rows.jsonl", "threshold": "0.1x"}],
+        "report": "made.html",
+    }
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump(recipe | changes))
+    return path
+
+
+def _run(*more: object) -> Ran:
+    return run("run", "recipe.yaml", "--quiet", *more)
+
+
+def test_a_whole_recipe_and_the_same_again() -> None:
+    _recipe()
+    done = _run()
+    assert (done.code, done.err) == (0, "")
+    assert done.lines[-2:] == ["Wrote `made`.", "Report: `made.html`."]
+    assert "made-converted" in done.out
+    again = run("run", "recipe.yaml")
+    assert again.lines[-2:] == ["Kept `made`.", "Report: `made.html`."]
+    assert "`made` is already trained; `--force` does it again" in again.err
+    before = Path("made/model.safetensors").stat().st_mtime_ns
+    forced = _run("--force")
+    assert forced.lines[-2:] == ["Wrote `made`.", "Report: `made.html`."]
+    assert Path("made/model.safetensors").stat().st_mtime_ns > before
+
+
+def test_a_trained_model_is_not_taken_for_the_conversion() -> None:
+    _recipe()
+    assert _run().code == 0
+    done = _run("--set", "finetune=null")
+    assert done.code == 2
+    assert "made` is not empty" in done.err
+    manifest = read_manifest(Path("made"))
+    assert manifest is not None
+    assert manifest.training
+
+
+def test_a_share_of_a_dense_model_that_there_is_not() -> None:
+    sizes = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 2,
+             "class": "BertForSequenceClassification",
+             "tokenizer": {"words": "builtin", "size": 100}}  # fmt: skip
+    _recipe(model=None, architecture=sizes, convert={"init": "random"})
+    done = _run()
+    assert done.err == error(
+        "`threshold: 0.1x` compares with the dense model, but a model that begins at random has "
+        "none",
+        "give a plain number, such as `threshold: 0.8`",
+    )
+    assert (done.code, Path("made").exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("finetune.learning_rate=3e-4", None),
+        ("finetune.mixed_precision=no", None),
+        ("name=2020-01-01", None),
+        ("report=", None),
+        ("model.x=1", "`--set`, `model.x`: there is no `x` in the recipe"),
+        ("finetune.steps=[1", "`--set finetune.steps=[1`: not valid YAML"),
+    ],
+)
+def test_values_are_read_as_in_recipes(change: str, said: str | None) -> None:
+    _recipe()
+    done = _run("--dry-run", "--set", change)
+    assert done.code == (0 if said is None else 2)
+    assert (said or "") in done.err

@@ -82,6 +82,7 @@ def run_recipe(
     *,
     converted: Path | None = None,
     force: bool = False,
+    again: bool = False,
     token: str | None = None,
     progress: Progress | None = None,
     say: Say | None = None,
@@ -97,6 +98,7 @@ def run_recipe(
         output: Folder of the finished model.
         converted: Folder of the model before training; default the output's name and `-converted`.
         force: Replace folders that hold something else.
+        again: Do finished stages again.
         token: Access token for the hub.
         progress: Hears how far it is.
         say: Hears of what the user should know.
@@ -109,7 +111,7 @@ def run_recipe(
     if recipe.finetune is not None:
         before = converted or output.with_name(f"{output.name}-converted")
     outcome = Outcome(output, before)
-    run = _Run(recipe, source, outcome, force, token, progress or Silent(), say or _mute)
+    run = _Run(recipe, source, outcome, force, again, token, progress or Silent(), say or _mute)
     run.check()
     run.convert()
     run.finetune()
@@ -130,6 +132,7 @@ class _Run:
     source: SourceModel
     outcome: Outcome
     force: bool
+    again: bool
     token: str | None
     progress: Progress
     say: Say
@@ -219,7 +222,7 @@ class _Run:
         return SourceModel.open(str(folder), trust_remote_code=self._trusts, converted=True)
 
     def _is_converted(self) -> bool:
-        manifest = None if self.force else _manifest(self.outcome.converted)
+        manifest = None if self.again else _manifest(self.outcome.converted)
         return (
             manifest is not None
             and not manifest.training  # a trained model is no conversion
@@ -229,7 +232,7 @@ class _Run:
 
     def _is_trained(self) -> bool:
         options = self.recipe.finetune
-        manifest = None if self.force else _manifest(self.outcome.folder)
+        manifest = None if self.again else _manifest(self.outcome.folder)
         if options is None or manifest is None or not manifest.training:
             return False
         wanted = options.model_dump(mode="json", exclude_defaults=True)

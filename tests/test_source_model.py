@@ -14,6 +14,7 @@ from transformers import dynamic_module_utils
 from tcompress.errors import SourceError
 from tcompress.source import SourceModel, WeightStore
 from tests.support.checkpoints import save
+from tests.support.tiny import build
 
 REMOTE_CODE = """
 from transformers import BertConfig, BertModel
@@ -83,9 +84,10 @@ def test_meta_models_are_new_and_have_the_type_of_the_config(folder: Path) -> No
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_first_architecture_that_exists_is_taken(folder: Path) -> None:
-    edit_config(folder, architectures=["OwnBert", "AutoModel", "BertForMaskedLM"])
-    assert SourceModel.open(str(folder)).model_class is transformers.BertForMaskedLM
+def test_the_first_architecture_that_exists_is_taken(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["OwnBert", "AutoModel", "BertForMaskedLM"])
+    assert SourceModel.open(str(tmp_path)).model_class is transformers.BertForMaskedLM
 
 
 @pytest.mark.parametrize("architectures", [None, ["OwnBert"]])

@@ -43,10 +43,19 @@ class Skeleton:
         self.load(name for name in self._stored_names() if not name.startswith(skipped))
 
     def load_rest(self) -> None:
-        """Loads the output head too, where it has weights of its own."""
+        """Loads the output head too, where it has weights of its own.
+
+        What is not stored at all, such as a pooler that nobody trained, is zero.
+        """
+        self.load(self._empty())
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name in self._empty():
+            _place(self.model, name, torch.zeros(own[name].shape, device=self.device))
+
+    def _empty(self) -> list[str]:
         named = self.model.named_parameters(remove_duplicate=False)
         empty = [name for name, item in named if item.is_meta]
-        self.load(name for name in empty if not name.startswith(self._inside))
+        return [name for name in empty if not name.startswith(self._inside)]
 
     def _heads(self) -> list[str]:
         head = self.model.get_output_embeddings()  # type: ignore[operator]

@@ -165,6 +165,8 @@ def show_result(done: Converted, job: Job) -> None:
     screen = results()
     # Before and after; `tcompress report` has the layers.
     screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
+    for warning in done.manifest.plan.warnings:
+        screen.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     resumed = ", continuing an interrupted run" if done.resumed else ""
     screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
     if done.manifest.source.init == "random":

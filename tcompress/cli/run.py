@@ -133,6 +133,7 @@ def _run_all(said: Recipe, job: Job) -> None:
             source,
             job.output,
             force=job.force,
+            again=job.force,
             token=job.access.token,
             progress=progress,
             say=lambda text: say(text, quiet=job.manner.quiet),

@@ -163,8 +163,6 @@ class BackwardWalk:
         """
         try:
             order = list(self._forward(progress))
-            for item in self._passes:
-                self._start_backward(item)
             for name in reversed(order):
                 progress(name, "backward")
                 yield name, self._backward(self._blocks[name])
@@ -217,6 +215,8 @@ class BackwardWalk:
         visit = _Visit(call.block, file, edges, [])
         item.visits.append(visit)
         item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
+        if item.stream.call is None:  # before the next pass ends: outputs may be large
+            self._start_backward(item)
 
     def _marked(self, value: Any, visit: _Visit) -> Any:
         if not _floating(value):
@@ -230,8 +230,8 @@ class BackwardWalk:
 
     def _backward(self, block: Block) -> dict[str, Worth]:
         module = self._skeleton.load_block(block.name)
-        watch = _Watch(module, block, self._device)
         halved = block.name in self._halved
+        watch = _Watch(module, block, self._device, halved=halved)
         for index, item in enumerate(self._passes):
             visit = item.visits.pop()
             watch.batch = item.stream.batch
@@ -268,7 +268,9 @@ class BackwardWalk:
 class _Watch:
     """Sums what the linear layers of a block read and which gradients come back to them."""
 
-    def __init__(self, module: nn.Module, block: Block, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, block: Block, device: torch.device, *, halved: bool
+    ) -> None:
         self.batch: Mapping[str, Tensor] = {}
         self.found: dict[str, Worth] = {}
         self.second: dict[str, Worth] = {}
@@ -278,7 +280,7 @@ class _Watch:
             if layer.kind == "experts":
                 continue  # no module computes one expert's output
             outputs = sum(part.size for part in layer.parts)
-            for sums in (self.found, self.second):
+            for sums in (self.found, self.second) if halved else (self.found,):
                 sums[layer.name] = Worth.empty(layer.in_features, outputs, device)
             inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
             hook = self._hook(layer.name, block.name, layer.role)

@@ -122,6 +122,7 @@ class BlockFitter:
         pairs, model = list(zip(moved, kept, strict=True)), self._skeleton.model
         self._dense = [Stream(model, batch, keep=keep) for batch, keep in pairs]
         self._new = [Stream(model, batch, rewritten=True, keep=keep) for batch, keep in pairs]
+        self.unreached = set(self._blocks)  # blocks that the data has not come to
         self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
         if probe is not None:
             self._skeleton.load_rest()
@@ -145,7 +146,7 @@ class BlockFitter:
         try:
             for stream in streams:
                 stream.start()
-            left = set(self._blocks)
+            left = self.unreached
             while (left or self._probe) and self._dense[0].call is not None:
                 name = common_block(streams)
                 if name in self._gone:

@@ -165,6 +165,7 @@ class _Pass:
     stream: Stream
     gone: Gone
     output: list[Any] = field(default_factory=list)
+    change: float = 0.0  # of the output, from the dense model's
 
 
 class DepthWalk:
@@ -223,7 +224,6 @@ class DepthWalk:
         passes = [
             [self._pass(batch, way) for way in (frozenset(), *ways)] for batch in self._batches
         ]
-        totals = [0.0] * len(ways)
         streams = [item.stream for group in passes for item in group]
         try:
             for stream in streams:
@@ -234,15 +234,12 @@ class DepthWalk:
                 self._skeleton.load_block(name)
                 for group in passes:
                     self._answer(group, name, seen)
-                    if all(item.output for item in group):  # freed before the next batch ends
-                        for index, change in enumerate(self._compared(group)):
-                            totals[index] += change
                 self._skeleton.drop_block(name)
                 seen |= {name}
         finally:
             for stream in streams:
                 stream.close()
-        return totals
+        return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
 
     def _pass(self, batch: Mapping[str, Tensor], gone: Gone) -> _Pass:
         output: list[Any] = []
@@ -264,17 +261,17 @@ class DepthWalk:
                     made[before] = self._own[name](*call.args, **call.kwargs)
             answer = made[before]
             item.stream.answer(handed_on(call, answer) if name in item.gone else answer)
+            if item.output and item is not group[0]:  # outputs may be large: one at a time
+                self._compare(item, group[0].output[0])
+        group[0].output.clear()
 
-    def _compared(self, group: Sequence[_Pass]) -> Iterator[float]:
-        dense = group[0].output.pop()
-        for item in group[1:]:
-            change = self._probe.change(dense, item.output.pop(), item.stream.batch)
-            if not change < float("inf"):
-                raise FitError(
-                    f"without {', '.join(sorted(item.gone))} the output holds NaN or infinity",
-                    "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
-                )
-            yield change
+    def _compare(self, item: _Pass, dense: Any) -> None:
+        item.change = self._probe.change(dense, item.output.pop(), item.stream.batch)
+        if not item.change < float("inf"):
+            raise FitError(
+                f"without {', '.join(sorted(item.gone))} the output holds NaN or infinity",
+                "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
+            )
 
 
 def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:

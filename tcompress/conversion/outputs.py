@@ -81,7 +81,7 @@ class Outputs:
         }
         store = source.store
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused:
+            if key in unused or key in source.keymap.stale:
                 continue
             if key in guarded:
                 guard = guarded[key].guard

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tcompress.errors import DataError
 from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
+_MARKS_TOKENS = ("ElectraForPreTraining",)  # one score for each token: whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
 
@@ -24,7 +26,10 @@ def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
     """
     reads_text = source.model_class.main_input_name == "input_ids"
     encodes = reads_text and not source.config.is_encoder_decoder
-    return OutputProbe(Pooling.of(source, last=False) if encodes else None, seed)
+    pooling = Pooling.of(source, last=False) if encodes else None
+    several = getattr(source.config, "problem_type", None) == "multi_label_classification"
+    per_token = source.model_class.__name__ in _MARKS_TOKENS
+    return OutputProbe(pooling, seed, independent=several or per_token)
 
 
 class OutputProbe:
@@ -38,10 +43,14 @@ class OutputProbe:
     Args:
         pooling: How a text encoder makes an embedding, None for other models.
         seed: Seed of all draws.
+        independent: Whether every score is a yes or no of its own, as for several labels at once.
     """
 
-    def __init__(self, pooling: Pooling | None, seed: int = 0) -> None:
+    def __init__(
+        self, pooling: Pooling | None, seed: int = 0, *, independent: bool = False
+    ) -> None:
         self._pooling = pooling
+        self._independent = independent
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
@@ -66,7 +75,9 @@ class OutputProbe:
             DataError: The output has nothing that could be compared.
         """
         first, second = self._parts(dense, batch), self._parts(other, batch)
-        measure = _divergence if first[0] else _distance
+        measure = _distance
+        if first[0]:
+            measure = _binary_divergence if self._independent else _divergence
         pairs = zip(first[0] or first[1], second[0] or second[1], strict=True)
         return sum(float(measure(one, two, batch)) for one, two in pairs)
 
@@ -89,7 +100,11 @@ class OutputProbe:
         return [], vectors
 
     def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """One-hot outcome less probabilities; a single score is taken as it is."""
+        """Drawn outcome less probabilities; a single score is taken as it is."""
+        if self._independent:
+            likely = scores.detach().float().sigmoid().cpu()
+            said = torch.bernoulli(likely, generator=self._generator)
+            return _masked((said - likely).to(scores), batch)
         if scores.shape[-1] == 1:
             return _masked(self._direction(scores), batch)
         chances = scores.detach().float().softmax(-1)
@@ -110,6 +125,13 @@ def _divergence(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Te
     return _masked(2 * one.exp() * (one - two), batch).sum(dtype=torch.float64)
 
 
+def _binary_divergence(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    one, two = dense.float(), other.float()
+    yes = one.sigmoid() * (logsigmoid(one) - logsigmoid(two))
+    no = (-one).sigmoid() * (logsigmoid(-one) - logsigmoid(-two))
+    return _masked(2 * (yes + no), batch).sum(dtype=torch.float64)
+
+
 def _distance(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     change = (dense.float() - other.float()).square()
     return _masked(change, batch).sum(dtype=torch.float64)
@@ -121,4 +143,6 @@ def _masked(gradient: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         mask = batch.get(name)
         if mask is not None and gradient.dim() == 3 and mask.shape == gradient.shape[:2]:
             return gradient * mask.unsqueeze(-1).to(gradient)
+        if mask is not None and mask.shape == gradient.shape:  # a score for each token
+            return gradient * mask.to(gradient)
     return gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -300,7 +300,23 @@ class _Job:
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
         ):
             place.keep_block(result)
+        self._note_unreached(fitter.unreached)
         return fitter.change
+
+    def _note_unreached(self, blocks: Collection[str]) -> None:
+        """Warns of layers that were fitted without data, as in towers that read pictures."""
+        blind = [
+            entry.name
+            for entry in self.plan.layers
+            if self.block_of[self.outputs.runtime_name(entry)] in blocks
+        ]
+        if blind:
+            note = (
+                f"the calibration data does not reach {len(blind)} of {len(self.plan.layers)} "
+                f"layers (such as `{blind[0]}`): they are fitted without data; `--keep` leaves "
+                "them dense"
+            )
+            self.plan = self.plan.model_copy(update={"warnings": (*self.plan.warnings, note)})
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""

@@ -175,7 +175,10 @@ class Settler:
                 return _Candidate(plan, found.loss)
             barred |= lost
             room -= 0 if lost else over
-        raise PlanError(f"`--{self._budget.kind}` could not be met", "offer fewer methods")
+        raise PlanError(
+            f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
+            "allow more, or name one method that may be used everywhere, such as `svd`",
+        )
 
     def _refused(
         self, found: Allocation, plan: Plan, methods: Sequence[str]

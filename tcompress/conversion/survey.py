@@ -22,6 +22,7 @@ from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.probe import probe_of
 from tcompress.conversion.settle import Settler
 from tcompress.conversion.trial import Moment, Seen, Trials, trial_blocks
+from tcompress.errors import PlanError
 from tcompress.planning.disk import weight_bytes
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, make_plan
@@ -84,6 +85,8 @@ class Survey:
                 self._block(block, seen)
         if not self.recipe.by_loss:
             return self.plan
+        if not self._sized:
+            return self._unsized()
         for item in self._sized:
             item.quick = item.offers
             item.offers = {name: self._trials.corrected(item, name) for name in item.offers}
@@ -93,6 +96,17 @@ class Survey:
         return Settler(
             self.recipe, self.source, self.plan, self._plan_with, self._sized, names, whole
         ).run()
+
+    def _unsized(self) -> Plan:
+        """The plan where no layer has a predicted loss, as with experts alone: all alike."""
+        budget = self.recipe.budget
+        if budget is not None and budget.is_size:
+            return self.plan
+        raise PlanError(
+            "no error is predicted for any of these layers (experts have none), so that a largest "
+            "error gives them no size",
+            "give a size instead, such as `--target 0.25`",
+        )
 
     @property
     def _fraction(self) -> float:

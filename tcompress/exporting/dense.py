@@ -64,9 +64,11 @@ def export_dense(
             "load it with `import tcompress`; `norm: host` can be multiplied out",
         )
     output = Path(output).expanduser().absolute()
-    if output.resolve() == artifact.folder.resolve():
+    own = artifact.folder.resolve()
+    if output.resolve() == own or output.resolve() in own.parents:
         raise InputError(
-            f"output `{output}` is the converted model itself", "choose another folder with `-o`"
+            f"output `{output}` is the converted model itself, or contains it",
+            "choose another folder with `-o`",
         )
     check_output(output, force=force)
     place = Workplace(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +206,19 @@ class KeyMap:
                 self._sources.setdefault(name, sources)
         self._report(unmatched)
 
+    def has(self, name: str) -> bool:
+        """Tell whether the checkpoint fills a parameter, through a tied one too."""
+        return any(other in self._sources for other in (name, *self.tied(name)))
+
+    @cached_property
+    def stale(self) -> frozenset[str]:
+        """Checkpoint keys of old buffers: no tensor of the module that they belong to any more.
+
+        What else the class has no use for, such as a pooler, may be of use to another class.
+        """
+        owners = {key: self._module_keys[key].rpartition(".")[0] for key in self.ignored}
+        return frozenset(key for key, owner in owners.items() if owner in self._modules)
+
     def _targets(self, first: str, converter: Any) -> Iterator[str]:
         """All parameters that a converter fills, given the first."""
         head, _, tail = first.partition(converter.target_patterns[0].replace("*", "0"))
@@ -218,11 +232,7 @@ class KeyMap:
 
     def _report(self, unmatched: list[str]) -> None:
         """Let the model class say which differences do not matter."""
-        missing = {
-            name
-            for name in self._names
-            if not any(other in self._sources for other in (name, *self.tied(name)))
-        }
+        missing = {name for name in self._names if not self.has(name)}
         info = SimpleNamespace(
             missing_keys=missing, unexpected_keys={self._module_keys[key] for key in unmatched}
         )

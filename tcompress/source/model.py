@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError
 from tcompress.source.companions import companion_files
@@ -91,7 +92,7 @@ class SourceModel:
         is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
         kind = _model_class(config, folder, token, trust_remote_code)
         store = WeightStore.open(folder) if seed is None else _drawn(folder, kind, config, seed)
-        return cls(
+        found = cls(
             id=name if is_local else ALIASES.get(name, name),
             revision=None if is_local else _commit(folder) or revision,
             folder=folder,
@@ -101,6 +102,28 @@ class SourceModel:
             trust_remote_code=trust_remote_code,
             settings=raw if seed is None else _in_float32(raw, kind),
         )
+        return found._as_stored() if seed is None else found
+
+    def _as_stored(self) -> SourceModel:
+        """Describe the bare model where the head that `architectures` names is not stored.
+
+        Sentence encoders are often saved so: without a head, under the settings of the model that
+        they were trained from.
+        """
+        bare = MODEL_MAPPING.get(type(self.config), None)
+        prefix = self.model_class.base_model_prefix
+        if not isinstance(bare, type) or bare is self.model_class or not prefix:
+            return self
+        keymap = self.keymap
+        names, inside = list(keymap.model.state_dict()), f"{prefix}."
+        own = [
+            name  # of the head, and not that of an embedding
+            for name in names
+            if not any(other.startswith(inside) for other in (name, *keymap.tied(name)))
+        ]
+        if not own or len(own) == len(names) or any(map(keymap.has, own)):
+            return self
+        return replace(self, model_class=bare)
 
     @property
     def seed(self) -> int | None:

@@ -30,6 +30,7 @@ from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.model import report_of
 from tcompress.reporting.tree import ModelReport
 from tcompress.source import SourceModel
+from tcompress.source.text import first_line
 from tcompress.sweeping import records
 from tcompress.sweeping.cells import Cell, cells_of
 from tcompress.sweeping.outcome import Done, Stopped, Swept, fallback_metric
@@ -191,8 +192,10 @@ class _Sweep:
             self.done[cell.name] = self._finished(cell, record)
         except PlanError as error:
             self.stopped[cell.name] = Stopped(cell.name, "refused", error.message)
-        except (FitError, TrainingError, _Unmeasured) as error:
+        except (InputError, FitError, TrainingError, _Unmeasured) as error:
             self.stopped[cell.name] = Stopped(cell.name, "failed", error.message)
+        except RuntimeError as error:  # of torch, such as memory that does not suffice
+            self.stopped[cell.name] = Stopped(cell.name, "failed", first_line(error))
         if self.recipe.sweep is not None and not self.recipe.sweep.keep_models:
             for folder in self._folders(cell):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,160 @@
+"""Checkpoints that hold less, or more, than the class they name, and data that reaches not all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
+
+from tcompress.conversion.backward import BackwardWalk
+from tcompress.conversion.probe import OutputProbe
+from tcompress.conversion.run import convert
+from tcompress.errors import PlanError
+from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
+from tests.support.conversions import calibration
+from tests.support.model_folders import save_tokenizer
+from tests.support.tiny import TINY, build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SVD = {"method": {"name": "svd"}, "target": 0.5}
+
+
+def _recipe(**changes: Any) -> Convert:
+    return Convert.model_validate({"calibration": {"source": "builtin"}, **SVD, **changes})
+
+
+def _claims(folder: Path, name: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [name]}))
+
+
+@pytest.mark.parametrize("changes", [SVD, {"drop_layers": 1, "method": None, "target": None}])
+def test_an_encoder_saved_without_the_head_that_it_names(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As many sentence encoders are."""
+    build("mpnet").mpnet.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
+    _claims(tmp_path / "dense", "MPNetForMaskedLM")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert source.model_class.__name__ == "MPNetModel"
+    convert(source, _recipe(**changes), tmp_path / "out", data=calibration("mpnet"))
+    model, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not {name for name in info["missing_keys"] if "pooler" not in name}
+    assert type(model).__name__ == "MPNetModel"
+
+
+def test_a_head_that_is_tied_is_there(tmp_path: Path) -> None:
+    build("gpt2").transformer.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
+    _claims(tmp_path / "dense", "GPT2LMHeadModel")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert source.model_class.__name__ == "GPT2LMHeadModel"
+
+
+def test_a_model_without_its_pooler(tmp_path: Path) -> None:
+    model: Any = build("vit").vit  # type: ignore[attr-defined]
+    model.save_pretrained(tmp_path / "dense")
+    assert SourceModel.open(str(tmp_path / "dense")).keymap.missing
+    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=calibration("vit"))
+    assert (
+        len({entry.parameters / entry.dense_parameters for entry in done.manifest.plan.layers}) > 2
+    )
+
+
+def test_old_buffers_stay_behind(tmp_path: Path) -> None:
+    model: Any = build("gpt2")
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    state |= {f"transformer.h.{block}.attn.bias": torch.ones(1, 1, 8, 8) for block in range(2)}
+    model.save_pretrained(tmp_path / "dense", state_dict=state)
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert len(source.keymap.stale) == 2
+    done = convert(source, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if name.endswith(".attn.bias")]  # noqa: SIM118
+    assert done.manifest.plan.layers
+
+
+@pytest.mark.parametrize("changes", [SVD, {"target": None, "max_error": 0.1}])
+def test_budgets_by_loss_of_experts_alone(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing predicts what they lose."""
+    build("mixtral").save_pretrained(tmp_path / "dense")
+    recipe, data = _recipe(only=["experts_*"], **changes), calibration("mixtral")
+    if recipe.target is None:
+        with pytest.raises(PlanError, match="no error is predicted for any of these layers"):
+            convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data)
+        return
+    plan = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data).manifest.plan
+    assert 0.3 < plan.kept <= 0.5
+
+
+def test_outputs_of_calibration_are_held_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("llama").save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
+    (tmp_path / "scratch").mkdir()
+    from tcompress.anatomy import anatomy_of
+
+    walk = BackwardWalk(
+        source, anatomy_of(source.meta_model()), batches, OutputProbe(None), tmp_path / "scratch",
+        torch.device("cpu"),
+    )  # fmt: skip
+    held: list[int] = []
+    start = walk._start_backward
+
+    def counting(item: Any) -> None:
+        held.append(sum(len(one.output) for one in walk._passes))
+        start(item)
+
+    monkeypatch.setattr(walk, "_start_backward", counting)
+    assert len(list(walk.run())) == 2
+    assert held == [1, 1, 1, 1]
+
+
+def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
+    text = {"vocab_size": 120, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=119
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    done = convert(
+        str(tmp_path / "dense"),
+        _recipe(method={"name": "lprod", "p": 2, "transform": "dct"}, target=None),
+        tmp_path / "out",
+    )
+    (note,) = done.manifest.plan.warnings
+    assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
+
+
+def test_scores_that_are_a_yes_or_no_each() -> None:
+    """The drawn gradients have the curvature of the divergence, padding left out."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(2, 6, generator=generator)
+    change = 1e-3 * torch.randn(2, 6, generator=generator)
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])}
+    probe = OutputProbe(None, independent=True)
+
+    class Output:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+    moved = probe.change(Output(dense), Output(dense + change), batch)
+    chance = dense.sigmoid()
+    wanted = (chance * (1 - chance) * change.square() * batch["attention_mask"]).sum()
+    assert moved == pytest.approx(float(wanted), rel=0.05)
+    drawn = torch.stack([probe(Output(dense), batch)[0][1] for _ in range(4000)])
+    own = (drawn * change).sum(-1).square().mean(0).sum()
+    assert float(own) == pytest.approx(float(wanted), rel=0.1)
+    assert (drawn[:, 1, 2:] == 0).all()

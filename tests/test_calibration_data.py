@@ -11,12 +11,15 @@ import pytest
 import torch
 import transformers
 
+from tcompress.benching.run import Settings, bench
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.errors import DataError
 from tcompress.reading.builtin import MOST_SOUNDS
-from tcompress.recipe.schema import Calibration
+from tcompress.recipe.schema import Calibration, TrainingData
 from tcompress.source import SourceModel
+from tcompress.training.data import load_data
 from tests.support.grids import grid_folder, series_file, volume_file
+from tests.support.hosts import VIDEOMAE
 from tests.support.model_folders import (
     WORDS,
     model_folder,
@@ -57,6 +60,25 @@ def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> N
     for batch in data.batches:
         with torch.no_grad():
             model(**batch)
+
+
+def test_clips_are_made_up_and_not_read(tmp_path: Path) -> None:
+    VIDEOMAE.build().save_pretrained(tmp_path / "model")
+    source = SourceModel.open(str(tmp_path / "model"))
+    data = load_batches(source, Calibration(source="builtin", samples=6))
+    (clips,) = {tuple(batch["pixel_values"].shape[1:]) for batch in data.batches}
+    assert clips == (4, 3, 16, 16)
+    first = data.batches[0]["pixel_values"][0]
+    assert not torch.equal(first[0], first[1])  # things move
+    source.model_class.from_pretrained(tmp_path / "model")(**data.batches[0])
+    with pytest.raises(DataError, match="takes clips, which cannot be read from"):
+        load_batches(source, Calibration(source="pictures"))
+    with pytest.raises(DataError, match="takes clips, which cannot be trained on yet"):
+        load_data(source, TrainingData(source=["builtin"]), None, 0)
+    (times,) = bench(
+        [str(tmp_path / "model")], str(tmp_path / "model"), Settings((1,), repeats=1), save=False
+    )
+    assert times.speed
 
 
 def test_volumes_and_series_are_drawn_from_files(tmp_path: Path) -> None:

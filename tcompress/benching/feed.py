@@ -15,6 +15,7 @@ from tcompress.errors import InputError
 from tcompress.reading.inputs import (
     SERIES,
     Inputs,
+    frames_of,
     grid_shape,
     image_shape,
     inputs_of,
@@ -36,7 +37,7 @@ class Feed:
         tokens: Token ids to draw from.
         last: Token that ends every sequence, if the models have one.
         longest: Most tokens that both have positions for; None if there is no limit.
-        image: Channels, height and width of a picture.
+        image: Channels, height and width of a picture; before them the pictures of a clip.
         sound: Bands and frames of a spectrogram.
         grid: Shape of an input on a grid.
     """
@@ -45,7 +46,7 @@ class Feed:
     tokens: Tensor  # (tokens,)
     last: int | None
     longest: int | None
-    image: tuple[int, int, int] | None
+    image: tuple[int, ...] | None
     sound: tuple[int, int] | None
     grid: tuple[int, ...] | None = None
 
@@ -165,8 +166,11 @@ def _kinds(inputs: Inputs) -> tuple[bool, ...]:
 
 def _shapes(
     source: SourceModel, inputs: Inputs
-) -> tuple[tuple[int, int, int] | None, tuple[int, int] | None, tuple[int, ...] | None]:
-    image = image_shape(source.config) if inputs.image else None
+) -> tuple[tuple[int, ...] | None, tuple[int, int] | None, tuple[int, ...] | None]:
+    image: tuple[int, ...] | None = None
+    if inputs.image:
+        frames = frames_of(source.config)
+        image = (*([frames] if frames else []), *image_shape(source.config))
     sound = spectrogram_shape(source) if inputs.audio else None
     return image, sound, grid_shape(source, inputs) if inputs.grid else None
 

@@ -18,10 +18,11 @@ from tcompress.reading import builtin
 from tcompress.reading.collate import collate
 from tcompress.reading.columns import Kind, Pool, columns_of, draw_texts, undecoded
 from tcompress.reading.examples import Needs, load_examples
-from tcompress.reading.images import decode, has_processor_file, image_reader
+from tcompress.reading.images import decode, has_processor_file, image_reader, plain_reader
 from tcompress.reading.inputs import (
     SERIES,
     Inputs,
+    frames_of,
     grid_shape,
     image_shape,
     inputs_of,
@@ -131,6 +132,11 @@ def _draw_from_data(
             f"`{model}` takes sound, which cannot be read from `{options.source}`",
             hint="give `--calib builtin` or `--calib none`",
         )
+    if inputs.image and frames_of(source.config):
+        raise DataError(
+            f"`{model}` takes clips, which cannot be read from `{options.source}`",
+            hint="give `--calib builtin` or `--calib none`",
+        )
     main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
     needed = {kind for kind, present in main.items() if present}
     wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
@@ -161,6 +167,9 @@ def _draw_from_data(
 
 def _draw_builtin(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
     """Draw what the model needs and has not got yet."""
+    if inputs.image and not drawn.frames and frames_of(source.config):
+        drawn.names.append("builtin clips (synthetic, without the model's image processor)")
+        drawn.frames = list(_clips(drawn, source, options))
     if inputs.image and not drawn.frames:
         known = "" if has_processor_file(source) else ", without the model's image processor"
         drawn.names.append(f"builtin images (synthetic{known})")
@@ -218,6 +227,19 @@ def _pictures(drawn: _Drawn, source: SourceModel, options: Calibration) -> Itera
     for index in range(min(options.samples, builtin.MOST_PICTURES)):
         rng = np.random.default_rng([options.seed, index])
         yield read(drawn.hashed(builtin.picture(height, width, channels, rng)))
+
+
+def _clips(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
+    """Pictures that drift, each from another place to another side."""
+    read, count = plain_reader(source), frames_of(source.config) or 1
+    channels, height, width = image_shape(source.config)
+    for index in range(min(options.samples, builtin.MOST_PICTURES)):
+        rng = np.random.default_rng([options.seed, index])
+        still = drawn.hashed(builtin.picture(height, width, channels, rng))
+        step = rng.integers(-height // 16, height // 16 + 1, 2)
+        yield torch.stack(
+            [read(np.roll(still, tuple(frame * step), (0, 1))) for frame in range(count)]
+        )
 
 
 def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:

@@ -74,7 +74,7 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
                 f"`{source.folder}` has no usable image processor ({first_line(error)})",
                 hint=f"add its `preprocessor_config.json`; or {_HINT}",
             ) from error
-        return _plain_reader(source)
+        return plain_reader(source)
 
     def read(pixels: Pixels) -> Tensor:
         try:
@@ -116,7 +116,7 @@ def _options(source: SourceModel) -> dict[str, Any]:
     return {}
 
 
-def _plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
+def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
     """Resize, rescale and normalise without Pillow; for pictures of the model's own proportions."""
     options = _options(source)
     channels, *shape = image_shape(source.config)

@@ -128,6 +128,11 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return (channels, *size)
 
 
+def frames_of(config: Any) -> int | None:
+    """Give the number of pictures in a clip; None for models that take single pictures."""
+    return next(iter(_numbers(config, ["num_frames"])), None)
+
+
 def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
     """Give frequency bands and frames of a model's log-mel spectrograms.
 

@@ -17,7 +17,7 @@ from tcompress.reading.columns import Kind, Pool, columns_of, kinds_of, undecode
 from tcompress.reading.derived import with_derived
 from tcompress.reading.examples import Examples, Needs, check_columns, load_examples
 from tcompress.reading.images import decode, image_reader
-from tcompress.reading.inputs import Inputs, image_shape, inputs_of
+from tcompress.reading.inputs import Inputs, frames_of, image_shape, inputs_of
 from tcompress.reading.tables import opened
 from tcompress.reading.tokens import TextEncoder
 from tcompress.recipe.schema import TrainingData
@@ -103,6 +103,11 @@ class _Reader:
         if self.inputs.audio:
             raise DataError(
                 f"`{source.model_class.__name__}` takes sound, which cannot be trained on yet",
+                hint="train it with its own scripts: a converted model is an ordinary model",
+            )
+        if self.inputs.image and frames_of(source.config):
+            raise DataError(
+                f"`{source.model_class.__name__}` takes clips, which cannot be trained on yet",
                 hint="train it with its own scripts: a converted model is an ordinary model",
             )
         if self.inputs.text and self.inputs.image:

@@ -22,6 +22,7 @@ from tcompress.recipe.library import find_recipe
 from tcompress.recipe.methods import AUTO, AutoSpec
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
 from tcompress.recipe.scratch import Architecture
+from tcompress.recipe.sections import BUDGETS
 from tcompress.reporting.model import report_of as report
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel, default_output_name
@@ -33,9 +34,9 @@ from tcompress.sweeping.run import sweep as run_sweep
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
-_BLOCKS = frozenset(("keep_layers", "drop_layers"))
-_SIZES = frozenset(("target", "residual_rank", "p", "rank"))
-_METHOD_SIZES = _SIZES | {"target_params", "target_bytes", "keep", "only", "layers"}
+_BLOCKS = frozenset(("keep_layers", "drop_layers", "embeddings"))
+_SIZES = frozenset((*BUDGETS, "residual_rank", "p", "rank"))
+_METHOD_SIZES = _SIZES | {"keep", "only", "layers"}
 _NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
 
 __all__ = [
@@ -72,7 +73,7 @@ def convert(
             configuration itself, as `architecture` in a recipe.
         method: Name of the method, or its options with `name`, or `none` to rewrite no layer; or
             of a mechanism, beside which `structure` takes a method. Default `lprod`, and `none`
-            where blocks are dropped and nothing is said of layers.
+            where blocks are dropped or embeddings rewritten and nothing is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
         calibration: `builtin`, `none`, a file or a dataset id; or all options of it.

@@ -103,7 +103,7 @@ def test_a_model_with_metrics_only(bare: ModelReport) -> None:
     page.assert_alone()
     assert page.charts() == [
         "accuracy against parameters kept, whole model. gpt2-small: 45%, 0.8500; "
-        "dense (big): 100%, 0.9000"
+        "dense (gpt2): 100%, 0.9000"
     ]
     assert "0.8300 … 0.8700" in page.text
     assert "−0.0600 … −0.0400" in page.text

@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tcompress.artifact.manifest import Metric
-from tcompress.reporting.choice import main_metrics, main_speeds
+from tcompress.reporting.choice import main_metrics, main_speeds, metric_key
 from tcompress.reporting.console import render
 from tcompress.reporting.model import ModelReport, report_of
-from tcompress.reporting.rows import healed_text
+from tcompress.reporting.rows import healed_text, rows_of
 from tcompress.reporting.speed import speed_table
 from tcompress.reporting.verdict import verdict
 from tcompress.reporting.words import metric_labels, value_text
@@ -138,8 +139,8 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
 def test_the_verdict_of_one_model(bare: ModelReport) -> None:
     assert verdict([full(bare)], ["small"]) == (
         "keeps 45.1% of the parameters (25.0% of those rewritten), has accuracy 0.8500 (dense "
-        "0.9000, 0.944×; difference −0.0500, 95% interval −0.0600 … −0.0400) and runs at 2.00× "
-        "the dense speed at batch 8 and length 32."
+        "0.9000, 0.944×; difference −0.0500, 95% interval −0.0600 … −0.0400) and runs at up to "
+        "2.00× the dense speed at batch 8 and length 32."
     )
 
 
@@ -155,3 +156,25 @@ def test_the_verdict_of_several_models(bare: ModelReport) -> None:
     text = verdict([full(bare), close], ["one", "two"])
     assert text.startswith("Of 2 models, two comes closest to the dense quality: it keeps 45.1%")
     assert "the interval of the difference, −0.0150 … +0.0050, holds 0" in text
+
+
+def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:
+    own = metric()
+    assert own.difference is not None
+    other = own.model_copy(
+        update={"difference": own.difference.model_copy(update={"baseline": "elsewhere/rival"})}
+    )
+    shown = bare.model_copy(update={"metrics": (other,)})
+    assert "accuracy, against rival" in [row.label for row in rows_of(shown)]
+    assert "(rival 0.9000" in verdict([shown], ["gpt2-small"])
+
+
+def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
+    kinds: tuple[dict[str, Any], ...] = ({"data_fingerprint": "b"}, {"max_length": 64})
+    for change in kinds:
+        one, two = metric(), metric()
+        two = two.model_copy(update={"protocol": {**two.protocol, **change}})
+        assert metric_key(one) != metric_key(two)
+        shown = [bare.model_copy(update={"metrics": (item,)}) for item in (one, two)]
+        labels = {row.label for item in shown for row in rows_of(item, shown)}
+        assert {"accuracy", "accuracy, 2"} <= labels

@@ -112,7 +112,10 @@ def _unexpected_hint(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "free some disk space, then run the same command again"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "lower `calibration.batch_size` in a recipe, or choose another `--device`"
+        return (
+            "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
+            "`convert.calibration.batch_size` in a recipe), or another `--device`"
+        )
     return f"run again with `{TRACEBACK}=1` to see where, and report it"
 
 

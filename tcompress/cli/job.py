@@ -165,15 +165,13 @@ def show_result(done: Converted, job: Job) -> None:
     screen = results()
     # Before and after; `tcompress report` has the layers.
     screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
-    for warning in done.manifest.plan.warnings:
-        screen.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     resumed = ", continuing an interrupted run" if done.resumed else ""
     screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
     if done.manifest.source.init == "random":
         screen.print("Not trained yet: all weights are as they were drawn at random.")
         screen.print(f"Next: `tcompress finetune {name} --task ... --data ...`", soft_wrap=True)
         return
-    screen.print("Not healed yet: imitating the dense model brings most of the quality back.")
+    screen.print("Not healed yet: imitating the dense model usually wins much of the quality back.")
     screen.print(f"Next: `tcompress finetune {name} --data FILE`", soft_wrap=True)
 
 

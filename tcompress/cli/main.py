@@ -58,7 +58,7 @@ app.command("export", epilog=export.EPILOG)(export.export)
 app.command("run", epilog=run.EPILOG)(run.run)
 app.command("sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command("methods", epilog=methods.EPILOG)(methods.methods)
-app.add_typer(recipes.app, name="recipes", help="List, show, copy and check recipes.")
+app.add_typer(recipes.app, name="recipes", help="List, show, copy, check and explain recipes.")
 app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 

@@ -80,8 +80,9 @@ def mechanism_spec(name: str) -> type[MechanismSpec]:
 def _of_the_paper(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Chooses the structure of the mechanism's paper, where something is said of layers."""
     from tcompress.mechanisms import mechanism_named
+    from tcompress.recipe.sections import BUDGETS
 
-    if not any(option in given for option in (*METHOD_OPTIONS, "target", "residual_rank")):
+    if not any(option in given for option in (*METHOD_OPTIONS, *BUDGETS, "residual_rank")):
         return {"method": "none"}
     kind = mechanism_named(name)
     found: dict[str, Any] = {"method": kind.structure}

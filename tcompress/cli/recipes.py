@@ -1,4 +1,4 @@
-"""`tcompress recipes`: list, show, copy, validate."""
+"""`tcompress recipes`: list, show, copy, validate, reference."""
 
 from __future__ import annotations
 
@@ -79,6 +79,17 @@ def copy(
         print_json({"file": str(file)})
     else:
         results().print(f"Wrote `{file}`. Next: `tcompress run {file}`", soft_wrap=True)
+
+
+@app.command("reference", epilog=opt.examples("tcompress recipes reference > recipes.md"))
+def reference(json: opt.Json = False) -> None:
+    """Print all keys of a recipe with types, defaults and meanings; as JSON, their schema."""
+    from tcompress.recipe.docs import json_schema, reference_markdown
+
+    if json:
+        print_json({"recipe": json_schema()})
+    else:
+        sys.stdout.write(reference_markdown())
 
 
 @app.command(

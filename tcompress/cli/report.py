@@ -43,6 +43,7 @@ def report(
             rich_help_panel=opt.OUTPUT,
         ),
     ] = None,
+    allow_remote_code: opt.AllowRemoteCode = False,
     json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
@@ -56,7 +57,7 @@ def report(
 
     if html is not None:
         check_target(html)  # before the models are read
-    reports = reports_of(models, length)
+    reports = reports_of(models, length, trust_remote_code=allow_remote_code)
     written = {} if html is None else {"html": str(write_html(reports, html))}
     if json:
         print_json({"reports": [item.to_json() for item in reports], **written})

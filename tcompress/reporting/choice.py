@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.reporting.tree import ModelReport
+from tcompress.source.names import ALIASES
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
+_SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
+
+
 def metric_key(metric: Metric) -> tuple[str, ...]:
-    """Equal for numbers that can be compared."""
-    return (metric.name, *(str(metric.protocol.get(key)) for key in ("task", "data", "split")))
+    """Equal for numbers that can be compared: of the same task on the same examples."""
+    return (metric.name, *(str(metric.protocol.get(key)) for key in _SAME))
+
+
+def other_baseline(report: ModelReport, metric: Metric) -> str | None:
+    """Name of what a number was compared with, where that is not the model's own dense source."""
+    if metric.difference is None or report.source is None:
+        return None
+    name = metric.difference.baseline
+    known = {_place(report.source), _place(report.name)}
+    return None if _place(name) in known else Path(name).name
+
+
+def _place(name: str) -> str:
+    """A model by its last folder: names differ by where one stands, or by the owner."""
+    return Path(ALIASES.get(name, name)).name
 
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:

@@ -58,6 +58,9 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
         if report.left and len(reports) == 1:
             parts.append(left_table(report.left))
+    for report in reports:
+        name = f" of {short_name(report, reports)}" if len(reports) > 1 else ""
+        parts += [warning_text(f"warning{name}: {text}") for text in report.warnings]
     if rows := published(reports):
         parts.append(paper_table(rows))
     return Group(*parts)
@@ -99,8 +102,13 @@ def render_plan(
         parts.append(layer_table(layers, per_layer=per_layer))
     if plan.left:
         parts.append(left_table(plan.left))
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+    parts += [warning_text(f"warning: {text}") for text in plan.warnings]
     return Group(*parts)
+
+
+def warning_text(text: str) -> Text:
+    """What the user should know, in the colour of warnings."""
+    return Text(text, style="yellow")
 
 
 class Comparison:

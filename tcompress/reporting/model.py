@@ -169,6 +169,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "init": manifest.source.init,
         "seed": manifest.source.seed,
         "paper": tuple(manifest.paper),
+        "warnings": manifest.plan.warnings,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.reporting.charts import Dot, trade_off, training_charts
-from tcompress.reporting.choice import main_metrics, main_speeds
+from tcompress.reporting.choice import main_metrics, main_speeds, other_baseline
 from tcompress.reporting.console import short_name
 from tcompress.reporting.heat import Heat, heat_of
 from tcompress.reporting.published import Published, published
@@ -105,6 +105,12 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _named(report: ModelReport) -> Iterator[tuple[str, Metric]]:
+    for label, metric in zip(metric_labels(report.metrics), report.metrics, strict=True):
+        other = other_baseline(report, metric)
+        yield label if other is None else f"{label}, against {other}", metric
+
+
 def _section(report: ModelReport, name: str, mark: str, colour: int) -> Section:
     recipe = report.recipe
     return Section(
@@ -114,7 +120,7 @@ def _section(report: ModelReport, name: str, mark: str, colour: int) -> Section:
         report=report,
         roles=tuple(_roles(report.layers)),
         heat=heat_of(report.layers),
-        metrics=tuple(zip(metric_labels(report.metrics), report.metrics, strict=True)),
+        metrics=tuple(_named(report)),
         curves=tuple(tuple(training_charts(run)) for run in report.training),
         timings={machine_text(speed): speed.protocol for speed in report.speed},
         calibration=calibration_text(report),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.planning.entries import AttentionPlan, DepthPlan
+from tcompress.reporting.choice import metric_key, other_baseline
 from tcompress.reporting.describe import describe_attention
 from tcompress.reporting.tree import Amount, ModelReport
 from tcompress.reporting.words import (
@@ -138,14 +139,21 @@ def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
         label = "healed" if healed else "trained"
         rows.append(Row(label, healed_text(report)))
-    labels = metric_labels(report.metrics)
-    for label, metric in zip(labels, report.metrics, strict=True):
-        rows += _metric(label, metric)
+    labels = _labels(shown)
+    for metric in report.metrics:
+        rows += _metric(labels[metric_key(metric)], metric, other_baseline(report, metric))
     machines = {machine_text(speed) for item in shown for speed in item.speed}
     return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
 
 
-def _metric(label: str, metric: Metric) -> list[Row]:
+def _labels(shown: Sequence[ModelReport]) -> dict[tuple[str, ...], str]:
+    """Names of metrics; those that cannot be compared do not share one."""
+    found = {metric_key(metric): metric for item in shown for metric in item.metrics}
+    return dict(zip(found, metric_labels(found.values()), strict=True))
+
+
+def _metric(label: str, metric: Metric, against: str | None) -> list[Row]:
+    label = label if against is None else f"{label}, against {against}"
     found, ratio = metric.difference, ratio_text(metric_ratio(metric))
     dense = "" if found is None else value_text(found.baseline_value)
     rows = [Row(label, value_text(metric.value), dense, ratio)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tcompress.artifact.manifest import Metric
 from tcompress.reporting.budget import budget_rows, budget_text, error_note
-from tcompress.reporting.choice import best_speed, main_metrics
+from tcompress.reporting.choice import best_speed, main_metrics, other_baseline
 from tcompress.reporting.rows import calibration_text, healed_text, start_text
 from tcompress.reporting.tree import Amount, ModelReport
 from tcompress.reporting.words import (
@@ -57,7 +57,7 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
         *(Line(f"mean {error_name(kind)}", _errors(reports, kind)) for kind in kinds),
         Line("trained", _cells(reports, lambda r: Cell(healed_text(r)))),
         Line(name, tuple(map(_metric, metrics))),
-        Line("difference to dense", tuple(map(_difference, metrics))),
+        Line("difference to dense", tuple(map(_difference, reports, metrics))),
         Line("best speed", _cells(reports, _speed)),
     ]
     return tuple(line for line in lines if any(cell.value for cell in line.cells))
@@ -126,12 +126,13 @@ def _metric(metric: Metric | None) -> Cell:
     return Cell(value_text(metric.value), note)
 
 
-def _difference(metric: Metric | None) -> Cell:
+def _difference(report: ModelReport, metric: Metric | None) -> Cell:
     if metric is None or metric.difference is None:
         return Cell()
     found = metric.difference
     notes = [] if found.interval is None else [interval_text(found.interval, signed=True)]
-    ratio = ratio_text(metric_ratio(metric))
+    ratio, other = ratio_text(metric_ratio(metric)), other_baseline(report, metric)
+    notes += [f"against {other}, not dense"] if other else []
     return Cell(signed_text(found.value), "; ".join([*notes, *([ratio] if ratio else [])]))
 
 

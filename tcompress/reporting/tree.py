@@ -128,6 +128,10 @@ class ModelReport(_Node):
         speed: Times of forward passes, with protocols.
         recipe: What was asked for, if known.
         environment: Versions that the model was made with, if known.
+        init: Whether the weights were pretrained before, or drawn at random.
+        seed: Seed that they were drawn from.
+        paper: Published numbers.
+        warnings: What the user should know of the conversion.
     """
 
     schema_version: Literal[1] = Field(1, validation_alias="schema", serialization_alias="schema")
@@ -154,6 +158,7 @@ class ModelReport(_Node):
     init: Literal["pretrained", "random"] = "pretrained"
     seed: int | None = None
     paper: tuple[PaperRow, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_smaller(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tcompress.artifact.manifest import Metric
-from tcompress.reporting.choice import best_speed, main_metrics
+from tcompress.reporting.choice import best_speed, main_metrics, other_baseline
 from tcompress.reporting.tree import ModelReport
 from tcompress.reporting.words import (
     error_name,
@@ -48,14 +48,13 @@ def _alone(report: ModelReport, metric: Metric | None) -> str:
         return f"is dense{known}."
     parts = report.parameters
     kept = f"keeps {parts.total.kept:.1%} of the parameters"
-    if parts.rewritten.kept != parts.total.kept:
+    if parts.rewritten.dense and parts.rewritten.kept != parts.total.kept:
         kept += f" ({parts.rewritten.kept:.1%} of those rewritten)"
     words = [kept, *_quality(report, metric)]
     fastest = best_speed(report)
     if fastest is not None:
-        time = "runs" if fastest.ratio >= 1 else "at best runs"
         at = f"at batch {fastest.batch} and length {fastest.length}"
-        words.append(f"{time} at {ratio_text(fastest.ratio, 2)} the dense speed {at}")
+        words.append(f"runs at up to {ratio_text(fastest.ratio, 2)} the dense speed {at}")
     return f"{', '.join(words[:-1])} and {words[-1]}."
 
 
@@ -70,7 +69,8 @@ def _quality(report: ModelReport, metric: Metric | None) -> list[str]:
     found, ratio = metric.difference, metric_ratio(metric)
     if found is not None:
         share = f", {ratio_text(ratio)}" if ratio is not None else ""
-        text += f" (dense {value_text(found.baseline_value)}{share}"
+        who = other_baseline(report, metric) or "dense"
+        text += f" ({who} {value_text(found.baseline_value)}{share}"
         if found.interval is None:
             text += ")"
         elif found.interval.low <= 0 <= found.interval.high:

@@ -116,12 +116,12 @@ class Swept:
     def missed(self) -> bool:
         """Whether a threshold was declared, and no cell reaches it."""
         declared = any(item.threshold is not None for item in self.recipe.evaluate)
-        return declared and all(done.missed for done in self.cells)
+        return declared and bool(self.cells) and all(done.missed for done in self.cells)
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in a cell; a refusal is an answer."""
-        return any(item.status == "failed" for item in self.stopped)
+        """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
+        return not self.cells or any(item.status == "failed" for item in self.stopped)
 
     def write_page(self) -> Path:
         """Writes the HTML report, the models in the order of the table."""

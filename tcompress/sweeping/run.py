@@ -27,6 +27,7 @@ from tcompress.evaluation.threshold import Threshold
 from tcompress.pipeline import measure, run_recipe, time_passes
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Evaluate, Recipe
+from tcompress.reporting.html import check_target
 from tcompress.reporting.model import report_of
 from tcompress.reporting.tree import ModelReport
 from tcompress.source import SourceModel
@@ -83,8 +84,11 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuses, before any work, what would fail in the end.
 
     Raises:
-        InputError: A threshold is no number, or trained models have no task to be compared by.
+        InputError: A threshold is no number, trained models have no task to be compared by, or the
+            page cannot be written.
     """
+    if recipe.report is not None:
+        check_target(Path(recipe.report).expanduser())
     for item in recipe.evaluate:
         if item.threshold is not None:
             Threshold.parse(item.threshold)

@@ -29,7 +29,7 @@ def metric(value: float = 0.85, dense: float | None = 0.9, **facts: Any) -> Metr
     if dense is not None:
         gap = value - dense
         around = Interval(low=gap - 0.01, high=gap + 0.01)
-        difference = Difference(baseline="big", baseline_value=dense, value=gap, interval=around)
+        difference = Difference(baseline="gpt2", baseline_value=dense, value=gap, interval=around)
     protocol = {"task": "classification", "data": "sst2", "versions": {"torch": "2"}}
     fields = {"name": "accuracy", "difference": difference, "protocol": protocol, **facts}
     return Metric(value=value, interval=Interval(low=value - 0.02, high=value + 0.02), **fields)

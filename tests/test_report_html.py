@@ -169,7 +169,7 @@ def test_models_of_several_sizes_are_compared_by_count(bare: ModelReport, tmp_pa
     both = [item.model_copy(update={"metrics": (metric(),)}) for item in (bare, bert)]
     picture = Page(render_html(both)).charts()[0]
     assert picture.startswith("accuracy against parameters.")
-    assert "dense (big): 22.4 k" in picture
+    assert "dense (gpt2): 22.4 k" in picture
 
 
 def test_names_are_escaped(bare: ModelReport) -> None:

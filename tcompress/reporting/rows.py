@@ -149,7 +149,8 @@ def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
 def _labels(shown: Sequence[ModelReport]) -> dict[tuple[str, ...], str]:
     """Names of metrics; those that cannot be compared do not share one."""
     found = {metric_key(metric): metric for item in shown for metric in item.metrics}
-    return dict(zip(found, metric_labels(found.values()), strict=True))
+    keys = sorted(found)  # the same names whichever model is asked about
+    return dict(zip(keys, metric_labels(found[key] for key in keys), strict=True))
 
 
 def _metric(label: str, metric: Metric, against: str | None) -> list[Row]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from tcompress.benching.run import bench
 from tcompress.conversion.run import Converted
@@ -20,6 +22,7 @@ from tcompress.progress import Progress
 from tcompress.recipe import Convert, default_method, mechanism_names, method_names, parse_recipe
 from tcompress.recipe.library import find_recipe
 from tcompress.recipe.methods import AUTO, AutoSpec
+from tcompress.recipe.naming import short_name
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
 from tcompress.recipe.scratch import Architecture
 from tcompress.recipe.sections import BUDGETS
@@ -34,6 +37,7 @@ from tcompress.sweeping.run import sweep as run_sweep
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
+_Section = TypeVar("_Section", bound=BaseModel)
 _BLOCKS = frozenset(("keep_layers", "drop_layers", "embeddings"))
 _SIZES = frozenset((*BUDGETS, "residual_rank", "p", "rank"))
 _METHOD_SIZES = _SIZES | {"keep", "only", "layers"}
@@ -94,7 +98,8 @@ def convert(
     settled = _settled(recipe, method, calibration, options)
     source = _opened(model, settled, revision, token)
     name = model if isinstance(model, str) else source.id
-    folder = Path(output or default_output_name(name, settled.label.replace(" + ", "-")))
+    words = short_name(settled) or settled.label.replace(" + ", "-")
+    folder = Path(output or default_output_name(name, words))
     return run_conversion(source, settled, folder, force=force, progress=progress)
 
 
@@ -126,12 +131,13 @@ def finetune(
         InputError: Something given cannot be used; the message says what to do.
         TrainingError: Training diverged, or cannot go on.
     """
+    _refuse_beside(recipe, **options)
     if isinstance(recipe, str):
         found = parse_recipe(*find_recipe(recipe)).finetune
         if found is None:
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
         recipe = found
-    settled = recipe or Finetune.model_validate(options)
+    settled = recipe or _validated(Finetune, options)
     folder = Path(output or default_output_name(model, settled.task or "healed"))
     return run_training(model, settled, folder, force=force, token=token, progress=progress)
 
@@ -244,6 +250,7 @@ def _settled(
     calibration: str | Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Convert:
+    _refuse_beside(recipe, method=method, calibration=calibration, **options)
     if isinstance(recipe, Convert):
         return recipe
     if recipe is not None:
@@ -275,7 +282,29 @@ def _settled(
     if calibration is not None:
         given = {"source": calibration} if isinstance(calibration, str) else dict(calibration)
         chosen["calibration"] = given
-    return Convert.model_validate(chosen)
+    return _validated(Convert, chosen)
+
+
+def _refuse_beside(recipe: object, **given: Any) -> None:
+    """A recipe says everything; what is given beside it would be forgotten."""
+    named = [f"`{name}`" for name, value in given.items() if value is not None]
+    if recipe is not None and named:
+        raise RecipeError(
+            f"{', '.join(named)} cannot be given beside a recipe",
+            "change the recipe instead, or leave it out",
+        )
+
+
+def _validated(kind: type[_Section], data: Mapping[str, Any]) -> _Section:
+    """Builds settings; what is wrong with them is one error in words."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            f"`{'.'.join(map(str, item['loc']))}` is `{item['input']}`: {item['msg']}"
+            for item in error.errors(include_url=False)
+        ]
+        raise RecipeError("; ".join(lines)) from error
 
 
 def _is_mechanism(method: str | Mapping[str, Any] | None) -> bool:

@@ -13,6 +13,8 @@ TCompressError
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class TCompressError(Exception):
     """Base of every error that tcompress raises on purpose.
@@ -69,3 +71,17 @@ class TrainingError(TCompressError, ArithmeticError):
     """Training met values that are not finite, or cannot go on."""
 
     exit_code = 2
+
+
+def refuse_replica(module: object) -> NoReturn:
+    """Stands in modules for what `nn.DataParallel` calls; it would lose what layers share.
+
+    Raises:
+        InputError: Always.
+    """
+    raise InputError(
+        f"a `{type(module).__name__}` cannot be copied for `nn.DataParallel`, which training on "
+        "several devices uses in one process",
+        "start one process for each device, with `torchrun` or `accelerate launch`, or show one "
+        "device only: `CUDA_VISIBLE_DEVICES=0`",
+    )

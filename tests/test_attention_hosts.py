@@ -135,16 +135,50 @@ def test_decoders_never_look_ahead(family: str, name: str, shop: Workshop) -> No
 
 @pytest.mark.parametrize("name", ["tga", "tsa"])
 @pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_generating_with_a_cache_gives_the_same(
-    name: str, cache: str | None, shop: Workshop
+    name: str, cache: str | None, batch: int, shop: Workshop
 ) -> None:
+    """One prompt without padding has no mask at all; two are padded on the left."""
     model, _ = shop.hosted("llama", name).load()
-    inputs = FAMILIES["llama"].inputs(batch=2, length=8, seed=1)
-    inputs = {key: value.flip(1) for key, value in inputs.items()}  # padding on the left
+    inputs = FAMILIES["llama"].inputs(batch=batch, length=8, seed=1)
+    inputs = {key: value.flip(1) for key, value in inputs.items()}
+    inputs = inputs if batch > 1 else {"input_ids": inputs["input_ids"]}
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(**inputs, **options, use_cache=False)  # type: ignore[operator]
     kept = model.generate(**inputs, **options, cache_implementation=cache)  # type: ignore[operator]
     assert torch.equal(plain, kept)
+
+
+def test_a_pickled_model_runs_in_another_process(shop: Workshop, tmp_path: Path) -> None:
+    model, _ = shop.hosted("bert", "tga").load()
+    inputs = FAMILIES["bert"].inputs(batch=2, length=8, seed=1)
+    torch.save((model, inputs, _output(model, inputs)), tmp_path / "whole.pt")
+    code = (
+        "import sys, torch, tcompress\n"
+        "model, inputs, wanted = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.allclose(model(**inputs).logits, wanted, atol=1e-6)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "whole.pt")], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+
+
+def test_training_after_a_pass_in_inference_mode(shop: Workshop) -> None:
+    model, _ = shop.hosted("vit", "favor").load()
+    inputs = FAMILIES["vit"].inputs(batch=2, length=8, seed=1)
+    with torch.inference_mode():
+        model(**inputs)
+    model.train()(**inputs).logits.sum().backward()
+
+
+def test_copies_for_several_devices_are_refused(shop: Workshop) -> None:
+    model, _ = shop.hosted("bert", "tga").load()
+    with pytest.raises(InputError, match="start one process for each device"):
+        model.get_submodule(
+            "bert.encoder.layer.0.attention.self." + CHILD
+        )._replicate_for_data_parallel()
 
 
 def test_other_heads_find_the_mechanisms(shop: Workshop, tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ def check_output(output: Path, *, force: bool) -> None:
     """
     if output.is_file():
         raise InputError(f"output `{output}` is a file", "choose another folder with `-o`")
+    if os.path.ismount(output):
+        raise InputError(
+            f"output `{output}` is where another disk is mounted, so that it cannot be replaced",
+            f"choose a folder inside it, such as `-o {output / 'model'}`",
+        )
     if output.is_dir() and any(output.iterdir()) and not force:
         raise InputError(
             f"output folder `{output}` is not empty",
@@ -52,6 +57,7 @@ class Workplace:
         self._journal = self.folder / "journal.jsonl"
         self.resumed = False
         self._lock = self._locked()
+        self._finished = False
         state = self.folder / "identity"
         if state.is_file() and state.read_text(encoding="utf-8") == identity:
             self.resumed = self._journal.is_file()
@@ -97,17 +103,20 @@ class Workplace:
 
     def publish(self, *, force: bool) -> None:
         """Renames the finished model folder to the output, and removes the rest."""
+        self._finished = True
         check_output(self.output, force=force)
         old = self.folder / "replaced"
         if self.output.exists():
             self.output.rename(old)
         self.model.rename(self.output)
+        self._finished = False
         self.discard()
 
     def discard(self) -> None:
-        """Removes the working folder."""
+        """Removes the working folder; what is finished and could not be moved stays."""
         self._lock.release()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._finished:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Leaves the working folder for a later run."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.errors import ArtifactError
+from tcompress.errors import ArtifactError, DataError
 from tcompress.integration.build import set_module
 from tcompress.mechanisms.base import mechanism
 from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
@@ -48,10 +48,28 @@ def mix_tokens(
 
     Returns:
         The mixed values, and no weights.  # (batch, queries, heads, head_dim)
+
+    Raises:
+        DataError: The cache is one that attention functions have to fill themselves.
     """
     own: MechanismModule = getattr(module, CHILD)
-    causal = own.layout.causal
+    if kwargs.get("cache") is not None:
+        raise DataError(
+            f"attention `{own.name}` cannot fill a paged cache",
+            "generate without continuous batching",
+        )
+    causal, queries = own.layout.causal, query.shape[-2]
+    if attention_mask is None and causal and 1 < queries < key.shape[-2] and not _flash(module):
+        # A static cache that is still empty: Transformers leaves the mask out, and means that
+        # the first keys belong to the queries.
+        key, value = key[:, :, :queries], value[:, :, :queries]
     return own(query, key, value, attention_mask, causal=causal, scaling=scaling), None
+
+
+def _flash(module: nn.Module) -> bool:
+    """Whether masks are those of flash attention, where the last keys belong to the queries."""
+    usual = getattr(getattr(module, CHILD), "host_config", None)
+    return "flash" in str(getattr(usual, "_attn_implementation", ""))
 
 
 def install_attention(
@@ -91,10 +109,11 @@ def install_attention(
                 f"attention `{path}` has no config to choose a function by",
                 "use the version of Transformers that the model was converted with",
             )
-        host.config = copy.copy(host.config)
+        usual, host.config = host.config, copy.copy(host.config)
         # The setter would hand the name on to configs of parts, which are shared.
         host.config._attn_implementation_internal = METHOD
         made[entry.name] = own = MechanismModule(entry.layout, path, **options)
+        own.host_config = usual
         own.train(host.training)
         host.add_module(CHILD, own)
         for layer in entry.unused:

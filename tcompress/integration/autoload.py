@@ -13,7 +13,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
+METHOD = "tcompress"  # as in tcompress.source.names, which imports more
 _QUANTIZERS = "transformers.quantizers"
 _CONFIGS = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"
@@ -62,6 +64,18 @@ def _register_format() -> None:
     register()
 
 
+def _register_attention() -> None:
+    """For models that were pickled whole, or sent to another process."""
+    from transformers.modeling_utils import AttentionInterface
+
+    def mix(*args: Any, **kwargs: Any) -> Any:
+        from tcompress.integration.attention import mix_tokens  # needs more of Transformers
+
+        return mix_tokens(*args, **kwargs)
+
+    AttentionInterface.register(METHOD, mix)
+
+
 def _register_configs() -> None:
     import tcompress.hosts.configs  # noqa: F401
 
@@ -75,6 +89,7 @@ def _register_models() -> None:
 _AWAITED: tuple[tuple[str, Callable[[], None]], ...] = (
     (_QUANTIZERS, _register_format),
     (_CONFIGS, _register_configs),
+    (_PARTS[0], _register_attention),
     *((name, _register_models) for name in (*_PARTS, _MODELS)),
 )
 

@@ -215,23 +215,27 @@ def mix_grid(
         weight = valid[:, None, :, None].to(v.dtype)
         whole = weight.expand(len(v), v.shape[1], -1, 1)
         v = torch.cat([v * weight, whole], -1)
+    # Pooled tokens are few, and they and random features leave the range of half precision.
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    v = v.to(wide) if layout.kernel == "favor" else v
     for axis in range(len(sizes)):
         rows, count = _pooled(q, weight, sizes, axis, layout.pool)
         columns, _ = _pooled(k, weight, sizes, axis, layout.pool)
         scale = tensors["scale"][axis].exp()[:, None, None] * layout.head_dim**-0.5
+        rows, columns, scale = (x.to(wide) for x in (rows, columns, scale))
         empty = None if count is None else count == 0
         if layout.kernel == "softmax":
             scores = rows * scale @ columns.mT
             if empty is not None:
-                scores = scores.masked_fill(empty.mT, float("-inf"))
+                scores = scores.masked_fill(empty.mT, torch.finfo(wide).min)
             factors: tuple[Tensor, ...] = (scores.softmax(-1),)
         else:
-            factors = _favor(rows, columns, scale.sqrt(), empty, tensors["directions"])
+            factors = _favor(rows, columns, scale.sqrt(), empty, tensors["directions"].to(wide))
         for factor in reversed(factors):
-            v = _along(factor, v, sizes, axis)
+            v = _along(factor.to(v.dtype), v, sizes, axis)
     if weight is not None:
-        v = v[..., :-1] / v[..., -1:]
-    return v[:, :, :tokens]
+        v = v[..., :-1] / v[..., -1:].clamp_min(torch.finfo(v.dtype).tiny)  # none are 0 / 0
+    return v[:, :, :tokens].to(dtype)
 
 
 def _pooled(
@@ -262,11 +266,13 @@ def _favor(
 
     right = exponents(columns)
     if empty is not None:
-        right = right.masked_fill(empty, float("-inf"))
+        right = right.masked_fill(empty, torch.finfo(right.dtype).min)
     right = (right - right.amax((-2, -1), keepdim=True).detach()).exp()
     left = exponents(rows)
     left = (left - left.amax(-1, keepdim=True).detach()).exp()
-    return left / (left @ right.sum(-2)[..., None]), right.mT
+    # Rows whose features no column has would be 0 / 0.
+    norm = (left @ right.sum(-2)[..., None]).clamp_min(torch.finfo(left.dtype).eps ** 2)
+    return left / norm, right.mT
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:

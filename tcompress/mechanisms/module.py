@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.errors import DataError
+from tcompress.errors import DataError, refuse_replica
 from tcompress.mechanisms.base import MechanismLayout, mechanism
 from tcompress.mechanisms.visible import Visible
 
@@ -36,6 +36,7 @@ class MechanismModule(nn.Module):
         super().__init__()
         self.layout, self.name = layout, name
         self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
+        self.host_config: Any = None  # the model's, which says how masks are made
         for key, shape in mechanism(layout.mechanism).tensors(layout).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(key, nn.Parameter(empty))
@@ -81,7 +82,7 @@ class MechanismModule(nn.Module):
         try:
             seen = Visible.of(mask, q, k, causal=causal)
             if self.segments is not None:
-                first = (self.segments == 0).expand(len(k), -1)[:, -k.shape[-2] :]
+                first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
                 seen = replace(seen, first=first)
             tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
             tensors |= self._fixed(q)
@@ -93,13 +94,18 @@ class MechanismModule(nn.Module):
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)
         if key not in self._constants:
-            made = mechanism(self.layout.mechanism).constants(self.layout)
-            self._constants[key] = {name: tensor.to(like) for name, tensor in made.items()}
+            # They may serve training after a pass in inference mode, and are drawn on the CPU.
+            with torch.inference_mode(False), torch.device("cpu"):
+                made = mechanism(self.layout.mechanism).constants(self.layout)
+                device, dtype = key
+                self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
         return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves constants behind: copies make their own."""
         return {**self.__dict__, "_constants": {}, "segments": None}
+
+    _replicate_for_data_parallel = refuse_replica
 
     def extra_repr(self) -> str:
         """Shows the layout."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcompress.errors import refuse_replica
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.side import compute_dtype
 
@@ -36,6 +37,8 @@ class StructuredExperts(nn.Module):
     Args:
         host: The module to replace; its weights and activation are kept.
     """
+
+    _replicate_for_data_parallel = refuse_replica
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tcompress.errors import refuse_replica
 from tcompress.structures.bank import BankModule, bank_module
 from tcompress.structures.base import AnyLayout, Layout, Shapes, Side, structure
 from tcompress.structures.keeping import KeptWeight
@@ -97,6 +98,8 @@ class StructuredLinear(nn.Module):
 
     weight: Tensor
     _kept: KeptWeight | None = None
+
+    _replicate_for_data_parallel = refuse_replica
 
     def __init__(
         self,

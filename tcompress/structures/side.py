@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from tcompress.errors import refuse_replica
 from tcompress.structures.base import Layout, Side, structure
 
 
@@ -39,6 +40,8 @@ class SideModule(nn.Module):
     """
 
     changes: int = 0
+
+    _replicate_for_data_parallel = refuse_replica
 
     def __init__(
         self,

@@ -166,6 +166,12 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         if torch.compiler.is_compiling():  # it cannot know how many different words there are
             return tt_rows(index, cores)[:, : layout.in_features]
         words, places = index.unique(return_inverse=True)
+        if words.device.type == "cpu" and words.numel():  # sorted; elsewhere it would have to wait
+            low, high = int(words[0]), int(words[-1])
+            if low < 0 or high >= layout.out_features:
+                raise IndexError(
+                    f"word {low if low < 0 else high} of a table of {layout.out_features} words"
+                )
         return tt_rows(words, cores)[:, : layout.in_features][places]
 
     def row_macs(self, layout: TTLayout) -> int:

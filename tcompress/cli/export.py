@@ -30,7 +30,7 @@ def export(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="`dense`: a plain model that needs no tcompress and computes the same.",
+            help="`dense`: a plain model that computes the same, with dense weights.",
             autocompletion=complete.formats,
         ),
     ] = "dense",

@@ -42,7 +42,7 @@ class _Bars:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),

@@ -139,7 +139,7 @@ def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any
         _method_class(name)  # says which there are
         base = {"method": {"name": name}}
     default = (base or {}).get("target") or given.get("target") or EMBEDDING_TARGET
-    return {**(base or {}), "target": target or default}
+    return {**(base or {}), "target": default if target is None else target}
 
 
 def _cuts(data: Mapping[str, Any]) -> bool:

@@ -106,9 +106,11 @@ Columns = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-Samples = Annotated[int | None, typer.Option(help="Most examples.", rich_help_panel=DATA)]
+Samples = Annotated[
+    int | None, typer.Option(help="Most examples. Default: 200,000.", rich_help_panel=DATA)
+]
 MaxLength = Annotated[
-    int | None, typer.Option(help="Longest text, in tokens.", rich_help_panel=DATA)
+    int | None, typer.Option(help="Longest text, in tokens. Default: 128.", rich_help_panel=DATA)
 ]
 Validation = Annotated[
     str | None,
@@ -120,30 +122,39 @@ Validation = Annotated[
     ),
 ]
 Steps = Annotated[
-    int | None, typer.Option(help="Optimizer steps.", show_default=False, rich_help_panel=RUNNING)
+    int | None,
+    typer.Option(
+        help="Optimizer steps. Default: 1,000 to heal, else as `--epochs`.",
+        show_default=False,
+        rich_help_panel=RUNNING,
+    ),
 ]
 Epochs = Annotated[
-    float | None, typer.Option(help="Passes over the data.", rich_help_panel=RUNNING)
+    float | None,
+    typer.Option(help="Passes over the data. Default: 3 with a task.", rich_help_panel=RUNNING),
 ]
 MaxMinutes = Annotated[
     float | None, typer.Option(help="Longest duration.", rich_help_panel=RUNNING)
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Examples in a step, in each process.", rich_help_panel=RUNNING)
+    int | None,
+    typer.Option(help="Examples in a step, in each process. Default: 64.", rich_help_panel=RUNNING),
 ]
 LearningRate = Annotated[
     float | None,
     typer.Option(
         "--lr",
-        help="Highest learning rate; default 1e-3 to heal, 1e-4 with a task.",
+        help="Highest learning rate. Default: 1e-3 to heal and from scratch, 1e-4 with a task.",
         rich_help_panel=RUNNING,
     ),
 ]
 EvaluateEvery = Annotated[
-    int | None, typer.Option(help="Steps between validations.", rich_help_panel=RUNNING)
+    int | None,
+    typer.Option(help="Steps between validations. Default: 100.", rich_help_panel=RUNNING),
 ]
 CheckpointEvery = Annotated[
-    int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUNNING)
+    int | None,
+    typer.Option(help="Steps between checkpoints. Default: 200.", rich_help_panel=RUNNING),
 ]
 Patience = Annotated[
     int | None,

@@ -96,7 +96,10 @@ class Finetune(Section):
     max_minutes: float | None = Field(None, gt=0, description="longest duration, in minutes")
     batch_size: int = Field(64, gt=0, description="examples in a step, in each process")
     learning_rate: float | None = Field(
-        None, gt=0, description="highest learning rate; default 1e-3 to heal, 1e-4 with a task"
+        None,
+        gt=0,
+        description="highest learning rate; default 1e-3 to heal and from random weights, 1e-4 "
+        "with a task",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="course of the learning rate after warming up"

@@ -47,11 +47,12 @@ def published(reports: Sequence[ModelReport]) -> list[Published]:
 
 
 def _beside(row: PaperRow, report: ModelReport) -> Published:
-    values = [metric.value for metric in report.metrics if metric.name == row.metric]
+    metrics = [metric for metric in report.metrics if metric.name == row.metric]
     ours = ""
-    if row.ours and values:
-        # Papers that count in percent get ours in percent.
-        percent = row.value > 1 and 0 <= values[-1] <= 1
-        ours = value_text(values[-1] * (100 if percent else 1))
+    if row.ours and metrics:
+        own = metrics[-1]
+        # Papers that count in percent get ours in percent; errors are no shares of anything.
+        percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1
+        ours = value_text(own.value * (100 if percent else 1))
     why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
     return Published(row.row, row.metric, row.source, why, f"{row.value:g}", ours)

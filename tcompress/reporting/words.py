@@ -30,7 +30,7 @@ def bytes_text(size: int) -> str:
     """Writes a number of bytes, such as `70.5 kB`."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
+        if value < (1000 if unit == "B" else 999.95):  # which would be written as 1000.0
             return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.2f} TB"
@@ -39,7 +39,7 @@ def bytes_text(size: int) -> str:
 def count_text(number: float) -> str:
     """Writes a large number in short, such as `22.7 M`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # a little less would be written as 1e+03
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
 

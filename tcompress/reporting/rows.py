@@ -73,8 +73,10 @@ def rows_of(
     disk, macs = report.bytes_on_disk, report.macs_per_token
     rows.append(size("bytes on disk", disk.dense, disk.now))
     rows.append(amount(f"MACs/token, T={macs.length}", macs))
+    # Errors are those of the fit: training changes layers without measuring them again.
+    when = ", before training" if report.training else ""
     for kind, error in report.errors.items():
-        rows.append(Row(error_name(kind), error_text(error)))
+        rows.append(Row(error_name(kind) + when, error_text(error)))
     return rows + _records(report, (report, *others))
 
 

@@ -45,6 +45,7 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     metrics = main_metrics(reports)
     name = next((metric.name for metric in metrics if metric is not None), "")
+    when = ", before training" if any(report.training for report in reports) else ""
     lines = [
         Line("method", _cells(reports, _method)),
         Line("parameters", _cells(reports, lambda r: _amount(r.parameters.total))),
@@ -54,7 +55,7 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
         Line(f"multiply-adds per token, T={length}", _cells(reports, _macs)),
         Line("budget", _cells(reports, _budget)),
         Line("predicted error", _cells(reports, _predicted)),
-        *(Line(f"mean {error_name(kind)}", _errors(reports, kind)) for kind in kinds),
+        *(Line(f"mean {error_name(kind)}{when}", _errors(reports, kind)) for kind in kinds),
         Line("trained", _cells(reports, lambda r: Cell(healed_text(r)))),
         Line(name, tuple(map(_metric, metrics))),
         Line("difference to dense", tuple(map(_difference, reports, metrics))),

@@ -18,16 +18,16 @@ from tcompress.artifact.shards import Stored, plan_shards, write_index, write_sh
 from tcompress.artifact.workplace import check_output
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
-from tcompress.conversion.blocks import BlockFitter, BlockResult
+from tcompress.conversion.blocks import BlockFitter
+from tcompress.conversion.datafree import fit_without_data
 from tcompress.conversion.depth import choose_blocks, dropping
-from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed, read_table
+from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed
 from tcompress.conversion.finish import (
     calibration_facts,
     conversion_identity,
     source_facts,
     write_rest,
 )
-from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import (
     Cluster,
@@ -38,7 +38,7 @@ from tcompress.conversion.outputs import (
 )
 from tcompress.conversion.probe import OutputProbe, probe_of
 from tcompress.conversion.shared import Banks
-from tcompress.conversion.start import start_banks, start_layers
+from tcompress.conversion.start import start_banks
 from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError, TCompressError
@@ -50,7 +50,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Convert
 from tcompress.recipe.scratch import PaperRow
-from tcompress.source import SourceModel, read_finite
+from tcompress.source import SourceModel
 from tcompress.source.cut import fixed_blocks
 from tcompress.structures.embedding import StructuredEmbedding
 
@@ -359,7 +359,7 @@ class _Job:
         block = self.block_of[self.outputs.runtime_name(cluster[0])]
         result = place.block(block) if self.data is not None else None
         if result is None:
-            result = self._data_free(cluster)
+            result = fit_without_data(self.outputs, cluster, self.banks, self.device)
         values: dict[str, Tensor] = {}
         for entry in cluster:
             key = f"{entry.name}.{entry.parameter}"
@@ -369,32 +369,6 @@ class _Job:
             self.errors[key] = fitted.errors
             place.note("fit", layer=key, errors=fitted.errors)
         return values
-
-    def _data_free(self, cluster: Cluster) -> BlockResult:
-        weights, biases = [], {}
-        for entry in cluster:
-            path = self.outputs.runtime_name(entry)
-            is_table = entry.kind == "embedding"
-            name = f"{path}.{entry.parameter}"
-            weight = read_table(self.source, entry) if is_table else self._read(name)
-            weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self.device))
-            if entry.bias and entry.kind != "experts":
-                biases[entry.name] = self._read(f"{path}.bias")
-        dtype = self.outputs.dtype_of(cluster[0])
-        if self.source.seed is not None:
-            fitted = start_layers(
-                cluster, weights, dtype=dtype, banks=self.banks, seed=self.source.seed
-            )
-        else:
-            moments = [[LayerMoments()] for _ in cluster]
-            fitted = fit_layers(
-                cluster, weights, moments, dtype=dtype, damping=0.0, banks=self.banks
-            )
-        keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
-        return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
-
-    def _read(self, name: str) -> Tensor:
-        return read_finite(self.source.store, self.source.keymap, name)
 
     def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
         """Writes everything but the weights; `config.json`, which makes it loadable, last."""

@@ -42,7 +42,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (
             ["recipes", "zzz"],
-            "unknown command `zzz`; commands are `list`, `show`, `copy`, `validate`",
+            "unknown command `zzz`; commands are `list`, `show`, `copy`, `reference`, `validate`",
             "see `tcompress recipes --help`",
         ),
         (["convert"], "missing argument `MODEL`", SEE),
@@ -286,7 +286,10 @@ def test_full_disk_says_what_to_do() -> None:
 def test_lack_of_memory_says_what_to_do() -> None:
     found = describe(MemoryError())
     assert found.message == "unexpected `MemoryError`"
-    assert found.hint == "lower `calibration.batch_size` in a recipe, or choose another `--device`"
+    assert found.hint == (
+        "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
+        "`convert.calibration.batch_size` in a recipe), or another `--device`"
+    )
 
 
 def test_exit_codes_of_errors() -> None:

@@ -293,6 +293,15 @@ def test_blocks_first_then_all_together(tmp_path: Path) -> None:
     assert curve(done) != curve(train(folder, tmp_path / "plain", **options))
 
 
+def test_gradients_of_pieces_add_up_to_those_of_the_whole(tmp_path: Path) -> None:
+    folder, data = small_encoder(tmp_path), texts(tmp_path)
+    options = {"data": data, "steps": 4, "batch_size": 6, "evaluate_every": 2}
+    whole, pieces = (
+        train(folder, tmp_path / f"out{count}", accumulate=count, **options) for count in (1, 4)
+    )
+    assert _validations(pieces) == pytest.approx(_validations(whole), rel=1e-5)
+
+
 def test_the_stage_of_blocks_is_a_quarter_of_the_steps(tmp_path: Path) -> None:
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     options = {"data": data, "steps": 8, "evaluate_every": 2}

@@ -140,6 +140,14 @@ BatchSize = Annotated[
     int | None,
     typer.Option(help="Examples in a step, in each process. Default: 64.", rich_help_panel=RUNNING),
 ]
+Accumulate = Annotated[
+    int | None,
+    typer.Option(
+        help="Pieces that a step's examples are computed in, one after another: less memory, the "
+        "same result. Default: 1, and more where memory runs out.",
+        rich_help_panel=RUNNING,
+    ),
+]
 LearningRate = Annotated[
     float | None,
     typer.Option(

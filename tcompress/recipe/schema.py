@@ -95,6 +95,12 @@ class Finetune(Section):
     epochs: float | None = Field(None, gt=0, description="passes over the data")
     max_minutes: float | None = Field(None, gt=0, description="longest duration, in minutes")
     batch_size: int = Field(64, gt=0, description="examples in a step, in each process")
+    accumulate: int = Field(
+        1,
+        gt=0,
+        description="pieces that a step's examples are computed in, one after another "
+        "(gradient accumulation): less memory, the same result",
+    )
     learning_rate: float | None = Field(
         None,
         gt=0,

@@ -65,6 +65,7 @@ class Loop:
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self.state.total = total_steps(options, self.per_epoch)
+        self.state.parts = min(options.accumulate, options.batch_size)
         self.pace = Pace(options.max_minutes, options.evaluate_every)
         self._validation = 0.0  # time that the first validation took, the same in all processes
         self._since = time.perf_counter()

@@ -104,7 +104,7 @@ def row(
             return {"refused": str(error)}
         seconds = round(time.perf_counter() - start, 1)
         value = measured(args, str(Path(folder) / "model"))
-    used = sorted({entry.structure for entry in plan.layers})
+    used = sorted({t.structure for e in plan.layers for part in e.parts for t in part.terms})
     return {"value": value, "kept": plan.kept, "seconds": seconds, "used": used}
 
 

@@ -142,6 +142,21 @@ def test_a_budget_that_no_method_meets_is_refused() -> None:
         _settled([([(50, 8)], [(60, 8)])], 0.3)
 
 
+class _SharingSettler(_PaperSettler):
+    """Layers of more than 54 no longer share what is counted once: they cost 10 more each."""
+
+    def _plan(self, found: Allocation) -> Any:
+        return _Paper(cost=found.cost + 10 * sum(option.cost > 54 for option in found.choices))
+
+
+def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the 40 that were spent too much, 200 of 240 are spent."""
+    monkeypatch.setitem(globals(), "_PaperSettler", _SharingSettler)
+    ladder = [(cost, (100 - cost) ** 2 // 25) for cost in range(10, 61, 2)]
+    made = _settled([(ladder, [])] * 4, 0.6)
+    assert 210 < made.cost <= 240
+
+
 # ---------------------------------------------------------------- trials
 
 

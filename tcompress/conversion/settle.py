@@ -29,7 +29,8 @@ from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
-ATTEMPTS = 8  # each takes away what the last one spent too much
+ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
+UNSPENT = 0.001  # of a budget, not worth another attempt
 
 Chosen = dict[str, Choice | None]
 
@@ -155,12 +156,13 @@ class Settler:
         return _Candidate(self._plan(found), found.loss)
 
     def _within(self, methods: Sequence[str]) -> _Candidate:
-        """Spends less where layers end up not sharing what was counted once.
+        """Allocates less where layers end up not sharing what was counted once, but not too little.
 
         Where a layer would then not even shrink, it has to do without that method.
         """
         limit, spent = self._limits()
         room, barred = spent, set[tuple[str, str]]()
+        fits, exceeds, best = 0, spent, None
         for _ in range(ATTEMPTS):
             # A rewritten layer makes up for what those before it lost; a dense one does not.
             sites = [
@@ -171,10 +173,19 @@ class Settler:
             plan = self._plan(found)
             over = self._measured(plan) - limit
             lost = self._refused(found, plan, methods)
-            if over <= 0 and not lost:
-                return _Candidate(plan, found.loss)
-            barred |= lost
-            room -= 0 if lost else over
+            if lost:
+                barred |= lost
+            elif over > 0:
+                exceeds = room
+                room = room - over if best is None else (fits + room) // 2
+            else:
+                if best is None or found.loss < best.loss:
+                    best = _Candidate(plan, found.loss)
+                if room == spent or -over <= UNSPENT * spent:
+                    break
+                fits, room = room, (room + exceeds) // 2
+        if best is not None:
+            return best
         raise PlanError(
             f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
             "allow more, or name one method that may be used everywhere, such as `svd`",

@@ -36,10 +36,10 @@ from tcompress.source import SourceModel
 from tcompress.training.run import finetune
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    **with_depth("layers 1, 3, 5", {"keep_layers": [1, 3, 5]}),
-    "layers 1, 5": {"keep_layers": [1, 5]},
-    "layers 1, 5, svd 75 %": {"keep_layers": [1, 5], "method": {"name": "svd"}, "target": 0.75},
-    "3 of 6 layers": {"drop_layers": 3},
+    **with_depth("layers 1, 3, 5", {"keep_layers": [1, 3, 5]}, 3 / 6),
+    **with_depth("layers 1, 5", {"keep_layers": [1, 5]}, 2 / 6),
+    **with_depth("2 layers dropped", {"drop_layers": 2}, 4 / 6),
+    "3 layers dropped": {"drop_layers": 3},
     "lprod p=4 dct": {"method": {"name": "lprod", "p": 4, "transform": "dct"}},
     "lprod p=4 fitted": SLICES["lprod p=4"],
     "lprod p=2 fitted": SLICES["lprod p=2"],

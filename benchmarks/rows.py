@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+TARGETS = (0.25, 0.5)
+
 _METHODS: dict[str, dict[str, Any]] = {
     "svd": {"name": "svd"},
     "lprod p=8 + low rank": {"name": "lprod", "p": 8},
@@ -17,20 +19,34 @@ SLICES: dict[str, dict[str, Any]] = {
     "lprod p=2": {"method": {"name": "lprod", "p": 2}},
 }
 
-BUDGETS: dict[str, dict[str, Any]] = {
-    f"{label} {target:.0%}".replace("%", " %"): {"method": method, "target": target}
-    for target in (0.25, 0.5)
-    for label, method in _METHODS.items()
-}
+
+def budgets(target: float, kept: float = 1.0) -> dict[str, dict[str, Any]]:
+    """Every method at one budget.
+
+    Args:
+        target: Fraction to keep of all blocks' layers.
+        kept: Fraction of the blocks that stay: their layers have more of the budget each.
+    """
+    return {
+        f"{label} {target:.0%}".replace("%", " %"): {"method": method, "target": target / kept}
+        for label, method in _METHODS.items()
+    }
+
+
+BUDGETS = {name: row for target in TARGETS for name, row in budgets(target).items()}
 """Every method at a quarter and at a half of the rewritten layers."""
 
 
-def with_depth(label: str, depth: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of fewer layers, by themselves and at half of what they keep.
+def with_depth(label: str, depth: dict[str, Any], kept: float) -> dict[str, dict[str, Any]]:
+    """Rows of fewer blocks, by themselves and with every method at the budgets below that.
 
     Args:
         label: What stays or goes, such as "layers 1, 3, 5".
         depth: The same as settings of a conversion, such as `{"drop_layers": 3}`.
+        kept: Fraction of the blocks that stay.
     """
-    halves = {name: row for name, row in BUDGETS.items() if name.endswith("50 %")}
-    return {label: depth} | {f"{label}, {name}": depth | row for name, row in halves.items()}
+    rows = {label: depth}
+    for target in TARGETS:
+        if target < kept:
+            rows |= {f"{label}, {name}": depth | row for name, row in budgets(target, kept).items()}
+    return rows

@@ -25,9 +25,8 @@ import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.conversion.run import convert
 from tcompress.evaluation.run import evaluate
 from tcompress.recipe.schema import Convert, Finetune
+from tcompress.source import SourceModel
 from tcompress.training.run import finetune
-
-CONVERSIONS = SLICES | BUDGETS | with_depth("2 layers dropped", {"drop_layers": 2})
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--train", help="data to heal with; default a part of the text")
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--only", nargs="*", default=list(CONVERSIONS), help="conversions")
+    parser.add_argument("--only", nargs="*", help="conversions")
     parser.add_argument("--limit", type=int, help="examples to measure on")
     parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
     args = parser.parse_args()
@@ -52,11 +51,21 @@ def main() -> None:
     record = args.out / "results.json"
     rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    for name in ("dense", *args.only):
+    args.rows = conversions(SourceModel.open(args.model).config.num_hidden_layers)
+    for name in ("dense", *(args.only or args.rows)):
         if name not in rows:
             rows[name] = row(args, name)
             record.write_text(json.dumps(rows, indent=1) + "\n")
         print(json.dumps({name: rows[name]}), flush=True)
+
+
+def conversions(blocks: int) -> dict[str, dict[str, Any]]:
+    """All rows: structures, and structures in fewer blocks."""
+    rows = SLICES | BUDGETS
+    for count in (1, 2):
+        label = f"{count} {'layer' if count == 1 else 'layers'} dropped"
+        rows |= with_depth(label, {"drop_layers": count}, 1 - count / blocks)
+    return rows
 
 
 def split_text(data: Path, out: Path) -> tuple[str, str]:
@@ -76,7 +85,7 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
         return {"healed": measured(args, args.model)}
     folder = args.out / name.replace(" ", "-").replace("%", "pc")
     calibration = {"source": args.train, "max_length": args.max_length}
-    recipe = Convert.model_validate({**CONVERSIONS[name], "calibration": calibration})
+    recipe = Convert.model_validate({**args.rows[name], "calibration": calibration})
     kept = convert(args.model, recipe, folder, force=True).manifest.plan.kept
     data = {"source": [args.train], "max_length": args.max_length, "validation_samples": 200}
     options = Finetune.model_validate({"data": data, "steps": args.steps, **args.extra})

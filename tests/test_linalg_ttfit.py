@@ -106,6 +106,7 @@ def test_one_update_is_the_least_squares_optimum(
 ) -> None:
     monkeypatch.setattr(ttfit, "SIDE", side)
     monkeypatch.setattr(ttfit, "STEPS", 300)
+    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
     monkeypatch.setattr(ttfit, "ENOUGH", 1e-22)
     s = Setting(case, curved)
     left, core, right = s.around(n % len(s.cores))
@@ -176,6 +177,7 @@ def test_gradients_and_factors_find_the_same_fit(
 ) -> None:
     s = Setting(case, curved=False, decades=1)
     monkeypatch.setattr(ttfit, "STEPS", 300)
+    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
     monkeypatch.setattr(ttfit, "ENOUGH", 1e-24)
     factored = tt_to_matrix(s.fit(sweeps=2))[:OUT, :IN]
     monkeypatch.setattr(ttfit, "normal_matrix", None)  # must not be called
@@ -191,6 +193,7 @@ def test_few_steps_come_close(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     s = Setting(case, curved=True, decades=3)
     few = s.loss(s.fit())
     monkeypatch.setattr(ttfit, "STEPS", 300)
+    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
     monkeypatch.setattr(ttfit, "ENOUGH", 1e-24)
     start, most = s.loss(s.cores), s.loss(s.fit())
     assert start - few > 0.999 * (start - most)
@@ -211,7 +214,8 @@ def test_exact_trains_are_recovered() -> None:
     assert_close(tt_to_matrix(fitted), target, rtol=0, atol=1e-3)
 
 
-def test_padded_outputs_are_those_of_no_curvature() -> None:
+def test_padded_outputs_are_those_of_no_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ttfit, "CURVED_STEPS", ttfit.STEPS)
     s = Setting("padded outputs", curved=False)
     explicit = torch.eye(OUT).double()
     wanted = fit_tt(s.product, s.gram, s.cores, 4, explicit)

@@ -23,7 +23,7 @@ from tcompress.linalg.tensortrain import (
     tt_to_matrix,
 )
 from tcompress.linalg.ttcost import fit_bytes, fit_macs
-from tcompress.linalg.ttfit import fit_tt, tt_loss
+from tcompress.linalg.ttfit import SWEEPS, fit_tt, tt_loss
 from tcompress.linalg.ttmodes import (
     clip_ranks,
     matrix_modes,
@@ -56,8 +56,9 @@ COPY = 16  # one number that is moved
 ONCE = 3e6  # building a weight, however small
 
 
-CURVED_SWEEPS = 2
-"""Sweeps with output moments, after those without: each takes conjugate gradients."""
+FIRST_SWEEPS, CURVED_SWEEPS = 2, 3
+"""Sweeps without output moments, where others with them follow, and those; the latter take
+conjugate gradients and cost several times as much."""
 
 
 PADDED = 0.01
@@ -190,14 +191,23 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
     def fit(
         self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]
     ) -> dict[str, Tensor]:
+        cores = self._fitted(target, layout, CURVED_SWEEPS)
+        return {f"core{n}": core for n, core in enumerate(cores)}
+
+    def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
+        """Takes one sweep with output moments."""
+        return _matrix(self._fitted(target, layout, 1), layout)
+
+    def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
         cores = tt_svd(_aim(target), *layout.shape)
         if target.gram is not None or not _is_settled(layout):
-            cores = fit_tt(target.product, target.gram, cores)
+            sweeps = SWEEPS if target.curvature is None else FIRST_SWEEPS
+            cores = fit_tt(target.product, target.gram, cores, sweeps)
         if target.gram is not None and target.weight is not None:
             cores = self._no_worse(cores, target, layout)
         if target.curvature is not None:
-            cores = fit_tt(target.product, target.gram, cores, CURVED_SWEEPS, target.curvature)
-        return {f"core{n}": core for n, core in enumerate(cores)}
+            cores = fit_tt(target.product, target.gram, cores, curved_sweeps, target.curvature)
+        return cores
 
     @staticmethod
     def _no_worse(cores: list[Tensor], target: Target, layout: TTLayout) -> list[Tensor]:

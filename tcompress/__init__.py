@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tcompress.errors import TCompressError
 from tcompress.integration.autoload import register_when_ready
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "TCompressError",
     "__version__",
     "bench",
     "convert",

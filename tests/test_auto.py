@@ -39,6 +39,7 @@ from tests.support.tiny import build
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
+PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
 ALL = {"method": {"name": "auto", "offer": ["lowrank", "tt", "lprod"]}, "target": 0.4}
 
 
@@ -286,16 +287,16 @@ def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> No
 def test_an_interrupted_run_goes_on_with_the_choice_it_made(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _convert(folder, tmp_path / "whole", AUTO)
+    whole = _convert(folder, tmp_path / "whole", PREDICTED)
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        _convert(folder, output, AUTO, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
+        _convert(folder, output, PREDICTED, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
 
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
     monkeypatch.setattr(survey, "BackwardWalk", walk)
-    _convert(folder, output, AUTO)
+    _convert(folder, output, PREDICTED)
     assert contents(output) == contents(whole.folder)
 
 

@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": PRODUCT | {"scratch", "exporting", "inspection", "demo", "pipeline", "sweeping"},
     "__main__": {"cli"},
     "api": PRODUCT | {"scratch", "exporting", "inspection", "pipeline", "sweeping"},
-    "__init__": {"api", "integration"},
+    "__init__": {"api", "errors", "integration"},
 }
 
 # Where a package may use a part of another one only.

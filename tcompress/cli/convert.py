@@ -59,6 +59,7 @@ def convert(
     cores: opt.Cores = None,
     tol: opt.Tol = None,
     offer: opt.Offer = None,
+    trials: opt.Trials = None,
     target: opt.Target = None,
     target_params: opt.TargetParams = None,
     target_bytes: opt.TargetBytes = None,

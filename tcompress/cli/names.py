@@ -15,6 +15,7 @@ METHOD_OPTIONS = (
     "cores",
     "tol",
     "offer",
+    "trials",
 )
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 

@@ -198,6 +198,15 @@ Tol = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+Trials = Annotated[
+    bool | None,
+    typer.Option(
+        "--trials/--no-trials",
+        help="auto: convert with what is predicted best and with each structure on its own, and "
+        "keep what changes the output least; without, predictions decide. Default trials.",
+        rich_help_panel=METHOD,
+    ),
+]
 Offer = Annotated[
     str | None,
     typer.Option(

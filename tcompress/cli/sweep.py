@@ -230,7 +230,7 @@ def _method(text: str) -> Any:
     from tcompress.recipe import mechanism_names
 
     # A tolerance leaves nothing to targets, and lists of structures have commas of their own.
-    allowed = [item for item in METHOD_OPTIONS if item not in ("tol", "offer")]
+    allowed = [item for item in METHOD_OPTIONS if item not in ("tol", "offer", "trials")]
     name, *pairs = [word.strip() for word in text.split(":")]
     if name in mechanism_names():
         raise RecipeError(

@@ -58,6 +58,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.conversion.depth import MOST_BYTES, SAMPLES
+from tcompress.conversion.methods import candidates_of
 from tcompress.planning.depth import cut_to
 from tcompress.planning.disk import copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
@@ -123,6 +124,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         flops += _choice_flops(plan, plan.depth, rows)
     if recipe.weighs_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
+    elif recipe.weighs_methods and plan.budget is not None:  # and so is every method
+        flops *= len(candidates_of(recipe, plan))
     moved = source.store.total_bytes + work.disk
     return Estimate(
         memory_bytes=memory + drawn,

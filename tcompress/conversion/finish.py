@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import tcompress
@@ -95,3 +96,19 @@ def write_config(folder: Path, source: SourceModel, plan: Plan, dtype: str | Non
         section = quantization_section(plan.entries, plan.attention, plan.forms)
         raw["quantization_config"] = section
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:
+    """Warns of layers that were fitted without data, as in towers that read pictures.
+
+    Args:
+        plan: The plan.
+        names: Those layers.
+    """
+    if not names:
+        return plan
+    note = (
+        f"the calibration data does not reach {len(names)} of {len(plan.layers)} layers (such as "
+        f"`{names[0]}`): they are fitted without data; `--keep` leaves them dense"
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})

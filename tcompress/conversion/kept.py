@@ -17,7 +17,10 @@ from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
-_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
+TRIALS = "trials"
+"""Folder, within the working folder, of conversions that are tried out."""
+
+_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "method", "change")
 """What is never taken over from the working folder of another conversion."""
 
 
@@ -141,6 +144,17 @@ class FitWorkplace(Workplace):
         path = self.folder / "depth.json"
         return DepthPlan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 
+    def keep_method(self, name: str) -> None:
+        """Stores which of the methods that were tried is taken."""
+        beside = self.folder / "method.tmp"
+        beside.write_text(name, encoding="utf-8")
+        beside.rename(self.folder / "method")
+
+    def method(self) -> str | None:
+        """Reads it back, as an interrupted run had chosen it."""
+        path = self.folder / "method"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
     def keep_change(self, change: float) -> None:
         """Stores how far a trial is from the dense model."""
         (self.folder / "change").write_text(repr(change), encoding="utf-8")
@@ -150,8 +164,21 @@ class FitWorkplace(Workplace):
         path = self.folder / "change"
         return float(path.read_text(encoding="utf-8")) if path.is_file() else None
 
-    def adopt(self, trial: FitWorkplace) -> None:
-        """Takes over what a trial has measured and fitted; the trial's folder is removed."""
+    def trial(self, name: str) -> FitWorkplace:
+        """Opens the folder of another conversion that is tried out."""
+        return FitWorkplace(self.folder / TRIALS / name, "")
+
+    def trial_plan(self, name: str) -> Plan | None:
+        """Reads the plan of a trial that was made."""
+        trial = self.trial(name)
+        try:
+            return trial.plan()
+        finally:
+            trial.close()
+
+    def adopt(self, name: str) -> None:
+        """Takes over what a trial has measured and fitted; all trials are removed."""
+        trial = self.trial(name)
         for item in trial.folder.iterdir():
             if item.name not in _OWN:
                 goal = self.folder / item.name
@@ -159,6 +186,7 @@ class FitWorkplace(Workplace):
                     shutil.rmtree(goal)
                 item.rename(goal)
         trial.discard()
+        shutil.rmtree(self.folder / TRIALS)
 
     def _keep(self, name: str, facts: BaseModel) -> None:
         beside = self.folder / f"{name}.tmp"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +25,11 @@ from tcompress.conversion.finish import (
     calibration_facts,
     conversion_identity,
     source_facts,
+    with_unreached,
     write_rest,
 )
 from tcompress.conversion.kept import FitWorkplace
+from tcompress.conversion.methods import candidates_of, choose_method
 from tcompress.conversion.outputs import (
     Cluster,
     Outputs,
@@ -53,9 +54,6 @@ from tcompress.recipe.scratch import PaperRow
 from tcompress.source import SourceModel
 from tcompress.source.cut import fixed_blocks
 from tcompress.structures.embedding import StructuredEmbedding
-
-TRIALS = "trials"
-"""Folder, within the working folder, of conversions with fewer blocks that are tried out."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,7 @@ def convert(
     job = _Job(source, recipe, plan, output, progress or Silent(), data, tuple(paper))
     with job.workplace() as place:
         job.settle_depth(place)
+        job.settle_method(place)
         job.settle_sizes(place)
         job.fit_embeddings(place)
         job.fit_banks(place)
@@ -198,25 +197,32 @@ class _Job:
         most = stack.blocks - max(1, len(fixed_blocks(self.dense, stack.path)))
         blocks = dropping(self.dense, {stack.path: most}, data, self.device)
         chosen = weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
-        place.adopt(self._trial(chosen, place))
-        shutil.rmtree(place.folder / TRIALS)
+        place.adopt(f"{chosen.kept}-blocks")
         return chosen
-
-    def _trial(self, depth: DepthPlan, place: FitWorkplace) -> FitWorkplace:
-        return FitWorkplace(place.folder / TRIALS / f"{depth.kept}-blocks", "")
 
     def _tried(self, depth: DepthPlan, place: FitWorkplace) -> float:
         """Fits these blocks, and measures the change of what the model puts out."""
         place.note("trial", blocks=depth.kept)
-        own = self._trial(depth, place)
+        gone = depth.blocks - depth.kept
+        label = f"trying without {gone} of {depth.blocks} blocks"
+        own = place.trial(f"{depth.kept}-blocks")
+        return self._attempt(own, label, lambda job: job._cut(depth))
+
+    def _attempt(self, own: FitWorkplace, label: str, prepare: Callable[[_Job], object]) -> float:
+        """Fits something else in a folder of its own, and measures the change of the output.
+
+        Args:
+            own: The folder, where an interrupted trial goes on.
+            label: What is tried, for people.
+            prepare: Makes a fresh job what is to be tried.
+        """
         try:
             known = own.change()
             if known is None:
-                gone = depth.blocks - depth.kept
-                self.progress.stage(f"trying without {gone} of {depth.blocks} blocks", 1, "trial")
+                self.progress.stage(label, 1, "trial")
                 self.progress.advance(1, "")
                 job = replace(self, source=self.dense, values={}, errors={}, tables={})
-                job._cut(depth)
+                prepare(job)
                 job.settle_sizes(own)
                 job.fit_embeddings(own)
                 job.fit_banks(own)
@@ -226,6 +232,27 @@ class _Job:
         finally:
             own.close()
         return known
+
+    def settle_method(self, place: FitWorkplace) -> None:
+        """Lets data choose between what `auto` predicts and methods on their own."""
+        if self.data is None or not self.inner.weighs_methods or self.recipe.weighs_depth:
+            return
+
+        def change(recipe: Convert, name: str) -> float:
+            def prepare(job: _Job) -> None:
+                job._cut(self.plan.depth)
+                job._take(recipe)
+
+            return self._attempt(place.trial(name), f"trying {name}", prepare)
+
+        candidates = candidates_of(self.inner, self.plan)
+        self._take(candidates[place.method() or choose_method(candidates, place, change)])
+
+    def _take(self, recipe: Convert) -> None:
+        """Asks this of the blocks that stay."""
+        depth = self.plan.depth
+        plan = make_plan(recipe, self.source, self.plan.method)
+        self.inner, self.plan = recipe, with_depth(plan, depth, self.dense)
 
     def settle_sizes(self, place: FitWorkplace) -> None:
         """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
@@ -300,23 +327,13 @@ class _Job:
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
         ):
             place.keep_block(result)
-        self._note_unreached(fitter.unreached)
-        return fitter.change
-
-    def _note_unreached(self, blocks: Collection[str]) -> None:
-        """Warns of layers that were fitted without data, as in towers that read pictures."""
         blind = [
             entry.name
             for entry in self.plan.layers
-            if self.block_of[self.outputs.runtime_name(entry)] in blocks
+            if self.block_of[self.outputs.runtime_name(entry)] in fitter.unreached
         ]
-        if blind:
-            note = (
-                f"the calibration data does not reach {len(blind)} of {len(self.plan.layers)} "
-                f"layers (such as `{blind[0]}`): they are fitted without data; `--keep` leaves "
-                "them dense"
-            )
-            self.plan = self.plan.model_copy(update={"warnings": (*self.plan.warnings, note)})
+        self.plan = with_unreached(self.plan, blind)
+        return fitter.change
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""

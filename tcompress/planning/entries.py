@@ -303,6 +303,9 @@ class BudgetPlan(_Entry):
         error: Predicted error of what was chosen.
         uniform_error: That of the same budget shared out alike, by the best method offered.
         single_errors: That of each method offered on its own, by its name.
+        tried: Change of the output per sample, measured on data held out, of what was predicted
+            (`auto`) and of methods on their own, by name, where they were tried.
+        taken: Which of them was taken.
     """
 
     kind: BudgetKind
@@ -312,6 +315,8 @@ class BudgetPlan(_Entry):
     error: float | None = None
     uniform_error: float | None = None
     single_errors: dict[str, float] = Field(default={})
+    tried: dict[str, float] = Field(default={})
+    taken: str | None = None
 
 
 class Plan(_Entry):

@@ -191,6 +191,13 @@ class Convert(Section):
         return self.drop_layers == "auto"
 
     @property
+    def weighs_methods(self) -> bool:
+        """Whether methods are tried out under the budget, and measured on data held out."""
+        tries = isinstance(self.method, AutoSpec) and self.method.trials
+        sized = self.budget is not None and self.budget.is_size
+        return tries and sized and self.calibration.source != "none" and self.init != "random"
+
+    @property
     def label(self) -> str:
         """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
         words = [part.name for part in (self.attention, self.method) if part is not None]

@@ -46,6 +46,12 @@ class AutoSpec(Spec):
     offer: tuple[StructureName, ...] = Field(
         (), description="structures to choose among; default those that are usually worthwhile"
     )
+    trials: bool = Field(
+        True,
+        description="whether the mixture that is predicted best and every structure on its own are "
+        "converted, and the one that changes the output least is kept; predictions alone take less "
+        "time",
+    )
 
     @property
     def has_size(self) -> bool:
@@ -90,6 +96,19 @@ def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
         kind = next(item for item in structures() if name in names_of(item))
         found[name] = kind.offered(kind.spec(name=name), target)
     return found
+
+
+def alone_of(spec: AutoSpec, target: float) -> dict[str, Spec]:
+    """Lists the methods that `auto` has on offer as each would be used on its own.
+
+    Args:
+        spec: Its options.
+        target: About which kept fraction the budget comes to.
+    """
+    return {
+        name: structure_of(specs[0]).suited(specs[0], target)
+        for name, specs in offered_by(spec, target).items()
+    }
 
 
 def default_method(only_blocks: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tcompress.planning.entries import BudgetPlan
 from tcompress.recipe.budget import Budget
 from tcompress.reporting.rows import Row
-from tcompress.reporting.words import error_text
+from tcompress.reporting.words import error_text, ratio_text, value_text
 
 _SHARED = {
     "uniform": "alike for all layers",
@@ -30,6 +30,11 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
         rows.append(Row("  shared out alike", error_text(budget.uniform_error)))
     for name, error in budget.single_errors.items():
         rows.append(Row(f"  {name} alone", error_text(error)))
+    least = budget.tried.get(budget.taken or "")
+    for name, change in budget.tried.items():
+        label = "  change of output, " + ("as predicted" if name == "auto" else f"{name} alone")
+        ratio = "taken" if name == budget.taken else ratio_text(change / least) if least else ""
+        rows.append(Row(label, value_text(change), "", ratio))
     return rows
 
 

@@ -137,7 +137,7 @@ def test_dry_run_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--methods", "svd,lprod,lprod:p=3", "--dry-run", *FREE)
     done = run("sweep", "bert", *options)
     assert (done.code, done.err) == (0, "")
-    names = ["svd-50", "svd-25", "lprod-p4-50", "lprod-p8-25"]
+    names = ["svd-50", "svd-25", "lprod-p8-50", "lprod-p8-25"]
     assert [line.split()[0] for line in done.lines[2:6]] == names
     assert done.lines[-1] == "Nothing was written. Without `--dry-run`, this writes `out`."
     cells = run("sweep", "bert", *options, "--json").document["cells"]

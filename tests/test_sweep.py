@@ -143,7 +143,7 @@ def named(said: Recipe) -> list[Cell]:
 def test_cells_are_every_method_with_every_target() -> None:
     cells = named(recipe(["svd", {"name": "lprod", "p": 16}, "lprod"], [0.25, 0.5]))
     assert [cell.name for cell in cells] == [
-        "svd-50", "svd-25", "lprod-p16-50", "lprod-p16-25", "lprod-p4-50", "lprod-p8-25"
+        "svd-50", "svd-25", "lprod-p16-50", "lprod-p16-25", "lprod-p8-50", "lprod-p8-25"
     ]  # fmt: skip
     first = cells[0].recipe
     assert (first.convert.target, first.convert.calibration.source) == (0.5, "none")

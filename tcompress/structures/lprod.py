@@ -188,8 +188,9 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         return layout.padded_in // layout.p
 
     def suited(self, spec: LprodSpec, target: float) -> LprodSpec:
-        # Half for the slices: transforms and a low-rank term take the rest, and do better with it.
-        return spec.model_copy(update={"p": 2 ** ceil(log2(2 / target))})
+        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
+        # the rest, and do better with it.
+        return spec.model_copy(update={"p": max(8, 2 ** ceil(log2(2 / target)))})
 
     def offered(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
         # A quarter for the slices: layers that get little of a budget need small ones.

@@ -146,18 +146,20 @@ def _curvatures(curvature: Tensor | None, sizes: Sequence[int]) -> list[Tensor |
 
 
 def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequence[str]) -> None:
-    count = len(parts[0].terms)
+    count = max(len(part.terms) for part in parts)
+    having = [[part for part in parts if term < len(part.terms)] for term in range(count)]
     try:
         for part in parts:
-            part.tensors = [{} for _ in range(count)]
-            part.operators = [{} for _ in range(count)]
-            part.dense = [None] * count
+            part.tensors = [{} for _ in part.terms]
+            part.operators = [{} for _ in part.terms]
+            part.dense = [None for _ in part.terms]
         for term in reversed(range(count)):  # the residual first: it takes what everybody needs
-            _fit_sides(parts, term, dtype)
-            _fit_terms(parts, term, dtype)
-        for _ in range(ROUNDS if count > 1 else 0):
+            _fit_sides(having[term], term, dtype)
+            _fit_terms(having[term], term, dtype)
+        sums = [part for part in parts if len(part.terms) > 1]
+        for _ in range(ROUNDS if sums else 0):
             for term in range(count):
-                _fit_terms(parts, term, dtype)
+                _fit_terms([part for part in sums if term < len(part.terms)], term, dtype)
     except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         listed = ", ".join(f"`{name}`" for name in names)
         raise FitError(

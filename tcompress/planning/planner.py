@@ -208,11 +208,11 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
     """Lets layers that read one input, through equal input sides, share the first one's."""
     owners: dict[object, list[int]] = {}
     for index, entry in enumerate(planned):
-        keys = tuple(
-            structure(term.structure).side_key(term, "in") for term in entry.parts[0].terms
-        )
-        # Side modules are found by their term, so the whole tuple has to agree.
-        own = index if entry.kind == "experts" or not any(keys) else keys
+        keys = [structure(term.structure).side_key(term, "in") for term in entry.parts[0].terms]
+        while keys and keys[-1] is None:  # a low-rank term at the end has no side
+            keys.pop()
+        # Side modules are found by their term, so all that is left has to agree.
+        own = tuple(keys) if keys and entry.kind != "experts" else index
         owners.setdefault(own, []).append(index)
     for members in owners.values():
         first = planned[members[0]]

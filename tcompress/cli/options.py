@@ -211,7 +211,7 @@ Offer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,NAME,...",
-        help="auto: structures to choose among. Default `lowrank,lprod`.",
+        help="auto: structures to choose among. Default `lowrank,lprod`, and all on their own.",
         rich_help_panel=METHOD,
         autocompletion=complete.structure_lists,
     ),

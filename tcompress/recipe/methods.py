@@ -99,16 +99,20 @@ def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
 
 
 def alone_of(spec: AutoSpec, target: float) -> dict[str, Spec]:
-    """Lists the methods that `auto` has on offer as each would be used on its own.
+    """Lists methods that are worth trying on their own beside `auto`, as each would be used.
+
+    Those that it has on offer; where nothing was said of these, one of every structure.
 
     Args:
         spec: Its options.
         target: About which kept fraction the budget comes to.
     """
-    return {
-        name: structure_of(specs[0]).suited(specs[0], target)
-        for name, specs in offered_by(spec, target).items()
-    }
+    names = spec.offer or tuple(names_of(item)[0] for item in structures())
+    found: dict[str, Spec] = {}
+    for name in dict.fromkeys(names):
+        kind = next(item for item in structures() if name in names_of(item))
+        found[name] = kind.suited(kind.spec(name=name), target)
+    return found
 
 
 def default_method(only_blocks: bool) -> str | None:

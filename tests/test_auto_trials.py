@@ -55,7 +55,8 @@ def _facts(done: Converted) -> BudgetPlan:
 def _chosen(folder: Path, place: FitWorkplace, **changes: float | None) -> str:
     """Chooses by made-up changes; None is a budget out of reach."""
     recipe = _recipe()
-    candidates = candidates_of(recipe, make_plan(recipe, SourceModel.open(str(folder))))
+    source = SourceModel.open(str(folder))
+    candidates = candidates_of(recipe, make_plan(recipe, source), source)
     assert list(candidates) == ["auto", "svd", "lprod", "tt", "tucker"]
 
     def change(_: Convert, name: str) -> float:
@@ -89,6 +90,13 @@ def test_no_choice(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="too small"):
         _chosen(folder, place, **dict.fromkeys(("auto", "svd", "lprod", "tt", "tucker")))
     place.discard()
+
+
+def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
+    """At a half slices with p=8 would rewrite attention only, and change little."""
+    deep("llama", 2, intermediate_size=28).build().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    source, recipe = SourceModel.open(str(tmp_path)), _recipe(target=0.5)
+    assert "lprod" not in candidates_of(recipe, make_plan(recipe, source), source)
 
 
 # ---------------------------------------------------------------- conversions

@@ -58,11 +58,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.conversion.depth import MOST_BYTES, SAMPLES
-from tcompress.conversion.methods import candidates_of
 from tcompress.planning.depth import cut_to
 from tcompress.planning.disk import copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
+from tcompress.planning.goals import STAND_IN
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
+from tcompress.recipe.methods import AutoSpec, alone_of
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures.base import Layout, Side, Structure, structure, svd_flops
@@ -124,8 +125,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         flops += _choice_flops(plan, plan.depth, rows)
     if recipe.weighs_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    elif recipe.weighs_methods and plan.budget is not None:  # and so is every method
-        flops *= len(candidates_of(recipe, plan))
+    elif recipe.weighs_methods and isinstance(recipe.method, AutoSpec):  # and so is every method
+        flops *= 1 + len(alone_of(recipe.method, STAND_IN))
     moved = source.store.total_bytes + work.disk
     return Estimate(
         memory_bytes=memory + drawn,

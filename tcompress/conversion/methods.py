@@ -13,25 +13,42 @@ from collections.abc import Callable, Mapping
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.errors import PlanError
 from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
 from tcompress.recipe.methods import AutoSpec, alone_of, structure_of
 from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
 
 TIE = 0.02
 """Of candidates so close to the best one the first is taken."""
 
 
-def candidates_of(recipe: Convert, plan: Plan) -> dict[str, Convert]:
+def candidates_of(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Convert]:
     """Lists what is tried, in the order of preference: `auto` itself, then methods on their own.
+
+    A method that cannot take all layers is left out: those that stay dense do not count for a
+    target, and would make it the best at everything.
 
     Args:
         recipe: A recipe with `auto` and a budget.
         plan: Its plan, with sizes that are alike for all layers.
+        source: The dense model.
     """
     assert isinstance(recipe.method, AutoSpec)
     assert plan.budget is not None
-    alone = alone_of(recipe.method, plan.budget.fraction)
-    changed = {name: recipe.model_copy(update={"method": spec}) for name, spec in alone.items()}
-    return {recipe.method.name: recipe, **changed}
+    found: dict[str, Convert] = {recipe.method.name: recipe}
+    for name, spec in alone_of(recipe.method, plan.budget.fraction).items():
+        alone = recipe.model_copy(update={"method": spec})
+        try:
+            covered = _weights(make_plan(alone, source))
+        except PlanError:
+            continue
+        if covered >= _weights(plan):
+            found[name] = alone
+    return found
+
+
+def _weights(plan: Plan) -> set[str]:
+    return {f"{entry.name}.{entry.parameter}" for entry in plan.layers}
 
 
 def choose_method(

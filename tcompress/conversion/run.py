@@ -245,7 +245,7 @@ class _Job:
 
             return self._attempt(place.trial(name), f"trying {name}", prepare)
 
-        candidates = candidates_of(self.inner, self.plan)
+        candidates = candidates_of(self.inner, self.plan, self.source)
         self._take(candidates[place.method() or choose_method(candidates, place, change)])
 
     def _take(self, recipe: Convert) -> None:

@@ -18,6 +18,7 @@ from tcompress.planning.entries import BudgetPlan
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
+from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import deep, drawn
 from tests.support.interrupted import Interrupt, contents
@@ -93,9 +94,13 @@ def test_no_choice(folder: Path, tmp_path: Path) -> None:
 
 
 def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
-    """At a half slices with p=8 would rewrite attention only, and change little."""
-    deep("llama", 2, intermediate_size=28).build().save_pretrained(tmp_path)  # type: ignore[attr-defined]
-    source, recipe = SourceModel.open(str(tmp_path)), _recipe(target=0.5)
+    """At a half slices with p=8 would rewrite attention only, and change little: p=4 is tried."""
+    deep("llama", 2, intermediate_size=28).build().save_pretrained(tmp_path / "even")  # type: ignore[attr-defined]
+    source, recipe = SourceModel.open(str(tmp_path / "even")), _recipe(target=0.5)
+    found = candidates_of(recipe, make_plan(recipe, source), source)["lprod"].method
+    assert found == LprodSpec(p=4)
+    deep("llama", 2, intermediate_size=27).build().save_pretrained(tmp_path / "odd")  # type: ignore[attr-defined]
+    source = SourceModel.open(str(tmp_path / "odd"))
     assert "lprod" not in candidates_of(recipe, make_plan(recipe, source), source)
 
 

@@ -36,15 +36,21 @@ def candidates_of(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str,
     assert isinstance(recipe.method, AutoSpec)
     assert plan.budget is not None
     found: dict[str, Convert] = {recipe.method.name: recipe}
-    for name, spec in alone_of(recipe.method, plan.budget.fraction).items():
-        alone = recipe.model_copy(update={"method": spec})
-        try:
-            covered = _weights(make_plan(alone, source))
-        except PlanError:
-            continue
-        if covered >= _weights(plan):
-            found[name] = alone
+    for name, specs in alone_of(recipe.method, plan.budget.fraction).items():
+        for spec in specs:
+            alone = recipe.model_copy(update={"method": spec})
+            if _weights_of(alone, source) >= _weights(plan):
+                found[name] = alone
+                break
     return found
+
+
+def _weights_of(recipe: Convert, source: SourceModel) -> set[str]:
+    """What a recipe rewrites; nothing where it is refused."""
+    try:
+        return _weights(make_plan(recipe, source))
+    except PlanError:
+        return set()
 
 
 def _weights(plan: Plan) -> set[str]:

@@ -98,7 +98,7 @@ def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
     return found
 
 
-def alone_of(spec: AutoSpec, target: float) -> dict[str, Spec]:
+def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
     """Lists methods that are worth trying on their own beside `auto`, as each would be used.
 
     Those that it has on offer; where nothing was said of these, one of every structure.
@@ -106,12 +106,16 @@ def alone_of(spec: AutoSpec, target: float) -> dict[str, Spec]:
     Args:
         spec: Its options.
         target: About which kept fraction the budget comes to.
+
+    Returns:
+        By the name of each its options in the order of preference: the first that the dimensions
+        of all layers allow is meant.
     """
     names = spec.offer or tuple(names_of(item)[0] for item in structures())
-    found: dict[str, Spec] = {}
+    found: dict[str, tuple[Spec, ...]] = {}
     for name in dict.fromkeys(names):
         kind = next(item for item in structures() if name in names_of(item))
-        found[name] = kind.suited(kind.spec(name=name), target)
+        found[name] = kind.alone(kind.spec(name=name), target)
     return found
 
 

@@ -198,6 +198,13 @@ class Structure(ABC, Generic[S, L]):
         """Options that `auto` tries on every layer, the first that its dimensions allow."""
         return (self.suited(spec, target),)
 
+    def alone(self, spec: S, target: float) -> tuple[S, ...]:
+        """Options for a target with nothing else on offer, in the order of preference.
+
+        The first that all layers' dimensions allow is meant.
+        """
+        return (self.suited(spec, target),)
+
     def side_key(self, layout: L, side: Side) -> Hashable:
         """Identifies a side: layers that read one input share it where this is equal."""
         return None

@@ -192,6 +192,10 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         # the rest, and do better with it.
         return spec.model_copy(update={"p": max(8, 2 ** ceil(log2(2 / target)))})
 
+    def alone(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
+        most = round(log2(self.suited(spec, target).p))
+        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
+
     def offered(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
         # A quarter for the slices: layers that get little of a budget need small ones.
         most = ceil(log2(4 / target))

@@ -29,6 +29,7 @@ from tcompress.sweeping.cells import Cell, cells_of, default_methods
 from tcompress.sweeping.outcome import Swept, fallback_metric
 from tcompress.sweeping.run import sweep
 from tests.support.conversions import few_steps
+from tests.support.depth import deep
 from tests.support.evaluation import headed, loaded, one_thread, rows_file
 from tests.support.model_folders import sentences, text_file
 from tests.support.tiers import tiered
@@ -159,6 +160,13 @@ def test_without_methods_the_recipe_s_own_is_swept() -> None:
 def test_default_is_a_method_of_each_structure() -> None:
     assert set(default_methods()) >= {"svd", "lprod", "tt"}
     assert "lowrank" not in default_methods()
+
+
+def test_slices_are_so_many_that_no_width_is_left_out(tmp_path: Path) -> None:
+    deep("llama", 2, intermediate_size=28).build().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    cells = cells_of(recipe(["lprod"], [0.5]), SourceModel.open(str(tmp_path)))
+    assert [cell.name for cell in cells] == ["lprod-p4-50"]
+    assert cells[0].to_json()["left"] == 0
 
 
 def test_names_differ_where_conversions_do() -> None:

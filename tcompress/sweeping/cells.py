@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from tcompress.conversion.estimate import Estimate, estimate
@@ -70,7 +71,7 @@ def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
         PlanError: No cell can be planned.
     """
     cells: list[Cell] = []
-    for convert in _conversions(recipe):
+    for convert in _conversions(recipe, source):
         if any(cell.recipe.convert == convert for cell in cells):
             continue
         name = _distinct(short_name(convert), [cell.name for cell in cells])
@@ -83,20 +84,32 @@ def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
     return cells
 
 
-def _conversions(recipe: Recipe) -> Iterator[Convert]:
+def _conversions(recipe: Recipe, source: SourceModel) -> Iterator[Convert]:
     sweep = recipe.sweep or Sweep()
     for method in sweep.methods or (recipe.convert.method,):
         for target in sorted(sweep.targets, reverse=True):
-            spec = _suited(method, target) if isinstance(method, str) else method
+            spec: Any = method
+            if isinstance(method, str):
+                spec = _suited(recipe.convert, method, target, source)
             yield recipe.convert.at(target, spec)
 
 
-def _suited(name: str, target: float) -> Any:
+def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> Any:
+    """Options of a method that leave room in a target, and as few layers dense as they can."""
     spec = Convert.model_validate({"method": {"name": name}}).method
     assert spec is not None
     if isinstance(spec, AutoSpec):
         return spec
-    return structure_of(spec).suited(spec, target)
+    specs = structure_of(spec).alone(spec, target)
+    return min(specs, key=lambda item: _left(convert.at(target, item), source))
+
+
+def _left(convert: Convert, source: SourceModel) -> float:
+    """How many layers stay dense; infinity where it is refused."""
+    try:
+        return len(make_plan(convert, source).left)
+    except PlanError:
+        return inf
 
 
 def _distinct(name: str, taken: list[str]) -> str:

@@ -20,7 +20,7 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tests.support.conversions import calibration
-from tests.support.depth import deep, drawn
+from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import contents, convert_until_killed
 from tests.support.tiny import build
 
@@ -126,13 +126,7 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     told = depth.weighed[depth.blocks - depth.kept]
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     probe = probe_of(SourceModel.open(str(tmp_path / "dense")))
-    change, samples = 0.0, 0
-    with torch.no_grad():
-        for index in data.holdout:
-            batch = data.batches[index]
-            change += probe.change(dense(**batch), model(**batch), batch)
-            samples += len(batch["input_ids"])
-    assert told == pytest.approx(change / samples, rel=1e-3)
+    assert told == pytest.approx(change_of(dense, model, data, probe), rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "modernbert", "qwen3_moe"])

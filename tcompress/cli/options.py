@@ -202,8 +202,7 @@ Trials = Annotated[
     bool | None,
     typer.Option(
         "--trials/--no-trials",
-        help="auto: convert with what is predicted best and with each structure on its own, and "
-        "keep what changes the output least; without, predictions decide. Default trials.",
+        help="auto: convert with each structure too, and keep what changes the output least.",
         rich_help_panel=METHOD,
     ),
 ]

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tcompress.conversion.kept import FitWorkplace
+from tcompress.conversion.weighing import TIE
 from tcompress.errors import PlanError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.methods import AutoSpec, alone_of, structure_of
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
-
-TIE = 0.02
-"""Of candidates so close to the best one the first is taken."""
 
 
 def candidates_of(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Convert]:
@@ -63,6 +61,8 @@ def choose_method(
     change: Callable[[Convert, str], float],
 ) -> str:
     """Tries candidates out, and takes over what was fitted for the best one.
+
+    Of those that are as good as the best, up to a tie, the first is taken.
 
     Args:
         candidates: By name, in the order of preference.

@@ -209,13 +209,7 @@ class _Job:
         return self._attempt(own, label, lambda job: job._cut(depth))
 
     def _attempt(self, own: FitWorkplace, label: str, prepare: Callable[[_Job], object]) -> float:
-        """Fits something else in a folder of its own, and measures the change of the output.
-
-        Args:
-            own: The folder, where an interrupted trial goes on.
-            label: What is tried, for people.
-            prepare: Makes a fresh job what is to be tried.
-        """
+        """Fits what a fresh job is prepared to be, and measures the change of the output."""
         try:
             known = own.change()
             if known is None:

@@ -17,7 +17,7 @@ from tcompress.errors import PlanError
 from tcompress.planning.entries import BlockLoss, DepthPlan
 
 TIE = 0.02
-"""Of trials so close to the best one that with the fewest blocks is taken: it is the fastest."""
+"""Trials so close to the best one are as good: the one with the fewest blocks is the fastest."""
 
 STOP = 1.1
 """A trial that is so much worse than the best ends the search."""

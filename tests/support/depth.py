@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tcompress.anatomy import anatomy_of
 from tcompress.calibrate.data import CalibrationData
+from tcompress.conversion.probe import OutputProbe
 from tests.support.tiny import TINY, TinyModel
 
 _COUNTS = (
@@ -68,3 +70,14 @@ def drawn(tiny: TinyModel, batches: int = 3) -> CalibrationData:
     """Batches of a model's inputs; the last one is held out."""
     made = [tiny.inputs(4, 8, seed) for seed in range(batches)]
     return CalibrationData(made, [batches - 1], "tiny", 4 * batches, 32 * batches, "deep")
+
+
+def change_of(dense: Any, model: Any, data: CalibrationData, probe: OutputProbe) -> float:
+    """How far a model is from the dense one, per sample held out, by whole passes."""
+    change, samples = 0.0, 0
+    with torch.no_grad():
+        for index in data.holdout:
+            batch = data.batches[index]
+            change += probe.change(dense(**batch), model(**batch), batch)
+            samples += len(batch["input_ids"])
+    return change / samples

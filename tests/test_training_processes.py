@@ -17,9 +17,22 @@ from tests.support.evaluation import one_thread, pairs_file
 from tests.support.interrupted import partial_folder
 from tests.support.training import small_encoder
 
+_LATE = """
+import os, time
+from tcompress.__main__ import main
+from tcompress.training import checkpoints
 
-def _together(*arguments: object) -> subprocess.CompletedProcess[str]:
+read = checkpoints.load_file
+if os.environ["RANK"] == "1":
+    checkpoints.load_file = lambda path: time.sleep(3) or read(path)
+main()
+"""
+"""The command, with a second process that is late to read the best weights."""
+
+
+def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `tcompress finetune` in two processes."""
+    (folder / "late.py").write_text(_LATE, encoding="utf-8")
     # Accelerate leaves variables behind in a process that has trained.
     own = {
         name: value
@@ -42,7 +55,7 @@ def _together(*arguments: object) -> subprocess.CompletedProcess[str]:
         "--nproc_per_node",
         "2",
     ]
-    command += ["-m", "tcompress", "finetune", *map(str, arguments), "--json"]
+    command += [str(folder / "late.py"), "finetune", *map(str, arguments), "--json"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -63,7 +76,7 @@ def test_the_curve_of_one_process(tmp_path: Path) -> None:
             "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu",
             "--json", "--quiet",
         ).document  # fmt: skip
-    done = _together(*common, "--batch-size", 4, "-o", tmp_path / "two")
+    done = _together(tmp_path, *common, "--batch-size", 4, "-o", tmp_path / "two")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)  # one of them prints
     assert len(_curve(alone)) == 7

@@ -279,6 +279,7 @@ class Loop:
         with torch.no_grad():
             for name, value in self.checkpoints.best(self.state.best_step).items():
                 own[name].copy_(value)
+        self.accelerator.wait_for_everyone()  # the main process removes them when it has written
 
     def _save(self) -> None:
         self.state.seconds = self._seconds()

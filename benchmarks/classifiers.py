@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import BUDGETS, SLICES
+from rows import SLICES, every_budget
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
@@ -27,7 +27,7 @@ from tcompress.evaluation.run import evaluate
 from tcompress.recipe.schema import Convert, Finetune
 from tcompress.training.run import finetune
 
-CONVERSIONS = SLICES | BUDGETS
+CONVERSIONS = SLICES | every_budget()
 USUAL = [name for name in CONVERSIONS if name.startswith(("lprod", "svd"))]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rows import BUDGETS, SLICES, with_depth
+from rows import SLICES, every_budget, with_depth
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -43,7 +43,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "lprod p=4 dct": {"method": {"name": "lprod", "p": 4, "transform": "dct"}},
     "lprod p=4 fitted": SLICES["lprod p=4"],
     "lprod p=2 fitted": SLICES["lprod p=2"],
-    **BUDGETS,
+    **every_budget(),
 }
 
 

@@ -6,47 +6,52 @@ from typing import Any
 
 TARGETS = (0.25, 0.5)
 
-_METHODS: dict[str, dict[str, Any]] = {
-    "svd": {"name": "svd"},
-    "lprod p=8 + low rank": {"name": "lprod", "p": 8},
-    "tt": {"name": "tt"},
-    "tucker": {"name": "tucker"},
-    "auto": {"name": "auto"},
-}
-
 SLICES: dict[str, dict[str, Any]] = {
     "lprod p=4": {"method": {"name": "lprod", "p": 4}},
     "lprod p=2": {"method": {"name": "lprod", "p": 2}},
 }
 
 
-def budgets(target: float, kept: float = 1.0) -> dict[str, dict[str, Any]]:
+def budgets(target: float, kept: float = 1.0, p: int = 8) -> dict[str, dict[str, Any]]:
     """Every method at one budget.
 
     Args:
         target: Fraction to keep of all blocks' layers.
         kept: Fraction of the blocks that stay: their layers have more of the budget each.
+        p: Number of slices; layers whose widths it does not divide would stay dense.
     """
+    methods: dict[str, dict[str, Any]] = {
+        "svd": {"name": "svd"},
+        f"lprod p={p} + low rank": {"name": "lprod", "p": p},
+        "tt": {"name": "tt"},
+        "tucker": {"name": "tucker"},
+        "auto": {"name": "auto"},
+    }
     return {
         f"{label} {target:.0%}".replace("%", " %"): {"method": method, "target": target / kept}
-        for label, method in _METHODS.items()
+        for label, method in methods.items()
     }
 
 
-BUDGETS = {name: row for target in TARGETS for name, row in budgets(target).items()}
-"""Every method at a quarter and at a half of the rewritten layers."""
+def every_budget(p: int = 8) -> dict[str, dict[str, Any]]:
+    """Every method at a quarter and at a half of the rewritten layers."""
+    return {name: row for target in TARGETS for name, row in budgets(target, p=p).items()}
 
 
-def with_depth(label: str, depth: dict[str, Any], kept: float) -> dict[str, dict[str, Any]]:
+def with_depth(
+    label: str, depth: dict[str, Any], kept: float, p: int = 8
+) -> dict[str, dict[str, Any]]:
     """Rows of fewer blocks, by themselves and with every method at the budgets below that.
 
     Args:
         label: What stays or goes, such as "layers 1, 3, 5".
         depth: The same as settings of a conversion, such as `{"drop_layers": 3}`.
         kept: Fraction of the blocks that stay.
+        p: Number of slices.
     """
     rows = {label: depth}
     for target in TARGETS:
         if target < kept:
-            rows |= {f"{label}, {name}": depth | row for name, row in budgets(target, kept).items()}
+            below = budgets(target, kept, p)
+            rows |= {f"{label}, {name}": depth | row for name, row in below.items()}
     return rows

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rows import BUDGETS, SLICES, with_depth
+from rows import SLICES, every_budget, with_depth
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
@@ -51,7 +51,10 @@ def main() -> None:
     record = args.out / "results.json"
     rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    args.rows = conversions(SourceModel.open(args.model).config.num_hidden_layers)
+    config = SourceModel.open(args.model).config
+    widths = config.hidden_size, config.intermediate_size
+    p = next(p for p in (8, 4, 2) if not any(width % p for width in widths))
+    args.rows = conversions(config.num_hidden_layers, p)
     for name in ("dense", *(args.only or args.rows)):
         if name not in rows:
             rows[name] = row(args, name)
@@ -59,12 +62,12 @@ def main() -> None:
         print(json.dumps({name: rows[name]}), flush=True)
 
 
-def conversions(blocks: int) -> dict[str, dict[str, Any]]:
+def conversions(blocks: int, p: int) -> dict[str, dict[str, Any]]:
     """All rows: structures, and structures in fewer blocks."""
-    rows = SLICES | BUDGETS
+    rows = SLICES | every_budget(p)
     for count in (1, 2):
         label = f"{count} {'layer' if count == 1 else 'layers'} dropped"
-        rows |= with_depth(label, {"drop_layers": count}, 1 - count / blocks)
+        rows |= with_depth(label, {"drop_layers": count}, 1 - count / blocks, p)
     return rows
 
 

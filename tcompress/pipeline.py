@@ -269,9 +269,14 @@ def measure(
         split=item.split,
         columns=item.columns,
         limit=item.limit,
+        batch_size=item.batch_size,
         max_length=item.max_length,
         baseline=baseline,
+        dtype=item.dtype,
+        device=item.device,
+        seed=item.seed,
         bootstrap=item.bootstrap,
+        options={"pack": item.pack, "candidates": item.candidates},
         token=token,
         trust_remote_code=trust,
         progress=progress,
@@ -287,6 +292,10 @@ def time_passes(
         lengths=wanted.length or None,
         modes=wanted.mode,
         repeats=wanted.repeats,
+        device=wanted.device,
+        dtype=wanted.dtype,
+        threads=wanted.threads,
+        keep_weights=wanted.keep_weights,
     )
     against = str(source.folder) if source.seed is None else None
     trust = source.trust_remote_code

@@ -70,6 +70,35 @@ def test_a_trained_model_is_not_taken_for_the_conversion() -> None:
     assert manifest.training
 
 
+def test_how_to_measure_and_to_time() -> None:
+    measured = {"task": "classification", "data": "rows.jsonl", "dtype": "float16", "seed": 3}
+    timed = {"batch": [1], "length": [4], "repeats": 1, "threads": 1, "dtype": "bfloat16"}
+    _recipe(
+        evaluate=[measured | {"batch_size": 2, "device": "cpu"}],
+        bench=timed | {"keep_weights": True, "device": "cpu"},
+        finetune=None,
+    )
+    assert _run().code == 0
+    manifest = read_manifest(Path("made"))
+    assert manifest is not None
+    facts = manifest.metrics[0].protocol
+    assert (facts["dtype"], facts["device"], facts["seed"]) == ("float16", "cpu", 3)
+    assert len(manifest.speed) == 1
+    times = manifest.speed[0].protocol
+    assert (times["dtype"], times["threads"]) == ("bfloat16", 1)
+    assert times["kept_weights_bytes"] > 0
+
+
+@pytest.mark.parametrize(("option", "task"), [("pack", "perplexity"), ("candidates", "response")])
+def test_an_option_of_another_task(option: str, task: str) -> None:
+    value = "newline" if option == "pack" else 5
+    _recipe(evaluate=[{"task": "classification", "data": "rows.jsonl", option: value}])
+    done = _run()
+    assert done.code == 2
+    assert f"`{option}` belongs to the task `{task}" in done.err
+    assert not Path("made").exists()
+
+
 def test_a_share_of_a_dense_model_that_there_is_not() -> None:
     sizes = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1,
              "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 2,

@@ -220,7 +220,25 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
     changed["evaluate"] = _evaluate(given, made)
     if given["bench"] and made.bench is None:
         changed["bench"] = Bench()
-    return change_recipe(made.model_copy(update=changed), given["changes"] or [])
+    whole = made.model_copy(update=changed)
+    whole = _everywhere(whole, given["device"]) if given["device"] else whole
+    return change_recipe(whole, given["changes"] or [])
+
+
+def _everywhere(recipe: Recipe, device: str) -> Recipe:
+    """Puts all that a recipe does on one device."""
+
+    def placed(section: Any) -> Any:
+        return section and section.model_copy(update={"device": device})
+
+    return recipe.model_copy(
+        update={
+            "convert": placed(recipe.convert),
+            "finetune": placed(recipe.finetune),
+            "evaluate": tuple(map(placed, recipe.evaluate)),
+            "bench": placed(recipe.bench),
+        }
+    )
 
 
 def _method(text: str) -> Any:
@@ -281,8 +299,6 @@ def _finetune(given: Mapping[str, Any], base: Recipe) -> Finetune | None:
     changed: dict[str, Any] = {} if steps is None else {"steps": steps}
     if data:
         changed["data"] = said.data.model_copy(update={"source": tuple(data)})
-    if given["device"]:
-        changed["device"] = given["device"]
     return said.model_copy(update=changed)
 
 

@@ -14,6 +14,13 @@ from tcompress.recipe.sections import BUDGETS, Calibration, Embeddings, LayerRul
 from tcompress.structures import Spec
 
 DType = Literal["float32", "float16", "bfloat16"]
+Device = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
+        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
+    ),
+]
 
 
 BlockIndex = Annotated[int, Field(ge=0)]
@@ -108,11 +115,7 @@ class Convert(Section):
         json_schema_extra={"default": Calibration().model_dump(mode="json")},
     )
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
-        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
-    )
+    device: Device = "auto"
     max_shard_size: str = Field(
         "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tcompress.recipe.convert import Convert as Convert
+from tcompress.recipe.convert import Device as Device
 from tcompress.recipe.convert import DType as DType
 from tcompress.recipe.methods import AnyMethod, MethodName
 from tcompress.recipe.scratch import Architecture, PaperRow
@@ -131,11 +132,7 @@ class Finetune(Section):
         (), description="loggers of accelerate, such as `tensorboard` or `wandb`"
     )
     seed: int = Field(0, ge=0, description="seed of the order of examples, new heads and dropout")
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
-        description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
-    )
+    device: Device = "auto"
 
 
 EvaluationTask = Literal[
@@ -163,10 +160,29 @@ class Evaluate(Section):
     columns: dict[str, str] = Field({}, description="columns by role; guessed where not given")
     limit: int | None = Field(None, gt=0, description="most examples, drawn by the seed")
     max_length: int | None = Field(None, gt=1, description="longest text; default by task")
+    pack: Literal["eos", "newline", "none"] | None = Field(
+        None, description="`perplexity`: how texts are joined; default with the end token"
+    )
+    candidates: int | None = Field(
+        None, gt=1, description="`response-selection`: responses to choose from; default 10"
+    )
+    batch_size: int | None = Field(
+        None, gt=0, description="inputs in a batch; numbers do not depend on it"
+    )
+    dtype: DType | None = Field(None, description="dtype of the run; default as stored")
+    device: Device = "auto"
+    seed: int = Field(0, ge=0, description="seed of all draws")
     bootstrap: int = Field(1000, ge=0, description="resamples for intervals; 0 for none")
     threshold: str | None = Field(
         None, description="worst allowed number, or share of the dense model's such as `0.95x`"
     )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Evaluate:
+        for option, task in (("pack", "perplexity"), ("candidates", "response-selection")):
+            if getattr(self, option) is not None and self.task != task:
+                raise ValueError(f"`{option}` belongs to the task `{task}`, not to `{self.task}`")
+        return self
 
 
 class Bench(Section):
@@ -176,6 +192,12 @@ class Bench(Section):
     length: tuple[int, ...] = Field((), description="tokens in a sequence; default 32 and 128")
     mode: tuple[Literal["eager", "compiled"], ...] = Field(("eager",), description="how to run")
     repeats: int = Field(7, gt=0, description="timed passes; medians count")
+    threads: int | None = Field(None, gt=0, description="threads on a CPU; default PyTorch's")
+    keep_weights: bool = Field(
+        False, description="whether converted layers keep a dense weight; for eager passes only"
+    )
+    dtype: DType | None = Field(None, description="dtype of both; default as the dense is stored")
+    device: Device = "auto"
 
 
 class Sweep(Section):

@@ -86,8 +86,8 @@ def of_training(model: str, settings: Finetune) -> str:
 
 
 def of_evaluation(model: str, item: Evaluate) -> str:
-    """Identifies a measurement; a threshold only judges it."""
-    settings = item.model_dump(mode="json", exclude={"threshold"})
+    """Identifies a measurement; a threshold only judges it, and the rest changes no number."""
+    settings = item.model_dump(mode="json", exclude={"threshold", "batch_size", "device"})
     return identity("evaluate", model, settings, stamp(item.data))
 
 

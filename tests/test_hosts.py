@@ -162,11 +162,53 @@ def test_a_patch_of_several_variables_forecasts_each() -> None:
         ({"input_size": (8, 8), "patch_size": (2, 2, 2)}, "differ in their number of axes"),
         ({"input_size": (8, 8), "patch_size": (3, 2)}, "patches do not fill the input"),
         ({"hidden_size": 30}, "4 heads do not divide the width 30"),
+        ({"stem": "conv"}, "`stem: conv` is not known; allowed are `linear` and `convolution`"),
+        ({"stem": "convolution", "patch_size": (7, 7, 7)}, r"`patch_size` is \[7, 7, 7\]"),
+        ({"stem": "convolution", "patch_size": (1, 1, 1)}, r"`patch_size` is \[1, 1, 1\]"),
+        (
+            {"stem": "convolution", "input_size": (4,) * 4, "patch_size": (2,) * 4},
+            "halves up to 3 axes",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         TCompressGridConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("size", "patch", "strides"),
+    [
+        ((8, 8, 4), (2, 4, 2), [(2, 2, 2), (1, 2, 1)]),
+        ((3, 16), (1, 8), [(1, 2), (1, 2), (1, 2)]),
+        ((8,), (2,), [(2,)]),
+    ],
+)
+def test_convolutions_make_the_same_grid(
+    size: tuple[int, ...], patch: tuple[int, ...], strides: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = TCompressGridConfig(
+        input_size=size, patch_size=patch, hidden_size=16, stem="convolution", num_channels=2
+    )
+    TCompressGridForImageClassification(config).save_pretrained(tmp_path)
+    model = TCompressGridForImageClassification.from_pretrained(tmp_path).eval()
+    stem = model.model.embeddings.projection
+    assert [layer.stride for layer in stem.layers] == strides
+    values = torch.rand(2, 2, *size)
+    with torch.no_grad():
+        found = stem(values)
+        states = values
+        for place, layer in enumerate(stem.layers):
+            states = layer(states)
+            if layer is not stem.layers[-1]:
+                states = stem.norms[place](states)
+                states = torch.nn.functional.gelu(states)
+    assert found.shape == (2, *config.grid, 16)
+    torch.testing.assert_close(found, states.movedim(1, -1))
+    assert model(grid_values=values).logits.shape == (2, 2)
+    with pytest.raises(DataError, match="the model takes"):
+        model(grid_values=values[..., :-1])
 
 
 def test_what_is_no_series_is_refused() -> None:

@@ -59,6 +59,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         input_size: Size of an input along each axis, such as 28, 28, 28; a series has two axes,
             its variables and its time steps.
         patch_size: Size of a patch along each axis; it divides `input_size`.
+        stem: What embeds patches: one linear map (`linear`), or convolutions of stride 2, as HOT
+            has before volumes (`convolution`); patch sizes are powers of two then.
         num_channels: Channels of an input; 1 for a series.
         hidden_size: Width.
         num_hidden_layers: Blocks.
@@ -79,6 +81,7 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
 
     input_size: list[int] | tuple[int, ...] = (28, 28, 28)
     patch_size: list[int] | tuple[int, ...] = (4, 4, 4)
+    stem: str = "linear"
     num_channels: int = 1
     hidden_size: int = 64
     num_hidden_layers: int = 2
@@ -111,6 +114,22 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
             raise InputError(
                 f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}",
                 "choose `num_attention_heads` that divides `hidden_size`",
+            )
+        self._check_stem()
+
+    def _check_stem(self) -> None:
+        if self.stem not in ("linear", "convolution"):
+            raise InputError(
+                f"`stem: {self.stem}` is not known; allowed are `linear` and `convolution`",
+                "leave it out for `linear`",
+            )
+        sizes = self.patch_size
+        halves = max(sizes) > 1 and all(size & (size - 1) == 0 for size in sizes)
+        if self.stem == "convolution" and not (halves and len(sizes) <= 3):
+            raise InputError(
+                f"`stem: convolution` halves up to 3 axes step by step, and `patch_size` is "
+                f"{sizes}",
+                "give powers of two such as [4, 4, 4], or `stem: linear`",
             )
 
     @property

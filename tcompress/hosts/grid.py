@@ -1,7 +1,6 @@
 """A transformer over a grid of patches, for volumes and for multivariate series.
 
-The models that Higher-Order Transformers are measured with, but for two choices: patches are
-embedded by one linear map (the paper has a few convolutions before volumes), and positions are
+The models that Higher-Order Transformers are measured with, but for one choice: positions are
 learnt, a table for each axis, whose rows are added (the paper rotates queries and keys).
 """
 
@@ -30,12 +29,13 @@ from transformers.utils.output_capturing import capture_outputs
 from tcompress.errors import DataError, InputError
 from tcompress.hosts.attention import SelfAttention
 from tcompress.hosts.configs import TCompressGridConfig
+from tcompress.hosts.stem import Convolutions
 
 _EPSILON = 1e-5  # added to a series' variance over its context
 
 
 class GridEmbeddings(nn.Module):
-    """Linear embedding of patches, and positions along each axis.
+    """Embedding of patches, and positions along each axis.
 
     Args:
         config: The configuration.
@@ -45,19 +45,39 @@ class GridEmbeddings(nn.Module):
         super().__init__()
         self.config = config
         inputs = config.num_channels * prod(config.patch_size)
-        self.projection = nn.Linear(inputs, config.hidden_size)
+        self.projection = (
+            Convolutions(config)
+            if config.stem == "convolution"
+            else nn.Linear(inputs, config.hidden_size)
+        )
         tables = [nn.Embedding(size, config.hidden_size) for size in config.grid]
         self.positions = nn.ModuleList(tables)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, grid_values: Tensor) -> Tensor:
         """Embeds inputs.  # (batch, channels, *input_size) -> (batch, patches, width)."""
-        states = self.projection(patches(grid_values, self.config))
+        check_shape(grid_values, self.config)
+        convolved = self.config.stem == "convolution"
+        states = self.projection(grid_values if convolved else patches(grid_values, self.config))
         for axis, table in enumerate(self.positions):
             after = len(self.positions) - 1 - axis
             places = table(torch.arange(self.config.grid[axis], device=states.device))
             states = states + places.view(-1, *[1] * after, self.config.hidden_size)
         return self.dropout(states.flatten(1, -2))
+
+
+def check_shape(grid_values: Tensor, config: TCompressGridConfig) -> None:
+    """Checks the size of inputs.
+
+    Raises:
+        DataError: The inputs are of another shape.
+    """
+    expected = (config.num_channels, *config.input_size)
+    if tuple(grid_values.shape[1:]) != expected:
+        raise DataError(
+            f"inputs have the shape {tuple(grid_values.shape[1:])}, the model takes {expected}",
+            "give inputs of the size that the config of the model names",
+        )
 
 
 def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
@@ -69,16 +89,7 @@ def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
 
     Returns:
         Patches on their grid, each flat, channels first.  # (batch, *grid, channels * patch)
-
-    Raises:
-        DataError: The inputs are of another shape.
     """
-    expected = (config.num_channels, *config.input_size)
-    if tuple(grid_values.shape[1:]) != expected:
-        raise DataError(
-            f"inputs have the shape {tuple(grid_values.shape[1:])}, the model takes {expected}",
-            "give inputs of the size that the config of the model names",
-        )
     axes = len(config.grid)
     cut = grid_values
     for axis, (size, patch) in enumerate(zip(config.grid, config.patch_size, strict=True)):
@@ -142,13 +153,13 @@ class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         spread = self.config.initializer_range
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             init.normal_(module.weight, mean=0.0, std=spread)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=spread)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
             init.ones_(module.weight)
             init.zeros_(module.bias)
 
@@ -176,8 +187,7 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
             grid_values: Inputs.  # (batch, channels, *input_size)
             **kwargs: What Transformers takes everywhere, such as `output_hidden_states`.
         """
-        weight = self.embeddings.projection.weight
-        states = self.embeddings(grid_values.to(weight.dtype))
+        states = self.embeddings(grid_values.to(self.norm.weight.dtype))
         for layer in self.layers:
             states = layer(states, None, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(states))

@@ -151,6 +151,7 @@ def test_random_features_come_near_to_softmax() -> None:
         (KroneckerSpec(), TEXT, "give `grid`, or for text `fold`"),
         (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
+        (KroneckerSpec(fold=3), CASES["hot-image"][1], "on a grid of 2 x 3 already"),
         (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
         (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
         (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, biased=True), "bias of positions"),
@@ -185,6 +186,29 @@ def test_the_aligned_core_equals_the_literal_triple_sum() -> None:
         q[None, None], k[None, None], s.sum(0)[None, None], {"core": g}, _tam("aligned")
     )
     torch.testing.assert_close(found[0, 0], right)
+
+
+@pytest.mark.parametrize("core", ["aligned", "cp"])
+def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
+    """The first text says the semantics, summed over its tokens; scores weigh values directly."""
+    q, k, v = (randn(1, 1, 5, 3, seed=seed) for seed in range(3))
+    g, weight, bias = randn(1, 1, 3, seed=3), randn(1, 3, 3, seed=4), randn(1, 3, seed=5)
+    first = torch.tensor([[True, True, False, False, False]])
+    valid = torch.tensor([[[[True, True, True, True, False]]]])
+    tensors = {"core": g, "semantic_weight": weight, "semantic_bias": bias}
+    layout = _tam(core, normalize="none")
+    found = mechanism("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
+    s = q[0, 0, :2] @ weight[0].T + bias[0]
+
+    def value(a: int, j: int, m: int) -> float:
+        here = a == j == m if core == "aligned" else False
+        return float(g[0, 0, a]) if here else 0.0
+
+    if core == "aligned":
+        scores = literal_tam(q[0, 0], k[0, 0, :4], s, value)
+    else:
+        scores = torch.einsum("d,qd,kd,sd->qk", g[0, 0], q[0, 0], k[0, 0, :4], s)
+    torch.testing.assert_close(found[0, 0], scores @ v[0, 0, :4])
 
 
 def test_the_cp_core_is_the_trilinear_form() -> None:
@@ -228,7 +252,19 @@ def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
 def test_semantics_leave_padding_out() -> None:
     s = randn(1, 1, 4, 3)
     valid = torch.tensor([[True, True, False, False]])
-    torch.testing.assert_close(pooled_semantics(s, valid), s[:, :, :2].mean(2))
+    mean, count = pooled_semantics(s, valid)
+    torch.testing.assert_close(mean, s[:, :, :2].mean(2))
+    assert int(count) == 2
+
+
+def test_the_aligned_core_says_how_far_it_sees() -> None:
+    kind = mechanism("tam")
+    for normalize, left in (("softmax", "see all tokens alike"), ("none", "get nothing")):
+        spec = TamSpec.model_validate({"core": "aligned", "normalize": normalize})
+        note = kind.note(kind.layout(spec, TEXT))
+        assert note is not None
+        assert note.endswith(f"those after token {WIDTH} {left}")
+    assert kind.note(kind.layout(TamSpec(), TEXT)) is None
 
 
 def test_multilinear_equals_the_literal_tensor() -> None:

@@ -60,6 +60,60 @@ def test_a_padded_batch_equals_single_examples(name: str) -> None:
         torch.testing.assert_close(together[index : index + 1, :, :length], single)
 
 
+def _module(name: str) -> MechanismModule:
+    own = MechanismModule(layout_of(name), "here", dtype=torch.float64)
+    own.load_state_dict({key: tensors_of(name)[key] for key in own.state_dict()})
+    return own
+
+
+@pytest.mark.parametrize("name", TEXT_CASES)
+def test_padding_may_come_first(name: str) -> None:
+    """Beside a row of padding alone, and with the texts of a pair told apart."""
+    q, k, v = inputs_of(name, batch=3)
+    own, tokens = _module(name), q.shape[2]
+    keep = torch.ones(3, tokens, dtype=torch.bool)
+    keep[1, :2] = False
+    keep[2] = False
+    own.segments = (torch.arange(tokens) >= 4).long().expand(3, -1)
+    causal = own.layout.causal
+    mixed = own(q, k, v, keep, causal=causal)
+    assert torch.isfinite(mixed).all()
+    own.segments = own.segments[:1, 2:]
+    alone = own(q[1:2, :, 2:], k[1:2, :, 2:], v[1:2, :, 2:], causal=causal)
+    torch.testing.assert_close(mixed[1:2, 2:], alone)
+
+
+@pytest.mark.parametrize("name", TEXT_CASES)
+def test_texts_packed_into_one_row(name: str) -> None:
+    """A mask of blocks is honoured, or refused."""
+    q, k, v = inputs_of(name, batch=1)
+    own, tokens = _module(name), q.shape[2]
+    text = torch.arange(tokens) // (tokens - 2)
+    pairs = (text[:, None] == text)[None, None]
+    if own.layout.causal:
+        pairs = pairs.tril()
+    if not mechanism_of(CASES[name][0]).pairwise:
+        for _ in range(2):  # what was refused is not taken for checked
+            with pytest.raises(DataError, match="attention `here`: tokens are told to see differ"):
+                own(q, k, v, pairs)
+        return
+    packed = own(q, k, v, pairs)
+    for own_part in (slice(0, tokens - 2), slice(tokens - 2, tokens)):
+        parts = (x[:, :, own_part] for x in (q, k, v))
+        alone = own(*parts, causal=own.layout.causal)
+        torch.testing.assert_close(packed[:, own_part], alone)
+
+
+def test_a_mask_that_was_changed_is_checked_again() -> None:
+    q, k, v = inputs_of("hot-folded", batch=1)
+    own, tokens = _module("hot-folded"), q.shape[2]
+    pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    own(q, k, v, pairs)
+    pairs[..., 0, 1] = False
+    with pytest.raises(DataError, match="see different others"):
+        own(q, k, v, pairs)
+
+
 @pytest.mark.parametrize("name", TEXT_CASES)
 @pytest.mark.parametrize("form", ["bool", "additive"])
 def test_masks_of_every_form_mean_the_same(name: str, form: str) -> None:

@@ -131,6 +131,29 @@ def test_padded_pairs_equal_single_ones(model: nn.Module) -> None:
         torch.testing.assert_close(together[row, :length], alone[0], atol=1e-5, rtol=0)
 
 
+def test_gradients_of_two_passes_with_checkpoints(model: nn.Module) -> None:
+    """Blocks are run again with the types of their own pass, in whatever order that is."""
+    student: Any = copy.deepcopy(model)
+    for item in student.modules():  # dropping out would differ
+        if isinstance(item, nn.Dropout):
+            item.p = 0.0
+    batches = [{"input_ids": IDS + n, "token_type_ids": TYPES.roll(n, 1)} for n in (0, 2)]
+
+    def gradients() -> list[Tensor]:
+        student.zero_grad()
+        passes = [student(**batch).last_hidden_state for batch in batches]
+        (passes[0] * passes[1]).sum().backward()
+        return [item.grad.clone() for item in student.parameters() if item.grad is not None]
+
+    student.train()
+    exact = gradients()
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    for found, right in zip(gradients(), exact, strict=True):
+        torch.testing.assert_close(found, right)
+    for block in student.encoder.layer:
+        assert block.gradient_checkpointing
+
+
 def test_layouts_of_before_have_no_network() -> None:
     """What was saved without the option is read as `states`."""
     spec = TamSpec()

@@ -8,7 +8,6 @@ goes on making masks as before. `Visible` reads whatever form these have.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 
 from tcompress.errors import ArtifactError, DataError
 from tcompress.integration.build import set_module
-from tcompress.mechanisms.base import mechanism
+from tcompress.integration.segments import watch_segments
 from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
 from tcompress.planning.entries import AttentionPlan
 from tcompress.source.names import METHOD
 
 SEED = 0
-SEGMENTS = "token_type_ids"
 
 
 def mix_tokens(
@@ -125,34 +123,8 @@ def install_attention(
                 entry.guard.shape, bias, transposed=entry.guard.transposed, **options
             )
             set_module(root, _known(runtime_name(entry.guard.name)), guarded)
-    if any(_segmented(module) for module in made.values()):
-        _watch_segments(root)
+    watch_segments(root)
     return made
-
-
-def _segmented(module: nn.Module) -> bool:
-    return isinstance(module, MechanismModule) and mechanism(module.layout.mechanism).segments
-
-
-def _watch_segments(root: nn.Module) -> None:
-    """Lets mechanisms know which of two texts a token belongs to, as embeddings of hosts do.
-
-    Hosts give their attentions no types of tokens, so they are noted where a model is called.
-    """
-    for module in root.modules():
-        takes = SEGMENTS in inspect.signature(module.forward).parameters
-        if takes and any(map(_segmented, module.modules())):
-            module.register_forward_pre_hook(_note_segments, with_kwargs=True)
-
-
-def _note_segments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if SEGMENTS in kwargs or len(args) < 2:
-        found = kwargs.get(SEGMENTS)
-    else:
-        found = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get(SEGMENTS)
-    for own in module.modules():
-        if _segmented(own):
-            own.segments = found  # type: ignore[assignment]
 
 
 def _known(path: str | None) -> str:

@@ -110,6 +110,7 @@ class Mechanism(ABC, Generic[S, L]):
         unused: Roles of the host's projections that the mechanism has no use for.
         causal: Whether a token never sees later ones in a causal host.
         windows: Whether it keeps to the window of a host.
+        pairwise: Whether every query may see other keys; else all see all but padding.
         segments: Whether it tells the two texts of a pair apart, where the host does.
         structure: Structure that goes with it where only a size is given, as in its paper.
         structured: Roles of the weights that are stored in it; all where empty.
@@ -123,6 +124,7 @@ class Mechanism(ABC, Generic[S, L]):
     unused: ClassVar[tuple[str, ...]] = ()
     causal: ClassVar[bool] = False
     windows: ClassVar[bool] = False
+    pairwise: ClassVar[bool] = False
     segments: ClassVar[bool] = False
     structure: ClassVar[str] = "lprod"
     structured: ClassVar[tuple[str, ...]] = ()
@@ -178,7 +180,7 @@ class Mechanism(ABC, Generic[S, L]):
             v: Values.  # (batch, key_heads, keys, head_dim)
             tensors: The mechanism's own, and its constants.
             layout: The layout.
-            seen: What tokens see of each other.
+            seen: What tokens see of each other; if `ordered`, padding comes last.
 
         Returns:
             The mixed values.  # (batch, heads, queries, head_dim)
@@ -195,6 +197,10 @@ class Mechanism(ABC, Generic[S, L]):
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""
         return NO_TENSORS
+
+    def ordered(self, layout: L) -> bool:
+        """Whether tokens are known by their place, so that padding has to come after them."""
+        return False
 
     def note(self, layout: L) -> str | None:
         """What a user should know before converting, if there is anything."""

@@ -63,6 +63,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     unused = ("q",)
     causal = True
     windows = True
+    pairwise = True
     structure = "tt"
     structured = ("k", "v", "qkv")
 

@@ -84,6 +84,9 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     def arrange(self, spec: KroneckerSpec, host: Host) -> KroneckerLayout:
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
+        if spec.fold and host.grid:
+            there = " x ".join(map(str, host.grid))
+            raise Refusal(f"its tokens sit on a grid of {there} already: leave `fold` out")
         grid = () if spec.fold else spec.grid or host.grid
         if not grid and not spec.fold:
             raise Refusal(
@@ -125,6 +128,9 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             mixed = sum(prod(sizes) * size + size**2 for size in sizes)
         between = 2 * tokens * special + (prod(sizes) * 2 * special if special > 1 else 0)
         return width * (mixed + between)
+
+    def ordered(self, layout: KroneckerLayout) -> bool:
+        return layout.fold is not None
 
     def start(
         self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
@@ -215,9 +221,10 @@ def mix_grid(
         weight = valid[:, None, :, None].to(v.dtype)
         whole = weight.expand(len(v), v.shape[1], -1, 1)
         v = torch.cat([v * weight, whole], -1)
-    # Pooled tokens are few, and they and random features leave the range of half precision.
+    # Pooled tokens are few, and they and random features leave the range of half precision, as
+    # shares of valid tokens do that scores leave next to nothing of.
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    v = v.to(wide) if layout.kernel == "favor" else v
+    v = v.to(wide) if layout.kernel == "favor" or weight is not None else v
     for axis in range(len(sizes)):
         rows, count = _pooled(q, weight, sizes, axis, layout.pool)
         columns, _ = _pooled(k, weight, sizes, axis, layout.pool)
@@ -243,12 +250,13 @@ def _pooled(
 ) -> tuple[Tensor, Tensor | None]:
     """Pools a grid over all axes but one: (batch, heads, size, width), and how many were valid."""
     shape = (prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :]))
-    grid = x.unflatten(2, shape)
+    grid, wide = x.unflatten(2, shape), torch.promote_types(x.dtype, torch.float32)
     if weight is None:
-        return grid.mean((2, 4)) if pool == "mean" else grid.sum((2, 4)), None
+        pooled = grid.mean if pool == "mean" else grid.sum
+        return pooled((2, 4), dtype=wide), None
     weights = weight.unflatten(2, shape)
-    count = weights.sum((2, 4))
-    total = (grid * weights).sum((2, 4))
+    count = weights.sum((2, 4), dtype=wide)
+    total = (grid * weights).sum((2, 4), dtype=wide)
     return (total / count.clamp(min=1) if pool == "mean" else total), count
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcompress.errors import DataError, refuse_replica
 from tcompress.mechanisms.base import MechanismLayout, mechanism
-from tcompress.mechanisms.visible import Visible
+from tcompress.mechanisms.visible import Visible, check_alike
 
 CHILD = "tc_attn"
 """Name of the mechanism below the host's attention."""
@@ -84,12 +84,24 @@ class MechanismModule(nn.Module):
             if self.segments is not None:
                 first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
                 seen = replace(seen, first=first)
-            tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
-            tensors |= self._fixed(q)
-            mixed = mechanism(self.layout.mechanism).apply(q, k, v, tensors, self.layout, seen)
+            if not mechanism(self.layout.mechanism).pairwise:
+                check_alike(mask, seen)
+            mixed = self._mixed(q, k, v, seen)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
         return mixed.transpose(1, 2).contiguous()
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
+        """Mixes tokens, among which padding may come first."""
+        kind = mechanism(self.layout.mechanism)
+        tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
+        tensors |= self._fixed(q)
+        order = seen.padding_last() if kind.ordered(self.layout) else None
+        if order is None:
+            return kind.apply(q, k, v, tensors, self.layout, seen)
+        q, k, v = (_moved(x, order) for x in (q, k, v))
+        mixed = kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
+        return _moved(mixed, order.argsort(1))
 
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)
@@ -111,6 +123,11 @@ class MechanismModule(nn.Module):
         """Shows the layout."""
         fields = self.layout.model_dump(exclude_defaults=True)
         return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _moved(x: Tensor, order: Tensor) -> Tensor:
+    """Puts tokens in another order.  # (batch, heads, tokens, width), (batch | 1, tokens)."""
+    return x.gather(2, order[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
 class _Guarded(nn.Module):

@@ -70,6 +70,9 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
         width = layout.heads * layout.head_dim
         return layout.length**2 * width * (2 * layout.length + 1)
 
+    def ordered(self, layout: MultilinearLayout) -> bool:
+        return True
+
     def note(self, layout: MultilinearLayout) -> str | None:
         return (
             "multilinear attention takes nothing from the host's own: its output projection starts "

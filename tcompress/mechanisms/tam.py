@@ -118,6 +118,18 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         read = gru_macs(layout.key_heads * width, tokens) if layout.memory == "gru" else 0
         return layout.heads * (scored + tokens**2 * width + width**2) + read
 
+    def ordered(self, layout: TamLayout) -> bool:
+        return layout.core == "aligned" or layout.memory == "gru"
+
+    def note(self, layout: TamLayout) -> str | None:
+        if layout.core != "aligned":
+            return None
+        left = "see all tokens alike" if layout.normalize == "softmax" else "get nothing"
+        return (
+            f"the core `aligned` knows queries by their place among the {layout.head_dim} features "
+            f"of a head: those after token {layout.head_dim} {left}"
+        )
+
     def start(
         self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
@@ -169,9 +181,11 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         if layout.memory == "gru":
             k, v = add_context(k, v, tensors, seen.first)
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        pooled = pooled_semantics(q, seen.topic)
+        pooled, count = pooled_semantics(q, seen.topic)
         weight, bias = tensors["semantic_weight"], tensors["semantic_bias"]
         semantics = (pooled[..., None, :] @ weight.mT)[..., 0, :] + bias
+        if layout.normalize == "none":
+            semantics = semantics * count  # the paper's sum; softmax would saturate
         scores = tam_scores(q, k, semantics, tensors, layout)
         if layout.normalize == "none":
             if seen.pairs is not None:
@@ -183,20 +197,21 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         return scores.softmax(-1) @ v
 
 
-def pooled_semantics(s: Tensor, valid: Tensor | None) -> Tensor:
-    """Averages semantic vectors over their tokens.
+def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:
+    """Averages semantic vectors over their tokens, and counts these.
 
     Args:
         s: Semantics.  # (batch, heads, tokens, width)
         valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
 
     Returns:
-        The mean.  # (batch, heads, width)
+        The mean and the number.  # (batch, heads, width), (batch | 1, 1, 1) or int
     """
     if valid is None:
-        return s.mean(2)
+        return s.mean(2), s.shape[2]
     weights = valid[:, None, :, None].to(s.dtype)
-    return (s * weights).sum(2) / weights.sum(2).clamp(min=1)
+    count = weights.sum(2)
+    return (s * weights).sum(2) / count.clamp(min=1), count
 
 
 def tam_scores(

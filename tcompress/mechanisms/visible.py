@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import DataError
+
+# Masks whose queries were seen to be alike, with their version: all layers of a pass have the same.
+_ALIKE = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,29 @@ class Visible:
         if self.first is None:
             return self.tokens
         return self.first if self.tokens is None else self.first & self.tokens
+
+    def padding_last(self) -> Tensor | None:
+        """Order of tokens in which padding comes last; None where it does.  # (batch | 1, keys)."""
+        tokens = self.tokens
+        if tokens is None:
+            return None
+        known = not torch.compiler.is_compiling()
+        if known and not bool((tokens[:, 1:] & ~tokens[:, :-1]).any()):
+            return None
+        return (~tokens).to(torch.uint8).argsort(dim=1, stable=True)
+
+    def in_order(self, order: Tensor) -> Visible:
+        """The same for tokens in another order, where all queries see the same.
+
+        Args:
+            order: Where each token comes from.  # (batch | 1, keys)
+        """
+        tokens, first = self.tokens, self.first
+        if tokens is not None:
+            tokens = tokens.gather(1, order)[:, None, None]
+        if first is not None:
+            first = first.gather(1, order.expand(len(first), -1))
+        return Visible(tokens, first)
 
     @classmethod
     def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
@@ -66,6 +93,31 @@ class Visible:
         if mask.dtype == torch.bool:
             return cls(mask)
         return cls(mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask > 0)
+
+
+def check_alike(mask: Tensor | None, seen: Visible) -> None:
+    """Checks that all queries see the same keys, but for those of padding, which see none.
+
+    Args:
+        mask: What a host gave.
+        seen: What was read from it.
+
+    Raises:
+        DataError: They do not.
+    """
+    pairs = seen.pairs
+    if mask is None or pairs is None or pairs.shape[-2] == 1 or torch.compiler.is_compiling():
+        return
+    if _ALIKE.get(mask) == mask._version:
+        return
+    unlike = (pairs != pairs.any(-2, keepdim=True)) & pairs.any(-1, keepdim=True)
+    if bool(unlike.any()):
+        raise DataError(
+            "tokens are told to see different others, as in packed texts, and this mechanism mixes "
+            "all of a text",
+            "give a mask of padding alone, one text in a row, or convert with `tga`",
+        )
+    _ALIKE[mask] = mask._version
 
 
 def past(queries: int, keys: int, device: torch.device) -> Tensor:

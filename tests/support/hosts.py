@@ -84,6 +84,8 @@ for _name in ("hot", "favor"):
         REASONS[_family, _name] = "give `grid`, or for text `fold`"
 for _family in ("vit", "deit", "clip", "whisper", "videomae", "tcompress_grid"):
     REASONS[_family, "multilinear"] = "`length` is 12, and inputs have"
+for _family in ("vit", "deit", "clip", "videomae", "tcompress_grid", "tcompress_grid-series"):
+    REASONS[_family, "folded"] = "already: leave `fold` out"
 
 
 def recipe_for(name: str, **options: Any) -> Convert:

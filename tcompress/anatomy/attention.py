@@ -105,7 +105,7 @@ def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | 
         grid=grid,
         special=special,
         longest=None if grid else _longest(config),
-        reason=_reason(module, family, width),
+        reason=_masked(model) or _reason(module, family, width),
     )
 
 
@@ -115,6 +115,17 @@ def _width(layers: Mapping[str, Layer], role: str) -> int:
     fused = layers["qkv"]
     parts = {part.name: part.size for part in fused.parts}
     return parts.get(role, fused.out_features // 3)  # head by head there are no parts
+
+
+def _masked(model: nn.Module) -> str | None:
+    """VideoMAE learns from what it is not shown: its blocks meet some patches, in any order."""
+    found = inspect.signature(model.forward).parameters.get("bool_masked_pos")
+    if found is None or found.default is not inspect.Parameter.empty:
+        return None
+    return (
+        f"a mask leaves patches out of what `{type(model).__name__}` reads, so that tokens have no "
+        "place of their own: convert a class without one"
+    )
 
 
 def _reason(module: nn.Module, family: str, width: int) -> str | None:

@@ -213,6 +213,7 @@ class BlockFitter:
         plain = [entry.model_copy(update={"guard": None}) for entry in own]
         made = install_attention(new, plain, inside, dtype=torch.float32, device=self._device)
         for module in made.values():
+            module.name = f"{block.name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
 

@@ -16,6 +16,7 @@ from tcompress.calibrate.data import CalibrationData
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
+from tcompress.source.companions import shorten_texts
 
 
 def conversion_identity(
@@ -81,6 +82,8 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / path, target)
+    if manifest.plan.longest is not None:
+        shorten_texts(folder, manifest.plan.longest)
     write_manifest(folder, manifest)
     (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
     write_config(folder, source, manifest.plan, dtype)

@@ -202,6 +202,10 @@ class Mechanism(ABC, Generic[S, L]):
         """Whether tokens are known by their place, so that padding has to come after them."""
         return False
 
+    def longest(self, layout: L) -> int | None:
+        """Most tokens of an input, where the mechanism limits them and the host does not."""
+        return None
+
     def note(self, layout: L) -> str | None:
         """What a user should know before converting, if there is anything."""
         return None

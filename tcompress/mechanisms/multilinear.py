@@ -73,6 +73,9 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
     def ordered(self, layout: MultilinearLayout) -> bool:
         return True
 
+    def longest(self, layout: MultilinearLayout) -> int | None:
+        return layout.length
+
     def note(self, layout: MultilinearLayout) -> str | None:
         return (
             "multilinear attention takes nothing from the host's own: its output projection starts "

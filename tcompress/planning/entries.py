@@ -365,6 +365,13 @@ class Plan(_Entry):
         return sum(layer.parameters for layer in self.layers)
 
     @property
+    def longest(self) -> int | None:
+        """Most tokens of an input, where mechanisms limit them."""
+        layouts = (entry.layout for entry in self.attention)
+        limits = (mechanism(layout.mechanism).longest(layout) for layout in layouts)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def entries(self) -> tuple[LayerPlan, ...]:
         """All that is rewritten, in order of execution."""
         return (*self.embeddings, *self.layers)

@@ -40,6 +40,11 @@ _PATTERNS = (
     "LICENSE*",
     "NOTICE*",
 )
+# Files that say how long texts may be: tokenizers, and sentence-transformers.
+_LENGTHS = (
+    ("tokenizer_config.json", "model_max_length"),
+    ("sentence_bert_config.json", "max_seq_length"),
+)
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
@@ -89,3 +94,20 @@ def _module_folders(folder: Path) -> list[str]:
                 hint="module folders must lie inside the model folder",
             )
     return [name for name in names if name]
+
+
+def shorten_texts(folder: Path, longest: int) -> None:
+    """Tells tokenizers, which cut texts to the length that they know of, about a smaller one.
+
+    Args:
+        folder: Model folder.
+        longest: Most tokens of a text.
+    """
+    for name, key in _LENGTHS:
+        path = folder / name
+        if path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            known = settings.get(key)
+            if known is None or known > longest:
+                text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
+                path.write_text(text + "\n", encoding="utf-8")

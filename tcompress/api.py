@@ -25,7 +25,7 @@ from tcompress.recipe.methods import AUTO, AutoSpec
 from tcompress.recipe.naming import short_name
 from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
 from tcompress.recipe.scratch import Architecture
-from tcompress.recipe.sections import BUDGETS
+from tcompress.recipe.sections import BUDGETS, DEPTH
 from tcompress.reporting.model import report_of as report
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel, default_output_name
@@ -38,7 +38,7 @@ from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
 
 _Section = TypeVar("_Section", bound=BaseModel)
-_BLOCKS = frozenset(("keep_layers", "drop_layers", "embeddings"))
+_BLOCKS = frozenset((*DEPTH, "embeddings"))
 _SIZES = frozenset((*BUDGETS, "residual_rank", "p", "rank"))
 _METHOD_SIZES = _SIZES | {"keep", "only", "layers"}
 _NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def convert(
-    model: str | Mapping[str, Any],
+    model: str | Path | Mapping[str, Any],
     *,
     method: str | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
@@ -97,14 +97,14 @@ def convert(
     """
     settled = _settled(recipe, method, calibration, options)
     source = _opened(model, settled, revision, token)
-    name = model if isinstance(model, str) else source.id
+    name = source.id if isinstance(model, Mapping) else str(model)
     words = short_name(settled) or settled.label.replace(" + ", "-")
     folder = Path(output or default_output_name(name, words))
     return run_conversion(source, settled, folder, force=force, progress=progress)
 
 
 def finetune(
-    model: str,
+    model: str | Path,
     *,
     output: str | Path | None = None,
     recipe: str | Finetune | None = None,
@@ -138,12 +138,13 @@ def finetune(
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
         recipe = found
     settled = recipe or _validated(Finetune, options)
-    folder = Path(output or default_output_name(model, settled.task or "healed"))
-    return run_training(model, settled, folder, force=force, token=token, progress=progress)
+    name = str(model)
+    folder = Path(output or default_output_name(name, settled.task or "healed"))
+    return run_training(name, settled, folder, force=force, token=token, progress=progress)
 
 
 def sweep(
-    model: str,
+    model: str | Path,
     *,
     methods: Sequence[str | Mapping[str, Any]] = (),
     targets: Sequence[float] = (0.5, 0.25),
@@ -209,13 +210,14 @@ def sweep(
             else None,
             sweep=Sweep.model_validate({**named, "keep_models": keep_models}),
         )
-    source = SourceModel.open(model, revision=revision, token=token)
-    folder = Path(output or recipe.output or default_output_name(model, "sweep"))
+    name = str(model)
+    source = SourceModel.open(name, revision=revision, token=token)
+    folder = Path(output or recipe.output or default_output_name(name, "sweep"))
     return run_sweep(recipe, source, folder, force=force, token=token, progress=progress)
 
 
 def plan(
-    model: str | Mapping[str, Any],
+    model: str | Path | Mapping[str, Any],
     *,
     method: str | Mapping[str, Any] | None = None,
     recipe: str | Convert | None = None,
@@ -234,11 +236,11 @@ def plan(
 
 
 def _opened(
-    model: str | Mapping[str, Any], settled: Convert, revision: str | None, token: str | None
+    model: str | Path | Mapping[str, Any], settled: Convert, revision: str | None, token: str | None
 ) -> SourceModel:
     seed = settled.seed if settled.init == "random" else None
-    if isinstance(model, str):
-        return SourceModel.open(model, revision=revision, token=token, seed=seed)
+    if not isinstance(model, Mapping):
+        return SourceModel.open(str(model), revision=revision, token=token, seed=seed)
     if seed is None:
         raise RecipeError("a configuration has no weights", 'add `init="random"`')
     return open_architecture(Architecture.model_validate(model), seed, token)

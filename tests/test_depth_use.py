@@ -179,7 +179,7 @@ def test_blocks_that_know_their_place(
     recipe = Convert.model_validate({**NONE, "keep_layers": kept})
     with pytest.raises(PlanError) as caught:
         make_plan(recipe, source)
-    assert f"blocks of this `{family}` model cannot be dropped: " in str(caught.value)
+    assert f"blocks of this `{family}` model cannot be dropped or repeated: " in str(caught.value)
     assert message in str(caught.value)
     make_plan(recipe.model_copy(update={"keep_layers": (0, 1)}), source)
 

@@ -70,6 +70,7 @@ def convert(
     only: opt.Only = None,
     keep_layers: opt.KeepLayers = None,
     drop_layers: opt.DropLayers = None,
+    append_layers: opt.AppendLayers = None,
     embeddings: opt.Embeddings = None,
     embedding_target: opt.EmbeddingTarget = None,
     calib: opt.Calib = None,

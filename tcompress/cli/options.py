@@ -284,6 +284,16 @@ DropLayers = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+AppendLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--append-layers",
+        metavar="N",
+        min=1,
+        help="Put N copies of the last block on top; with a mechanism, that is where it stands.",
+        rich_help_panel=METHOD,
+    ),
+]
 
 # Calibration
 

@@ -34,6 +34,9 @@ _CALIBRATION = {
 BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Options of which a conversion takes one."""
 
+DEPTH = ("keep_layers", "drop_layers", "append_layers")
+"""Options that choose blocks, of which it takes one."""
+
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "init", "positions", "norm", "dtype", "device", "max_shard_size")
 
@@ -114,14 +117,15 @@ def default_output(model: str, convert: Convert) -> str:
 
 
 def _blocks(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of blocks; either option takes the place of both in a recipe."""
-    found: dict[str, Any] = {}
+    """What is said of blocks; any option takes the place of all in a recipe."""
+    said: dict[str, Any] = {}
     if given.get("keep_layers"):
-        found |= {"keep_layers": kept_blocks(given["keep_layers"]), "drop_layers": None}
+        said["keep_layers"] = kept_blocks(given["keep_layers"])
     if given.get("drop_layers"):
-        found["drop_layers"] = dropped_blocks(given["drop_layers"])
-        found.setdefault("keep_layers", None)
-    return found
+        said["drop_layers"] = dropped_blocks(given["drop_layers"])
+    if given.get("append_layers"):
+        said["append_layers"] = given["append_layers"]
+    return {**dict.fromkeys(DEPTH, None), **said} if said else {}
 
 
 def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any:
@@ -144,7 +148,7 @@ def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any
 
 def _cuts(data: Mapping[str, Any]) -> bool:
     """Whether something is done without a method for the layers of blocks."""
-    fields = ("keep_layers", "drop_layers", "embeddings", "scratch")
+    fields = (*DEPTH, "embeddings", "scratch")
     return any(data.get(name) is not None for name in fields)
 
 

@@ -305,7 +305,7 @@ class _Job:
         """
         if self.data is None or not (self.plan.layers or probe):
             return None
-        anatomy = anatomy_of(self.source.meta_model())
+        anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
         self.progress.stage("fitting blocks", groups, "groups")
         fitter = BlockFitter(
@@ -319,7 +319,7 @@ class _Job:
             banks=self.banks,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
-            whole=self.dense,
+            whole=self.source if depth is not None and depth.deeper else self.dense,
             tables=self.tables,
             attention=self.plan.attention,
             probe=probe,

@@ -60,6 +60,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     whole = stacks_of(anatomy_of(source.keymap.model))
     if not whole:
         raise PlanError("no blocks were found in this model, so none can be dropped")
+    if recipe.append_layers is not None:
+        return DepthPlan(stacks=_with_copies(whole, recipe.append_layers), chosen="asked")
     if recipe.weighs_depth:
         return DepthPlan(stacks=_one_stack(whole, source), chosen="later")
     kept = recipe.keep_layers is not None
@@ -73,6 +75,22 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     )
     chosen = "asked" if kept else "spread" if recipe.calibration.source == "none" else "later"
     return DepthPlan(stacks=stacks, chosen=chosen)
+
+
+def _with_copies(stacks: tuple[StackPlan, ...], count: int) -> tuple[StackPlan, ...]:
+    """The last block once more, so many times.
+
+    Raises:
+        PlanError: There are several stacks.
+    """
+    if len(stacks) > 1:
+        each = ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in stacks)
+        raise PlanError(
+            f"`append_layers` puts blocks on top of one stack, and this model has {each}",
+            "leave `append_layers` out",
+        )
+    kept = (*stacks[0].kept, *[stacks[0].kept[-1]] * count)
+    return (stacks[0].model_copy(update={"kept": kept}),)
 
 
 def _one_stack(stacks: tuple[StackPlan, ...], source: SourceModel) -> tuple[StackPlan, ...]:
@@ -108,6 +126,11 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
         source: The whole model.
     """
     inner, budget = recipe.within_blocks, recipe.budget
+    if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
+        assert depth is not None
+        inner = inner.model_copy(
+            update={"attention_layers": tuple(range(depth.blocks, depth.kept))}
+        )
     if depth is None or not recipe.weighs_depth or depth.kept == depth.blocks or budget is None:
         return inner
     cut = cut_to(source, depth)
@@ -124,14 +147,14 @@ def _layer_weights(source: SourceModel) -> int:
 
 
 def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:
-    """Describes the model with the blocks that stay; the same model where all do.
+    """Describes the model with the blocks that are planned; the same model where all stay.
 
     Raises:
         PlanError: Blocks cannot be dropped from this model.
     """
     if depth is None:
         return source
-    stacks = (stack for stack in depth.stacks if len(stack.kept) < stack.blocks)
+    stacks = (stack for stack in depth.stacks if len(stack.kept) != stack.blocks)
     return cut_blocks(source, {stack.path: stack.kept for stack in stacks})
 
 

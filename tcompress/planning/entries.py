@@ -266,6 +266,11 @@ class DepthPlan(_Entry):
         return sum(len(stack.kept) for stack in self.stacks)
 
     @property
+    def deeper(self) -> bool:
+        """Whether copies of blocks are put on top: what is dense then has them too."""
+        return self.kept > self.blocks
+
+    @property
     def which(self) -> str:
         """The kept blocks in words, such as `1, 3, 5`."""
         if self.chosen == "later":

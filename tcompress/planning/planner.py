@@ -240,12 +240,15 @@ def make_plan(
             one message.
     """
     model = source.meta_model()
-    if not source.renumbered:  # a pattern may be about blocks that are dropped
-        check_patterns(recipe, model, source)
     depth = plan_depth(recipe, source)
+    deeper = depth is not None and depth.deeper
+    if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
+        check_patterns(recipe, model, source)
     label = method_label or recipe.label
     if depth is not None:
         cut = cut_to(source, depth)
+        if deeper:
+            check_patterns(recipe, cut.meta_model(), cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label, choices), depth, source)
     return plan_within(

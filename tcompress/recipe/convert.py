@@ -10,7 +10,15 @@ from tcompress.recipe.attention import AttentionSpec
 from tcompress.recipe.budget import Budget, Bytes, Parameters, bytes_of, parameters_of
 from tcompress.recipe.methods import AnyMethod, AutoSpec
 from tcompress.recipe.scratch import Norm, Positions, needs_data, usual_calibration
-from tcompress.recipe.sections import BUDGETS, Calibration, Embeddings, LayerRule, Section, tol_of
+from tcompress.recipe.sections import (
+    BUDGETS,
+    DEPTH,
+    Calibration,
+    Embeddings,
+    LayerRule,
+    Section,
+    tol_of,
+)
 from tcompress.structures import Spec
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -58,6 +66,11 @@ class Convert(Section):
         description="number of blocks to drop, those whose loss changes the model least on "
         "calibration data; by stack where there are several; `auto`: as many as serve the budget "
         "best, which then counts dropped layers too",
+    )
+    append_layers: BlockCount | None = Field(
+        None,
+        description="copies of the last block to put on top of it, numbered on from it; without "
+        "`attention_layers` they are where `attention` stands",
     )
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the rewritten layers' parameters"
@@ -137,8 +150,9 @@ class Convert(Section):
 
     @model_validator(mode="after")
     def _check_depth(self) -> Convert:
-        if self.keep_layers is not None and self.drop_layers is not None:
-            raise ValueError("`keep_layers` and `drop_layers` are both given; allowed is one")
+        given = [name for name in DEPTH if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0]}` and `{given[1]}` are both given; allowed is one")
         if self.attention_layers is not None and self.attention is None:
             raise ValueError("`attention_layers` needs `attention`, since it is about mechanisms")
         if self.method is None:
@@ -185,8 +199,8 @@ class Convert(Section):
 
     @property
     def cuts(self) -> bool:
-        """Whether blocks are dropped."""
-        return self.keep_layers is not None or self.drop_layers is not None
+        """Whether blocks are dropped, or put on top."""
+        return any(getattr(self, name) is not None for name in DEPTH)
 
     @property
     def weighs_depth(self) -> bool:
@@ -210,8 +224,8 @@ class Convert(Section):
 
     @property
     def within_blocks(self) -> Convert:
-        """The same without dropping blocks: what is done to a model that was cut already."""
-        return self.model_copy(update={"keep_layers": None, "drop_layers": None})
+        """The same without a choice of blocks: what is done to a model that was cut already."""
+        return self.model_copy(update=dict.fromkeys(DEPTH, None))
 
     @property
     def without_method(self) -> Convert:

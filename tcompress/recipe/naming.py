@@ -43,7 +43,8 @@ def short_name(convert: Convert) -> str:
         words += [] if value is None else [str(value)]
     for letters, error in (("err", convert.max_error), ("tol", getattr(method, "tol", None))):
         words += [] if error is None else [f"{letters}{error:g}"]
-    for verb, blocks in (("keep", convert.keep_layers), ("drop", convert.drop_layers)):
+    named = (("keep", convert.keep_layers), ("drop", convert.drop_layers))
+    for verb, blocks in (*named, ("append", convert.append_layers)):
         if blocks is not None:
             words.append(f"{verb}{_number_of(blocks)}")
     if convert.embeddings is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.recipe.methods import AutoSpec
-from tcompress.recipe.sections import Calibration, Section, tol_of
+from tcompress.recipe.sections import DEPTH, Calibration, Section, tol_of
 
 Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
 Norm = Literal["host", "tensor"]
@@ -91,7 +91,7 @@ def needs_data(convert: Any) -> list[str]:
         problems.append(
             "`auto` compares what methods lose of trained weights: with `init: random` name one"
         )
-    for name in ("keep_layers", "drop_layers"):
+    for name in DEPTH:
         if getattr(convert, name) is not None:
             problems.append(
                 f"`{name}` picks blocks of a trained model: with `init: random` give the number of "

@@ -75,6 +75,9 @@ class Embeddings(Section):
         return self
 
 
+DEPTH = ("keep_layers", "drop_layers", "append_layers")
+"""Keys that choose blocks; allowed is one."""
+
 BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Fields of which a conversion takes one."""
 

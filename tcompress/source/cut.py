@@ -1,7 +1,7 @@
-"""A model without some of its blocks: the same files, read as a shallower model.
+"""A model without some of its blocks, or with some twice: the same files, read as another depth.
 
-Everything that reads a `SourceModel` can read the result, which has a config with fewer blocks, and
-a store that names the tensors of the kept blocks by their new places.
+Everything that reads a `SourceModel` can read the result, which has a config with so many blocks,
+and a store that names the tensors of the kept blocks by their new places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tcompress.source.settings import cut_settings
 from tcompress.source.text import first_line
 
 Kept = Mapping[str, Sequence[int]]
-"""Indices of the kept blocks, ascending, by the module path of their stack."""
+"""Indices of the kept blocks, ascending, by the module path of their stack; copies repeat one."""
 
 # What the first block of a stack computes for all of them stays in the first one.
 _FOR_ALL = "relative_attention_bias"
@@ -50,8 +50,20 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
         prefix = _stored_prefix(source, path)
         names = _renamed(names, prefix, indices) | _carried(source, model, path, indices)
         for place in (path, prefix):
-            renumbered += [(f"{place}.{now}", f"{place}.{was}") for now, was in enumerate(indices)]
+            before = _numbers(indices, len(whole.get_submodule(path)))  # type: ignore[arg-type]
+            renumbered += [(f"{place}.{now}", f"{place}.{was}") for now, was in enumerate(before)]
     return replace(cut, store=source.store.renamed(names), renumbered=tuple(renumbered))
+
+
+def _numbers(indices: Sequence[int], blocks: int) -> list[int]:
+    """Numbers that people know blocks by: copies are counted on from the last block."""
+    copies = 0
+    found: list[int] = []
+    for place, index in enumerate(indices):
+        copy = index in indices[:place]
+        found.append(blocks + copies if copy else index)
+        copies += copy
+    return found
 
 
 def fixed_blocks(source: SourceModel, path: str) -> tuple[int, ...]:
@@ -166,7 +178,9 @@ def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
 
 def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
     """Gives tensors of kept blocks the numbers of their new places, and drops the others."""
-    places = {str(was): now for now, was in enumerate(indices)}
+    places: dict[str, list[int]] = {}
+    for now, was in enumerate(indices):
+        places.setdefault(str(was), []).append(now)
     result = {}
     for key, old in names.items():
         if not key.startswith(f"{prefix}."):
@@ -174,7 +188,7 @@ def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> d
             continue
         number, _, rest = key.removeprefix(f"{prefix}.").partition(".")
         if number in places:
-            result[f"{prefix}.{places[number]}.{rest}"] = old
+            result |= {f"{prefix}.{now}.{rest}": old for now in places[number]}
         elif not number.isdecimal():
             result[key] = old
     return result
@@ -201,6 +215,7 @@ def _refusal(source: SourceModel, problems: Sequence[str]) -> PlanError:
     if problems[1:]:
         listed = "".join(f"\n  - {problem}" for problem in problems)
     return PlanError(
-        f"blocks of this `{_family(source)}` model cannot be dropped: {listed}",
-        "keep the blocks that are named, or leave `keep_layers` and `drop_layers` out",
+        f"blocks of this `{_family(source)}` model cannot be dropped or repeated: {listed}",
+        "keep the blocks that are named, or leave `keep_layers`, `drop_layers` and "
+        "`append_layers` out",
     )

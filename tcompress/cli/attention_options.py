@@ -26,7 +26,7 @@ AttentionLayers = Annotated[
         "--layers",
         metavar="N,N,...",
         help="With a mechanism: blocks whose attention is exchanged, from 0: `4,5` or `0-3`. "
-        "Default all.",
+        "Default all. In recipes `attention_layers`.",
         rich_help_panel=METHOD,
     ),
 ]

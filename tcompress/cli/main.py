@@ -29,7 +29,8 @@ _EPILOG = """\
 [bold]Exit codes[/bold]
   0    done
   1    unexpected failure; `TCOMPRESS_TRACEBACK=1` shows where
-  2    bad option, recipe or input
+  2    bad option, recipe or input, numbers that are not finite,
+       or a sweep with a failed cell
   3    done, but a declared threshold was missed
   130  interrupted
 

@@ -33,7 +33,7 @@ def methods(json: opt.Json = False) -> None:
         also = f" (also `{'`, `'.join(method['aliases'])}`)" if method["aliases"] else ""
         screen.print(f"{method['name']}{also}: {method['summary']}", style="bold")
         kind = "attention" if "mechanism" in method else "structure"
-        screen.print(f"{kind}; {method['reference']}", style="dim")
+        screen.print("; ".join(filter(None, (kind, method["reference"]))), style="dim")
         screen.print(_table(method["options"]))
 
 

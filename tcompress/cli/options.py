@@ -85,7 +85,7 @@ Method = Annotated[
         help="A structure of weights (`lprod`, `svd`, `tt`, ...), `auto`, which chooses the best "
         "of several for each layer, or a mechanism of attention (`hot`, `tga`, ...); see "
         "`tcompress methods`. Default `lprod`; `none`, which rewrites no layer, where only blocks "
-        "are dropped.",
+        "are dropped, with `--embeddings` alone and with `--init random`.",
         rich_help_panel=METHOD,
         autocompletion=complete.methods,
     ),
@@ -123,8 +123,8 @@ Rank = Annotated[
     str | None,
     typer.Option(
         metavar="N|N,N,...",
-        help="svd, tt, tucker: rank of every rewritten weight; tt takes a list, tucker with "
-        "`--share` two numbers.",
+        help="svd, tt, qtt, tucker: rank of every rewritten weight; tt and qtt take a list, tucker "
+        "with `--share` two numbers.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -193,8 +193,8 @@ MaxError = Annotated[
 Tol = Annotated[
     float | None,
     typer.Option(
-        help="svd, tt, tucker: the smallest rank of each weight whose predicted error, squared "
-        "and relative to leaving the weight out, is at most this.",
+        help="svd, tt, qtt, tucker: the smallest rank of each weight whose predicted error, "
+        "squared and relative to leaving the weight out, is at most this.",
         rich_help_panel=METHOD,
     ),
 ]

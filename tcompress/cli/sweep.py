@@ -81,7 +81,7 @@ Columns = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ROLE=NAME",
-        help="Columns by role: `text`, `pair`, `image`, `label`, `score`.",
+        help="Columns by role: `text`, `pair`, `image`, `volume`, `shape`, `label`, `score`.",
         rich_help_panel=QUALITY,
     ),
 ]

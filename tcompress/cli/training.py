@@ -53,7 +53,7 @@ Objective = Annotated[
     typer.Option(
         metavar="NAME=WEIGHT",
         help="Terms of the loss: `task`, `logits`, `hidden`, `embedding`, `attention`. Repeatable, "
-        "or with commas between.",
+        "or with commas between. In recipes `objectives`.",
         rich_help_panel=LEARNING,
     ),
 ]
@@ -152,7 +152,8 @@ LearningRate = Annotated[
     float | None,
     typer.Option(
         "--lr",
-        help="Highest learning rate. Default: 1e-3 to heal and from scratch, 1e-4 with a task.",
+        help="Highest learning rate. Default: 1e-3 to heal and from scratch, 1e-4 with a task. "
+        "In recipes `learning_rate`.",
         rich_help_panel=RUNNING,
     ),
 ]
@@ -186,7 +187,7 @@ Track = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Loggers of accelerate, such as `tensorboard`; repeatable.",
+        help="Loggers of accelerate, such as `tensorboard`; repeatable. In recipes `trackers`.",
         rich_help_panel=RUNNING,
     ),
 ]

@@ -94,8 +94,8 @@ class Convert(Section):
     allocation: Literal["loss", "uniform"] = Field(
         "loss",
         description="how a budget is shared out: by the predicted loss that parameters save, or "
-        "the same fraction for all layers; without calibration data always the latter, but by "
-        "`auto` and `max_error`",
+        "the same fraction for all layers; without calibration data always the latter, except "
+        "under `max_error`",
     )
     residual_rank: int = Field(
         0,

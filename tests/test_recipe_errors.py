@@ -21,6 +21,7 @@ TOP = (
 )
 CONVERT = (
     "`init`, `seed`, `method`, `attention`, `attention_layers`, `keep_layers`, `drop_layers`, "
+    "`append_layers`, "
     "`target`, `target_params`, `target_bytes`, `max_error`, `allocation`, `residual_rank`, "
     "`keep`, `only`, `layers`, "
     "`embeddings`, `positions`, `norm`, `calibration`, `dtype`, `device`, `max_shard_size`"

@@ -98,7 +98,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
             values["coefficients"] = torch.ones(layout.filter_order, layout.heads)
         return values
 
-    def note(self, layout: GraphLayout) -> str | None:
+    def note(self, layout: GraphLayout, longest: int | None) -> str | None:
         return "graph attention has no queries, so a converted model has to be healed"
 
     def apply(

@@ -72,7 +72,7 @@ def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> Ex
         entries=tuple(entries),
         left=tuple(left),
         unused=frozenset(unused),
-        notes=_notes(recipe, entries),
+        notes=_notes(recipe, entries, found),
     )
 
 
@@ -146,10 +146,14 @@ def _check_blocks(recipe: Convert, source: SourceModel, found: Sequence[Attentio
         )
 
 
-def _notes(recipe: Convert, entries: Sequence[AttentionPlan]) -> tuple[str, ...]:
+def _notes(
+    recipe: Convert, entries: Sequence[AttentionPlan], found: Sequence[Attention]
+) -> tuple[str, ...]:
     assert recipe.attention is not None
     kind = mechanism_of(recipe.attention)
-    notes = [kind.note(entry.layout) for entry in entries[:1]]
+    lengths = [item.tokens or item.longest for item in found]
+    longest = None if None in lengths else max(length for length in lengths if length)
+    notes = [kind.note(entry.layout, longest) for entry in entries[:1]]
     if kind.unused and not any(entry.unused for entry in entries):
         notes.append(
             "queries are part of a fused projection, which stays whole: their part is computed, "

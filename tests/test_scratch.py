@@ -16,6 +16,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.conversion import run as conversion
 from tcompress.conversion.start import generator_of, scaled
 from tcompress.errors import SourceError
+from tcompress.mechanisms.module import MechanismModule
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.scratch.architecture import open_architecture
@@ -200,7 +201,51 @@ def test_mechanisms_begin_as_their_papers_say(tmp_path: Path) -> None:
     layers = [[t for name, t in named.items() if f"layer.{i}." in name] for i in (0, 1)]
     assert layers[0]
     assert any(not torch.equal(one, two) for one, two in zip(*layers, strict=True))
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in named.values())
+    cores = [tensor for name, tensor in named.items() if name.endswith("core")]
+    for core in cores:  # a softmax of noise
+        torch.testing.assert_close(core.sum(-1), torch.ones(core.shape[:-1]))
+        assert 0.1 < float(core.detach().std() * core.shape[-1]) < 0.5
+
+
+def test_tam_begins_with_semantics_at_work(tmp_path: Path) -> None:
+    """A trained host begins as its own attention, where semantics are closed out; this must not."""
+    made = scratch(tmp_path / "made", attention={"name": "tam", "memory": "gru"})
+    model = AutoModelForSequenceClassification.from_pretrained(made.folder)
+    for module in model.modules():
+        if isinstance(module, MechanismModule):
+            spread = module.layout.head_dim**-0.5
+            assert float(module.semantic_weight.detach().std()) == pytest.approx(spread, rel=0.2)
+            assert not module.semantic_bias.any()
+            assert bool((module.context_gate == 1).all())
+
+
+MECHANISMS = (
+    {"name": "tga"},
+    {"name": "tsa", "filter_order": 3},
+    {"name": "hot", "fold": 4},
+    {"name": "hot", "fold": 4, "kernel": "favor"},
+    {"name": "tam"},
+    {"name": "tam", "core": "tucker", "memory": "gru"},
+)
+"""All but multilinear attention: products of three small numbers are as small as its paper has."""
+
+
+@pytest.mark.parametrize("attention", MECHANISMS, ids=str)
+def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path: Path) -> None:
+    """No more than values have, and not next to nothing; softmax attention averages too."""
+    made = scratch(tmp_path / "made", attention=attention)
+    model = AutoModelForSequenceClassification.from_pretrained(made.folder)
+    ratios: list[float] = []
+    for module in model.modules():
+        if isinstance(module, MechanismModule):
+            module.register_forward_hook(
+                lambda _, args, mixed: ratios.append(_size(mixed) / _size(args[2]))
+            )
+    ids = torch.randint(4, 40, (4, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert len(ratios) == 2
+    assert all(0.1 < ratio < 3 for ratio in ratios), ratios
 
 
 # ------------------------------------------------------------- what is written

@@ -107,6 +107,22 @@ def test_whole_numbers_are_themselves(count: int) -> None:
         ({"method": {**METHODS["bank"], "tol": 0.1}}, "which a bank cannot"),
         ({"method": METHODS["bank"], "max_error": 0.1}, "which banks cannot"),
         ({"method": {"name": "auto"}, "residual_rank": 3}, "leave it out"),
+        ({"method": {"name": "svd", "rank": 3}, "target": 0.5}, "`rank` and `target` are given"),
+        ({"method": {"name": "svd", "rank": 3}, "target_params": 9}, "`rank` and `target_params`"),
+        ({"method": {"name": "svd", "rank": 3}, "max_error": 0.1}, "each sets the size"),
+        ({"method": {"name": "tucker", "rank": 3}, "target": 0.5}, "each sets the size"),
+        (
+            {"layers": [{"match": "q", "method": {"name": "svd", "rank": 3}, "target": 0.5}]},
+            "each sets the size",
+        ),
+        (
+            {"method": {"name": "svd", "rank": 3}, "layers": [{"match": "q", "target": 0.5}]},
+            "each sets the size",
+        ),
+        (
+            {"embeddings": {"method": {"name": "tt", "rank": 3}, "target": 0.5}},
+            "each sets the size",
+        ),
         ({"target_params": "0.1"}, "allowed is 1 or more"),
         ({"layers": [{"match": "q", "method": {"name": "svd", "tol": 0.1}}]}, "`tol` is for all"),
     ],
@@ -136,6 +152,42 @@ def test_plans_keep_within_parameters_and_bytes(
     assert plan.budget is not None
     assert plan.budget.kind == "target_bytes"
     assert plan.budget.chosen == ("uniform" if name == "bank" else "later")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "auto"])
+def test_a_residual_of_fixed_rank_is_paid_from_the_target(name: str, source: SourceModel) -> None:
+    """Up to the next rank, which the small shapes here make a large step."""
+    plan = make_plan(_recipe(method=METHODS[name], target=0.6, residual_rank=2), source)
+    assert {part.terms[1].rank for entry in plan.layers for part in entry.parts} == {2}
+    assert len(plan.layers) == 12
+    low = 0.15 if name == "lprod" else 0.5  # slices have their own size
+    assert low < plan.structured_rewritten / plan.dense_rewritten <= 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "text"),
+    [
+        ("tt", 20, "a residual of rank 20 alone keeps 125.0%, no less than the target of 60.0%"),
+        ("lprod", 9, "lprod beside a residual of rank 9 keeps 62.5%, more than the target of 60.0"),
+    ],
+)
+def test_a_residual_that_the_target_does_not_pay_for_is_refused(
+    name: str, rank: int, text: str, source: SourceModel
+) -> None:
+    recipe = _recipe(method=METHODS[name], target=0.6, residual_rank=rank, only=["q"])
+    with pytest.raises(PlanError, match=text):
+        make_plan(recipe, source)
+
+
+def test_what_a_rank_leaves_of_a_target_is_filled(source: SourceModel) -> None:
+    for method in (
+        {"name": "tt", "rank": 3},
+        {"name": "lprod", "p": 8},
+        {"name": "tucker", "share": "layers", "rank": 4, "cores": 2},
+    ):
+        plan = make_plan(_recipe(method=method, target=0.5), source)
+        assert all(len(part.terms) == 2 for entry in plan.layers for part in entry.parts)
+        assert 0.42 < plan.structured_rewritten / plan.dense_rewritten <= 0.5
 
 
 def test_budgets_out_of_reach_name_the_smallest(source: SourceModel) -> None:
@@ -175,6 +227,20 @@ def test_options_override_the_budget_of_a_recipe(folder: Path, tmp_path: Path) -
     assert (found["kind"], found["limit"]) == ("target_bytes", 80_000)
 
 
+def test_a_target_takes_the_place_of_a_recipes_rank(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n", encoding="utf-8"
+    )
+    asked = ("convert", str(folder), "--dry-run", "--json", "--recipe", str(recipe))
+    plan = run(*asked, "--target", "0.5", "--calib", "none").document["plan"]
+    ranks = {part["terms"][0]["rank"] for entry in plan["layers"] for part in entry["parts"]}
+    assert ranks == {8, 10}
+    done = run(*asked, "--target", "0.5", "--rank", "2")
+    assert done.code == 2
+    assert "`rank` and `target` are given together, and each sets the size" in done.err
+
+
 def test_python_takes_budgets(folder: Path) -> None:
     plan = tcompress.plan(str(folder), method="auto", target_params="20K", calibration="none")
     assert plan.parameters - plan.saved <= 20_000
@@ -198,6 +264,24 @@ def test_parameters_are_shared_out_by_loss(name: str, folder: Path, tmp_path: Pa
     assert budget.chosen == "loss"
     assert budget.error is not None
     assert budget.uniform_error is None or budget.error <= budget.uniform_error
+
+
+@pytest.mark.parametrize("name", ["svd", "tt", "lprod"])
+def test_a_residual_of_fixed_rank_stays_where_loss_sizes(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    method = METHODS[name]
+    plan = _convert(
+        folder, tmp_path / "out", method=method, target=0.6, residual_rank=2
+    ).manifest.plan
+    assert plan.budget is not None
+    assert plan.budget.chosen == "loss"
+    assert {part.terms[1].rank for entry in plan.layers for part in entry.parts} == {2}
+    kept = plan.structured_rewritten / plan.dense_rewritten
+    assert kept <= 0.6
+    if name != "lprod":  # its slices have their own size
+        assert kept > 0.55
+        assert len({entry.parts[0].terms[0].model_dump_json() for entry in plan.layers}) > 3
 
 
 @pytest.mark.parametrize("data", [True, False], ids=["data", "none"])

@@ -50,9 +50,12 @@ def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     return st.none() | strategy
 
 
-methods = st.builds(
-    LowRankSpec, name=st.sampled_from(["svd", "lowrank"]), rank=maybe(positive)
-) | st.builds(
+def low_rank(rank: st.SearchStrategy[int | None]) -> st.SearchStrategy[LowRankSpec]:
+    return st.builds(LowRankSpec, name=st.sampled_from(["svd", "lowrank"]), rank=rank)
+
+
+ranked = low_rank(positive)  # which a target would contradict
+sized = low_rank(st.none()) | st.builds(
     LprodSpec,
     name=st.just("lprod"),
     p=positive,
@@ -70,31 +73,39 @@ calibrations = st.builds(
     holdout=st.floats(0, 0.9, exclude_min=True, exclude_max=True),
     damping=st.floats(0, 1e300),
 )
-rules = st.builds(
-    LayerRule,
-    match=texts,
-    keep=st.booleans(),
-    method=maybe(methods),
-    residual_rank=maybe(st.integers(0, 100)),
-    target=maybe(shares),
-)
-recipes = st.builds(
-    Recipe,
-    recipe_version=st.just(1),
-    name=maybe(texts),
-    description=maybe(texts),
-    model=maybe(texts),
-    convert=st.builds(
+
+
+def conversions(
+    methods: st.SearchStrategy[object], targets: st.SearchStrategy[object]
+) -> st.SearchStrategy[Convert]:
+    rules = st.builds(
+        LayerRule,
+        match=texts,
+        keep=st.booleans(),
+        method=maybe(methods),
+        residual_rank=maybe(st.integers(0, 100)),
+        target=targets,
+    )
+    return st.builds(
         Convert,
         method=methods,
-        target=maybe(shares),
+        target=targets,
         residual_rank=st.integers(0, 100),
         keep=lists,
         layers=st.lists(rules, max_size=3).map(tuple),
         calibration=calibrations,
         dtype=maybe(st.sampled_from(["float32", "float16", "bfloat16"])),
         device=st.sampled_from(["auto", "cpu", "cuda", "cuda:1", "mps"]),
-    ),
+    )
+
+
+recipes = st.builds(
+    Recipe,
+    recipe_version=st.just(1),
+    name=maybe(texts),
+    description=maybe(texts),
+    model=maybe(texts),
+    convert=conversions(sized, maybe(shares)) | conversions(ranked, st.none()),
 )
 thorough = settings(deadline=None, derandomize=True, max_examples=100)
 

@@ -195,7 +195,9 @@ def _method(
     kept = dict(base) if base.get("name") in _names(kind) else {}
     if "rank" in chosen or any(name in given for name in BUDGETS):
         kept.pop("tol", None)
-    if "tol" in chosen:
+    if "tol" in chosen or (
+        any(name in given for name in BUDGETS) and kind.model_validate(kept).fixes_size
+    ):
         kept.pop("rank", None)
     return {**kept, **chosen, "name": name}
 

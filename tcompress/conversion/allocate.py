@@ -77,6 +77,7 @@ def options_of(
     specs: Sequence[Spec],
     fractions: Sequence[float],
     *,
+    residual_rank: int,
     rows: int,
     sharing: int,
     calibrated: bool,
@@ -89,12 +90,14 @@ def options_of(
         aims: What its parts aim at.
         specs: Options of the method; the first that the layer's dimensions allow counts.
         fractions: Kept fractions to try, ascending.
+        residual_rank: Rank of the low-rank term beside it; 0 leaves it to the fraction.
         rows: How many rows of data the aims are the mean of.
         sharing: How many layers read the same input.
         calibrated: Whether the fit will have data.
     """
     for spec in specs:
-        offered = list(_offered(entry, layer, spec, fractions, sharing, calibrated=calibrated))
+        choices = [Choice(spec, residual_rank, fraction) for fraction in fractions]
+        offered = list(_offered(entry, layer, choices, sharing, calibrated=calibrated))
         if not offered:
             continue
         losses = [
@@ -120,6 +123,7 @@ def part_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
     """Predicts the loss of every way to store one weight.
 
     A low-rank term beside another one is judged by what the other leaves over, once for all ranks.
+    Where the other one differs, one pair is, and the rest by what the other terms lose alone.
     """
     losses = [0.0] * len(offered)
     alone = [index for index, terms in enumerate(offered) if len(terms) == 1]
@@ -129,11 +133,26 @@ def part_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
     for index, terms in enumerate(offered):
         if len(terms) > 1:
             beside.setdefault(terms[0], []).append(index)
+    if len(beside) > 1:
+        pairs = [index for places in beside.values() for index in places]
+        for index, loss in zip(pairs, _pair_losses(aim, [offered[i] for i in pairs]), strict=True):
+            losses[index] = loss
+        return losses
     for main, places in beside.items():
         rest = _rest(aim, main)
         for index, loss in zip(places, _losses(rest, [offered[i][1] for i in places]), strict=True):
             losses[index] = loss
     return losses
+
+
+def _pair_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
+    """Losses of terms of growing size, each beside a low-rank term of one rank."""
+    alone = _losses(aim, [terms[0] for terms in offered])
+    middle = len(offered) // 2
+    main, residual = offered[middle]
+    both = _losses(_rest(aim, main), [residual])[0]
+    ratio = both / alone[middle] if alone[middle] > 0 else 0.0
+    return [ratio * loss for loss in alone]
 
 
 def _losses(aim: Aim, layouts: Sequence[Layout]) -> list[float]:
@@ -154,8 +173,7 @@ def _rest(aim: Aim, main: Layout) -> Aim:
 def _offered(
     entry: LayerPlan,
     layer: Layer,
-    method: Spec,
-    fractions: Sequence[float],
+    choices: Sequence[Choice],
     sharing: int,
     *,
     calibrated: bool,
@@ -163,8 +181,7 @@ def _offered(
     """Choices that differ, their parameters and the terms of every part."""
     readers = sharing * len(entry.parts)
     before: tuple[Terms, ...] = ()
-    for fraction in fractions:
-        choice = Choice(method, target=fraction)
+    for choice in choices:
         try:
             terms = tuple(
                 plan_terms(

@@ -250,6 +250,7 @@ class Survey:
                     aims,
                     specs,
                     fine_fractions(entry) if fine else FRACTIONS,
+                    residual_rank=self.recipe.residual_rank,
                     rows=rows,
                     sharing=sharing,
                     calibrated=self.data is not None,

@@ -71,7 +71,7 @@ class _Planner:
                     key = kind.pool(choice.method, site)
                     if key is not None:
                         place = (f"{name}.{layer.parameter}", part.name)
-                        own = (choice.method, choice.target, key)
+                        own = (choice.method, choice.residual_rank, choice.target, key)
                         self.pools.add(place, site, own, layer.weight_name)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:

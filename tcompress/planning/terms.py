@@ -9,7 +9,7 @@ from math import prod
 from tcompress.planning.entries import LayerPlan
 from tcompress.recipe.methods import structure_of
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
-from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Choice:
 
     Attributes:
         method: Options of the method.
-        residual_rank: Rank of the low-rank term beside it.
-        target: Kept fraction that the residual, or the method itself, fills up to.
+        residual_rank: Rank of the low-rank term beside it; 0 leaves it to the target.
+        target: Kept fraction that the residual, or the method itself, fills up to; without
+            meaning for a method that fixes its size.
     """
 
     method: Spec
@@ -46,23 +47,49 @@ def plan_terms(
     Raises:
         Refusal: A structure cannot take these dimensions, or is larger than the target.
     """
-    dense = site.in_features * site.out_features
-    budget = None if choice.target is None else int(choice.target * dense)
     kind = structure_of(choice.method)
-    main = kind.layout(kind.settle(choice.method, calibrated=calibrated), site, budget)
+    spec = kind.settle(choice.method, calibrated=calibrated)
+    residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
+    if choice.target is None or spec.fixes_size:
+        main = kind.layout(spec, site)
+        return (main,) if residual is None else (main, residual)
+    dense = site.in_features * site.out_features
+    reserved = _reserved(choice.residual_rank, choice.target, site)
+    budget = int((choice.target - reserved) * dense)
+    main = kind.layout(spec, site, budget)
+    if kind.fills(spec):
+        return (main,) if residual is None else (main, residual)
     cost = term_cost(main, readers, copies)
-    rank = choice.residual_rank
-    if not rank and budget is not None and not kind.fills(choice.method):
-        rank = int(budget - cost) // (site.in_features + site.out_features)
-        if rank < 0:
-            raise Refusal(
-                f"{kind.name} alone keeps {cost / dense:.1%}, "
-                f"more than the target of {choice.target:.1%}"
-            )
+    if int(budget - cost) < 0:
+        beside = "alone" if residual is None else f"beside a residual of rank {residual.rank}"
+        raise Refusal(
+            f"{kind.name} {beside} keeps {cost / dense + reserved:.1%}, "
+            f"more than the target of {choice.target:.1%}"
+        )
+    if residual is not None:
+        return main, residual
+    rank = int(budget - cost) // (site.in_features + site.out_features)
+    return (main, _low_rank(rank, site)) if rank else (main,)
+
+
+def _low_rank(rank: int, site: Site) -> LowRankLayout:
+    layout: LowRankLayout = structure("lowrank").layout(LowRankSpec(rank=rank), site)
+    return layout
+
+
+def _reserved(rank: int, target: float, site: Site) -> float:
+    """Kept fraction that a residual takes, the same for all that share a bank."""
     if not rank:
-        return (main,)
-    residual = structure("lowrank").layout(LowRankSpec(rank=rank), site)
-    return (main, residual)
+        return 0.0
+    sites = site.peers or (site,)
+    dense = sum(item.in_features * item.out_features for item in sites)
+    share = sum(term_cost(_low_rank(rank, item), 1, 1) for item in sites) / dense
+    if share >= target:
+        raise Refusal(
+            f"a residual of rank {rank} alone keeps {share:.1%}, "
+            f"no less than the target of {target:.1%}"
+        )
+    return share
 
 
 def kept_share(entry: LayerPlan, sharing: int) -> float:

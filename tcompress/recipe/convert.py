@@ -17,6 +17,7 @@ from tcompress.recipe.sections import (
     Embeddings,
     LayerRule,
     Section,
+    refuse_two_sizes,
     tol_of,
 )
 from tcompress.structures import Spec
@@ -175,12 +176,16 @@ class Convert(Section):
         if len(given) > 1:
             names = " and ".join(f"`{name}`" for name in given)
             raise ValueError(f"{names} are given together; allowed is one of them")
+        if given:
+            refuse_two_sizes(self.method, given[0])
         for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
             value = getattr(self, name)
             if value is not None and parse(value) < 1:
                 raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
         if any(tol_of(rule.method) is not None for rule in self.layers):
             raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
+        if any(rule.target is not None and rule.method is None for rule in self.layers):
+            refuse_two_sizes(self.method, "target")
         if self.max_error is not None and self.method is not None and self.method.pools:
             raise ValueError(
                 "`max_error` sizes layers one by one, which banks cannot: give a target instead"

@@ -14,7 +14,7 @@ from tcompress.recipe.scratch import Architecture, PaperRow
 from tcompress.recipe.sections import Calibration as Calibration
 from tcompress.recipe.sections import Embeddings as Embeddings
 from tcompress.recipe.sections import LayerRule as LayerRule
-from tcompress.recipe.sections import Section
+from tcompress.recipe.sections import Section, refuse_two_sizes
 
 RECIPE_VERSION = 1
 
@@ -248,6 +248,9 @@ class Recipe(Section):
                 "`sweep` compares conversions of one trained model: with `init: random` run one "
                 "recipe for each method"
             )
+        if self.sweep is not None:
+            for method in self.sweep.methods or (self.convert.method,):
+                refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
         if self.architecture is None:
             return self
         if self.model is not None:

@@ -55,6 +55,12 @@ class LayerRule(Section):
     residual_rank: int | None = Field(None, ge=0, description="another residual rank")
     target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
 
+    @model_validator(mode="after")
+    def _check_size(self) -> LayerRule:
+        if self.target is not None:
+            refuse_two_sizes(self.method, "target")
+        return self
+
 
 class Embeddings(Section):
     """How the word embedding is rewritten, and with it an output head that is tied to it."""
@@ -70,6 +76,8 @@ class Embeddings(Section):
             raise ValueError("the word embedding shares nothing with layers: leave `share` out")
         if tol_of(self.method) is not None:
             raise ValueError("`tol` is for layers: give the table a `rank` or a `target`")
+        if self.target is not None and getattr(self.method, "rank", None) is not None:
+            raise ValueError(TWO_SIZES.format("target"))  # no other term stands beside a table's
         if not self.method.has_size and self.target is None:
             raise ValueError(f"`{self.method.name}` needs a size: give `target`")
         return self
@@ -81,8 +89,24 @@ DEPTH = ("keep_layers", "drop_layers", "append_layers")
 BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Fields of which a conversion takes one."""
 
+TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed is one of them"
+
 
 def tol_of(method: Spec | None) -> float | None:
     """Returns the tolerance of a method's options, if they have one."""
     found: float | None = getattr(method, "tol", None)
     return found
+
+
+def refuse_two_sizes(method: Spec | None, budget: str) -> None:
+    """Refuses a budget beside options that leave nothing to it.
+
+    Args:
+        method: The options.
+        budget: Name of the field that gives the budget.
+
+    Raises:
+        ValueError: The options fix the size.
+    """
+    if method is not None and method.fixes_size:
+        raise ValueError(TWO_SIZES.format(budget))

@@ -39,6 +39,10 @@ class LowRankSpec(Spec):
     def has_size(self) -> bool:
         return self.rank is not None
 
+    @property
+    def fixes_size(self) -> bool:
+        return self.has_size
+
 
 class LowRankLayout(Layout):
     """A layer A B with A (out, rank) and B (rank, in)."""

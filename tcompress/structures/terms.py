@@ -59,6 +59,11 @@ class Spec(BaseModel):
         return True
 
     @property
+    def fixes_size(self) -> bool:
+        """Whether these options leave nothing to a budget, not even a low-rank term beside them."""
+        return False
+
+    @property
     def pools(self) -> bool:
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False

@@ -72,6 +72,10 @@ class TuckerSpec(Spec):
         return self.rank is not None
 
     @property
+    def fixes_size(self) -> bool:
+        return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
+
+    @property
     def pools(self) -> bool:
         return self.share != "none"
 

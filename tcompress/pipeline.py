@@ -17,6 +17,7 @@ from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.scores import ModelScores
 from tcompress.evaluation.threshold import Threshold
 from tcompress.progress import Progress, Silent
+from tcompress.reading.tables import check_data
 from tcompress.recipe.schema import Bench as BenchOptions
 from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target, write_html
@@ -126,6 +127,21 @@ def run_recipe(
     return outcome
 
 
+def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
+    """Lists the names of all data that a recipe reads.
+
+    Args:
+        recipe: The recipe.
+        converts: Whether the conversion is still to be done.
+        trains: Whether the training is.
+    """
+    names = [recipe.convert.calibration.source] if converts else []
+    if recipe.finetune is not None and trains:
+        data = recipe.finetune.data
+        names += [*data.source, *([] if data.validation is None else [data.validation])]
+    return [*names, *(item.data for item in recipe.evaluate)]
+
+
 @dataclass
 class _Run:
     recipe: Recipe
@@ -144,9 +160,12 @@ class _Run:
         for item in self.recipe.evaluate:
             if item.threshold is not None:
                 self._check_bound(Threshold.parse(item.threshold), item.threshold)
-        if not self._is_converted():
+        converted = self._is_converted()
+        trains = self.recipe.finetune is not None and not self._is_trained()
+        check_data(data_of(self.recipe, converts=not converted, trains=trains))
+        if not converted:
             check_output(self.outcome.converted, force=self.force)
-        if self.recipe.finetune is not None and not self._is_trained():
+        if trains:
             check_output(self.outcome.folder, force=self.force)
 
     def _check_bound(self, bound: Threshold, text: str) -> None:

@@ -89,6 +89,38 @@ def test_how_to_measure_and_to_time() -> None:
     assert times["kept_weights_bytes"] > 0
 
 
+def test_data_that_is_not_there_is_missed_before_any_work() -> None:
+    data = {"source": ["rows.jsonl", "a.txt"], "validation": "./b"}
+    _recipe(
+        convert={"method": "svd", "target": 0.5, "calibration": {"source": "c.csv"}},
+        finetune={"task": "classification", "data": data, "steps": 3},
+        evaluate=[{"task": "classification", "data": "d/"}, {"task": "sts", "data": "glue:stsb"}],
+    )
+    done = _run()
+    assert done.code == 2
+    assert "4 names of data lead nowhere:" in done.err
+    for name in ("a.txt", "./b", "c.csv", "d/"):
+        assert f"  - there is no file or folder `{name}`; `{Path.cwd()}` holds `bert/`" in done.err
+    assert "glue" not in done.err
+    assert sorted(path.name for path in Path().iterdir()) == ["bert", "recipe.yaml", "rows.jsonl"]
+
+
+def test_data_of_finished_stages_may_be_gone() -> None:
+    _recipe(convert={"method": "svd", "target": 0.5, "calibration": {"source": "rows.jsonl"}})
+    assert _run().code == 0
+    Path("rows.jsonl").rename("more.jsonl")
+    _recipe(
+        convert={"method": "svd", "target": 0.5, "calibration": {"source": "rows.jsonl"}},
+        evaluate=[{"task": "classification", "data": "more.jsonl"}],
+    )
+    done = _run()
+    assert (done.code, done.lines[-2]) == (0, "Kept `made`.")
+    Path("more.jsonl").unlink()
+    done = _run()
+    assert done.code == 2
+    assert "there is no file or folder `more.jsonl`" in done.err
+
+
 @pytest.mark.parametrize(("option", "task"), [("pack", "perplexity"), ("candidates", "response")])
 def test_an_option_of_another_task(option: str, task: str) -> None:
     value = "newline" if option == "pack" else 5

@@ -18,7 +18,7 @@ import tcompress
 from tcompress import pipeline
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.conversion.run import convert
-from tcompress.errors import FitError, InputError, PlanError, RecipeError
+from tcompress.errors import DataError, FitError, InputError, PlanError, RecipeError
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.scores import ModelScores
@@ -496,3 +496,18 @@ def test_from_python() -> None:
     assert {row.left for row in found.front.rows} == {0, 1}
     with pytest.raises(RecipeError, match="`task` and `data` belong together"):
         tcompress.sweep("bert", task="sts")
+
+
+def test_a_sweep_that_cannot_begin_leaves_nothing() -> None:
+    said = recipe(
+        evaluate=[{**STS, "data": "nothere.jsonl"}], finetune={"data": {"source": ["no.txt"]}}
+    )
+    with pytest.raises(DataError) as caught:
+        sweep(said, SourceModel.open("bert"), Path("new/out"))
+    assert "`nothere.jsonl`" in caught.value.message
+    assert "`no.txt`" in caught.value.message
+    assert not Path("new").exists()
+    Path("out").mkdir()
+    with pytest.raises(DataError):
+        run(said)
+    assert list(Path("out").iterdir()) == []

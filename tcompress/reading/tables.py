@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -57,11 +57,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
     Raises:
         DataError: If there is no such data, or it cannot be read.
     """
-    if not name.strip():  # as a path it would mean the current folder
-        raise DataError(
-            "the name of the data is empty",
-            hint="give `builtin`, a file, a folder or a hub id",
-        )
+    check_data([name])
     path = Path(name).expanduser()
     with ExitStack() as stack:
         if path.is_file():
@@ -70,13 +66,39 @@ def opened(name: str, split: str) -> Iterator[Table]:
         elif path.is_dir():
             stack.enter_context(_quiet())
             rows = _read_folder(path, split, stack)
-        elif _looks_like_path(name):
-            raise _missing(name)
         else:
             rows = _read_hub(name, split)
         if not len(rows):
             raise _without_rows(name)
         yield Table(rows, path.resolve().name if path.exists() else name)
+
+
+def check_data(names: Iterable[str]) -> None:
+    """Make sure that files and folders are there; the hub is not asked.
+
+    Args:
+        names: Names as `opened` takes them.
+
+    Raises:
+        DataError: If some are not; the message lists all of them.
+    """
+    found = [problem for name in dict.fromkeys(names) if (problem := _problem(name)) is not None]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "".join(f"\n  - {problem.message}" for problem in found)
+        raise DataError(f"{len(found)} names of data lead nowhere:{lines}", hint="check the paths")
+
+
+def _problem(name: str) -> DataError | None:
+    """Why a name cannot be one of data, if that shows without opening it."""
+    if not name.strip():  # as a path it would mean the current folder
+        return DataError(
+            "the name of the data is empty",
+            hint="give `builtin`, a file, a folder or a hub id",
+        )
+    there = Path(name).expanduser().exists()
+    return None if there or not _looks_like_path(name) else _missing(name)
 
 
 def _read_file(path: Path, stack: ExitStack) -> Any:

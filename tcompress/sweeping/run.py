@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.threshold import Threshold
-from tcompress.pipeline import measure, run_recipe, time_passes
+from tcompress.pipeline import data_of, measure, run_recipe, time_passes
 from tcompress.progress import Progress, Silent
+from tcompress.reading.tables import check_data
 from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target
 from tcompress.reporting.model import report_of
@@ -102,10 +103,14 @@ def check_recipe(recipe: Recipe) -> None:
 
 @contextmanager
 def _claimed(folder: Path, force: bool) -> Iterator[None]:
-    """Takes the output for this run; a folder of an earlier sweep may be gone on with."""
+    """Takes the output for this run; a folder of an earlier sweep may be gone on with.
+
+    Of a run that ends before anything is known, nothing stays.
+    """
     state = folder / STATE
     if not state.is_dir():
         check_output(folder, force=force)
+    made = [place for place in (state, *state.parents) if not place.exists()]
     state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(state / "lock")
     try:
@@ -121,6 +126,12 @@ def _claimed(folder: Path, force: bool) -> Iterator[None]:
                 record.unlink()
         yield
     finally:
+        with suppress(OSError):  # a folder that holds something stays, and those around it
+            if [item.name for item in state.iterdir()] == ["lock"]:
+                (state / "lock").unlink()
+            lock.release()
+            for place in made:
+                place.rmdir()
         lock.release()
 
 
@@ -145,9 +156,11 @@ class _Sweep:
         for cell in self.cells:
             if cell.refusal is not None:
                 self.stopped[cell.name] = Stopped(cell.name, "refused", cell.refusal)
-        self.dense = self._dense()
         work = [cell for cell in self.cells if cell.refusal is None]
         lacking = [cell.name for cell in work if self._lacks(cell)]
+        if lacking:
+            check_data(data_of(self.recipe))
+        self.dense = self._dense()
         for cell in work:
             if cell.name not in lacking:
                 self.say(f"`{cell.name}` is already done")

@@ -113,7 +113,8 @@ def test_default_output(options: dict[str, Any], name: str) -> None:
         ({"method": "tga", "filter_order": 3}, "`tga` has a filter of order 2"),
         ({"method": "hot", "kernel": "poly"}, "`--kernel` is `poly`, allowed is one of `softmax`"),
         ({"method": "hit"}, "unknown method `hit`; methods are `svd`"),
-        ({"method": "hot", "structure": "tga"}, "unknown method `tga`"),
+        ({"method": "hot", "structure": "tga"}, "unknown method `tga` of `--structure`; allowed"),
+        ({"method": "hot", "structure": "hot"}, "`tucker`, `auto`, `none`"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

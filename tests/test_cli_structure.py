@@ -16,7 +16,7 @@ from tcompress.evaluation.tasks import TASKS
 from tcompress.mechanisms import mechanisms
 from tcompress.mechanisms.kronecker import Kernel
 from tcompress.mechanisms.tam import Core, Memory
-from tcompress.recipe import mechanism_names, method_names, recipe_names
+from tcompress.recipe import lookup_methods, mechanism_names, method_names, recipe_names
 from tcompress.recipe.methods import AutoSpec
 from tcompress.recipe.schema import DType
 from tcompress.structures import structures
@@ -117,6 +117,7 @@ def test_module_runs_as_a_program() -> None:
 
 def test_spelled_out_completions_are_those_of_the_registry() -> None:
     assert set(complete.METHODS) == set(method_names())
+    assert set(complete.TABLE_METHODS) == set(lookup_methods())
     assert set(complete.MECHANISMS) == set(mechanism_names())
     assert set(complete.KERNELS) == set(Kernel.__args__)  # type: ignore[attr-defined]
     assert set(complete.CORE_FORMS) == set(Core.__args__)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -20,8 +21,8 @@ from tcompress.conversion.embeddings import EMBEDDINGS, count_words, fit_table, 
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError, RecipeError, SourceError
 from tcompress.exporting.dense import export_dense
-from tcompress.planning.embeddings import lookup_methods
 from tcompress.planning.planner import make_plan
+from tcompress.recipe.methods import lookup_methods
 from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel
@@ -369,11 +370,6 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
     [
         ("gemma3", METHODS["svd"], "`Gemma3TextScaledWordEmbedding` computes more than a table"),
         ("vit", METHODS["svd"], "no word embedding can be rewritten: the model has none"),
-        (
-            "bert",
-            {"method": {"name": "lprod", "p": 4}},
-            "`lprod` cannot look words up; allowed are",
-        ),
         ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
         ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
     ],
@@ -389,6 +385,8 @@ def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) ->
 
 def test_methods_that_look_up() -> None:
     assert lookup_methods() == ("svd", "lowrank", "tt", "qtt", "tucker")
+    with pytest.raises(ValidationError, match="'svd', 'lowrank', 'tt', 'qtt', 'tucker'"):
+        Convert.model_validate({"embeddings": {"method": {"name": "lprod"}}})
 
 
 @pytest.mark.parametrize(
@@ -417,7 +415,10 @@ def test_names_and_labels() -> None:
     ("given", "message"),
     [
         ({"embedding_target": 0.5}, "`--embedding-target` needs a method for the word embedding"),
-        ({"embeddings": "sdv"}, "unknown method `sdv`"),
+        ({"embeddings": "sdv"}, "unknown method `sdv` of `--embeddings`; allowed are `svd`, `low"),
+        ({"embeddings": "hot"}, "allowed are `svd`, `lowrank`, `tt`, `qtt`, `tucker`, `none`"),
+        ({"embeddings": "auto"}, "unknown method `auto` of `--embeddings`; allowed are `svd`"),
+        ({"embeddings": "lprod"}, "unknown method `lprod` of `--embeddings`; allowed are `svd`"),
         ({"embeddings": "svd", "embedding_target": 1.5}, "`--embedding-target` is `1.5`"),
     ],
 )
@@ -433,6 +434,14 @@ def test_none_takes_a_recipe_back() -> None:
         conversion({"embeddings": "none", "method": "svd", "target": 0.5}, recipe).embeddings
         is None
     )
+
+
+def test_a_target_takes_the_place_of_a_recipes_rank() -> None:
+    table = {"method": {"name": "svd", "rank": 4}}
+    recipe: Any = type("R", (), {"convert": Convert(embeddings=table)})()
+    found = conversion({"embedding_target": 0.3}, recipe).embeddings
+    assert found is not None
+    assert (found.target, found.method.rank) == (0.3, None)
 
 
 def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Spelled out, since the registry imports torch; a test compares them with it.
 METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker", "auto")
+TABLE_METHODS = ("svd", "lowrank", "tt", "qtt", "tucker")
 MECHANISMS = ("tga", "tsa", "hot", "kronecker", "multilinear", "tam")
 KERNELS = ("softmax", "favor")
 CORE_FORMS = ("cp", "aligned", "tucker")
@@ -57,6 +58,11 @@ def methods(incomplete: str) -> list[str]:
 def structures(incomplete: str) -> list[str]:
     """Offers structures, and none."""
     return _starting((*METHODS, "none"), incomplete)
+
+
+def table_methods(incomplete: str) -> list[str]:
+    """Offers structures of a table of embeddings, and none."""
+    return _starting((*TABLE_METHODS, "none"), incomplete)
 
 
 def kernels(incomplete: str) -> list[str]:

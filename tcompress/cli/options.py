@@ -244,7 +244,7 @@ Embeddings = Annotated[
         help="Rewrite the word embedding too, and an output head tied to it: `svd`, `tt`, `qtt` "
         "or `tucker`. Alone, or with a method for the layers.",
         rich_help_panel=METHOD,
-        autocompletion=complete.structures,
+        autocompletion=complete.table_methods,
     ),
 ]
 EmbeddingTarget = Annotated[

@@ -69,6 +69,7 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     scratch = given.get("init", base.get("init")) == "random"
     if scratch and base.get("init") != "random":  # what a recipe says of data is for fits
         base["calibration"] = {}
+    option = "--structure" if "structure" in given else "--method"
     attention = split_method(given, base)
     blocks = _blocks(given)
     embeddings = _embeddings(given, base.get("embeddings"))
@@ -78,7 +79,7 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
         **blocks,
         **attention,
         "embeddings": embeddings,
-        "method": _method(given, base.get("method") or {}, without=_cuts(left)),
+        "method": _method(given, base.get("method") or {}, option, without=_cuts(left)),
         "calibration": base["calibration"] | _calibration(given, scratch=scratch),
         "keep": (*base.get("keep", ()), *given.get("keep", ())),
         "only": (*base.get("only", ()), *given.get("only", ())),
@@ -140,8 +141,10 @@ def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any
             "`--embedding-target` needs a method for the word embedding", "add `--embeddings svd`"
         )
     if name is not None:
-        _method_class(name)  # says which there are
+        _method_class(name, "--embeddings")  # says which there are
         base = {"method": {"name": name}}
+    if name is None and base is not None:  # in place of the recipe's rank
+        base = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
     default = (base or {}).get("target") or given.get("target") or EMBEDDING_TARGET
     return {**(base or {}), "target": default if target is None else target}
 
@@ -152,20 +155,30 @@ def _cuts(data: Mapping[str, Any]) -> bool:
     return any(data.get(name) is not None for name in fields)
 
 
-def _method_class(name: str) -> type[Spec]:
-    from tcompress.recipe import mechanism_names, method_names
+def _method_class(name: str, option: str = "--method") -> type[Spec]:
+    """Looks the options of a method up, of those that an option takes."""
     from tcompress.recipe.methods import AutoSpec, names_of
     from tcompress.structures import structures
 
+    known = _allowed(option)
+    if name not in known:
+        listed = ", ".join(f"`{word}`" for word in known)
+        where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
+        hint = suggestion(name, known) or "see `tcompress methods`"
+        raise RecipeError(f"unknown method `{name}`{where} {listed}", hint)
     if name == AutoSpec().name:
         return AutoSpec
-    for item in structures():
-        if name in names_of(item):
-            return item.spec
-    known = (*method_names(), *mechanism_names(), NO_METHOD)
-    listed = ", ".join(f"`{word}`" for word in known)
-    hint = suggestion(name, known) or "see `tcompress methods`"
-    raise RecipeError(f"unknown method `{name}`; methods are {listed}", hint)
+    return next(item.spec for item in structures() if name in names_of(item))
+
+
+def _allowed(option: str) -> tuple[str, ...]:
+    """Names that an option takes, in the order of the registry."""
+    from tcompress.recipe import lookup_methods, mechanism_names, method_names
+
+    if option == "--embeddings":
+        return (*lookup_methods(), NO_METHOD)
+    mechanisms = mechanism_names() if option == "--method" else ()
+    return (*method_names(), *mechanisms, NO_METHOD)
 
 
 def _names(spec: type[Spec]) -> tuple[str, ...]:
@@ -174,7 +187,7 @@ def _names(spec: type[Spec]) -> tuple[str, ...]:
 
 
 def _method(
-    given: Mapping[str, Any], base: Mapping[str, Any], *, without: bool
+    given: Mapping[str, Any], base: Mapping[str, Any], option: str, *, without: bool
 ) -> dict[str, Any] | None:
     from tcompress.recipe import default_method
 
@@ -185,7 +198,7 @@ def _method(
         if chosen:
             raise RecipeError(f"{_flags(chosen)} needs a method", "such as `--method lprod`")
         return None
-    kind = _method_class(name)
+    kind = _method_class(name, option)
     wrong = [option for option in chosen if option not in kind.model_fields]
     if wrong:
         raise _not_applicable(wrong, name, kind)

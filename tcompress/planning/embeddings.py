@@ -9,10 +9,10 @@ from torch import nn
 from tcompress.anatomy import Anatomy
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.entries import LayerPlan
-from tcompress.recipe.methods import names_of, structure_of
+from tcompress.recipe.methods import lookup_methods, structure_of
 from tcompress.recipe.schema import Embeddings
 from tcompress.source import SourceModel
-from tcompress.structures import Layout, Refusal, Site, Structure, structures
+from tcompress.structures import Layout, Refusal, Site
 from tcompress.structures.linear import PartLayout
 
 
@@ -93,12 +93,6 @@ def _layout(options: Embeddings, site: Site) -> Layout:
         known = ", ".join(f"`{name}`" for name in lookup_methods())
         raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
     return layout
-
-
-def lookup_methods() -> tuple[str, ...]:
-    """Names of the methods that a table of embeddings may be stored with."""
-    able = [item for item in structures() if type(item).rows is not Structure.rows]
-    return tuple(name for item in able for name in names_of(item))
 
 
 def tied_to(source: SourceModel, path: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         AutoSpec,
         MethodSpec,
         default_method,
+        lookup_methods,
         method_names,
         structure_of,
     )
@@ -47,6 +48,7 @@ __all__ = [
     "find_recipe",
     "json_schema",
     "load_recipe",
+    "lookup_methods",
     "mechanism_names",
     "method_names",
     "parse_recipe",
@@ -74,6 +76,7 @@ _HOMES = {
     "find_recipe": "library",
     "json_schema": "docs",
     "load_recipe": "load",
+    "lookup_methods": "methods",
     "mechanism_names": "attention",
     "method_names": "methods",
     "parse_recipe": "load",

@@ -28,6 +28,15 @@ def structure_names() -> tuple[str, ...]:
     return tuple(name for item in structures() for name in names_of(item))
 
 
+def _looks_up(item: Structure[Any, Any]) -> bool:
+    return type(item).rows is not Structure.rows
+
+
+def lookup_methods() -> tuple[str, ...]:
+    """Returns the names of the methods that a table of embeddings may be stored with."""
+    return tuple(name for item in structures() if _looks_up(item) for name in names_of(item))
+
+
 def method_names() -> tuple[str, ...]:
     """Returns the names that select a method."""
     return (*structure_names(), AUTO)
@@ -60,12 +69,18 @@ class AutoSpec(Spec):
 
 if TYPE_CHECKING:
     MethodSpec = Any
+    TableMethod = Any
     AnyMethod = Any
     MethodName = str
 else:
     # Options of one structure; `name` selects it.
     MethodSpec = Annotated[
         reduce(operator.or_, (item.spec for item in structures())), Field(discriminator="name")
+    ]
+    # The same of those that can look words up.
+    TableMethod = Annotated[
+        reduce(operator.or_, (item.spec for item in structures() if _looks_up(item))),
+        Field(discriminator="name"),
     ]
     AnyMethod = Annotated[
         reduce(operator.or_, (*(item.spec for item in structures()), AutoSpec)),

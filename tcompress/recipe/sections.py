@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tcompress.recipe.methods import MethodSpec
+from tcompress.recipe.methods import MethodSpec, TableMethod
 from tcompress.structures import Spec
 
 
@@ -65,7 +65,7 @@ class LayerRule(Section):
 class Embeddings(Section):
     """How the word embedding is rewritten, and with it an output head that is tied to it."""
 
-    method: MethodSpec = Field(description="structure of the table")
+    method: TableMethod = Field(description="structure of the table")
     target: float | None = Field(
         None, gt=0, lt=1, description="kept fraction of the table's parameters"
     )

@@ -173,8 +173,9 @@ def test_value_of_a_wrong_type() -> None:
             "`random`, `dft`, `learned`, `fitted`",
             SEE,
         ),
-        (["--keep", "bert.encoderr"], "no layer matches `bert.encoderr`",
-         "did you mean `bert.encoder`?"),
+        (["--keep", "bert.encoder"],
+         "no layer matches `bert.encoder`; roles are `q`, `k`, `v`, `o`, `up`, `down`",
+         "did you mean `bert.encoder.*`?"),
         (
             ["--calib", "none", "--p", "7"],
             "none of 12 layers can be rewritten:\n"

@@ -189,7 +189,15 @@ def test_keep_is_stronger_than_rules(planned: Planned) -> None:
     [
         ({"keep": ["atention.output.dense"]}, "no layer matches `atention.output.dense`", "attent"),
         ({"layers": [{"match": "qkv"}]}, "no layer matches `qkv`", None),
-        ({"keep": ["a1", "b2"]}, "no layer matches `a1`, `b2`", None),
+        (
+            {"keep": ["a1", "b2"]},
+            "no layer matches `a1`, `b2`; roles are `q`, `k`, `v`, `o`, `up`, `down`",
+            " --layers` lists the names",
+        ),
+        ({"keep": ["layer"]}, "no layer matches `layer`", "did you mean `layer.*`?"),
+        ({"keep": ["nolayer"]}, "no layer matches `nolayer`", " --layers` lists the names"),
+        ({"only": ["LayerNorm"]}, "no layer matches `LayerNorm`", None),
+        ({"only": ["embeddings.*"]}, "no layer matches `embeddings.*`", None),
         ({"keep": ["re:["]}, "`re:[` is not a regular expression", None),
         ({"keep": ["*"]}, "the recipe keeps all 12 layers dense", "remove patterns"),
         (

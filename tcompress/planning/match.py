@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -35,12 +36,13 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names)
 
 
-def nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """Returns a hint that names the closest known name, if one is close."""
-    # Patterns mostly name the end of a path, such as `output.dense`.
-    ends = {".".join(name.split(".")[-size:]) for name in names for size in (1, 2, 3)}
-    close = difflib.get_close_matches(pattern, sorted(ends), 1, 0.5)
-    return f"did you mean `{close[0]}`?" if close else None
+def names_of(source: SourceModel, layer: Layer) -> tuple[str, ...]:
+    """Lists what patterns may call a layer; blocks are numbered as in the whole model."""
+    names = [layer.name, layer.weight_name]
+    with suppress(SourceError):  # a layer without a name in the checkpoint
+        stored = source.keymap.checkpoint_prefix(layer.name)
+        names += [stored, f"{stored}.{layer.parameter}"]
+    return (*map(source.original_name, names), layer.role)
 
 
 def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> bool:
@@ -51,30 +53,31 @@ def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> 
 
 
 def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
-    """Makes sure that every pattern of a recipe selects something.
+    """Makes sure that every pattern of a recipe selects a layer that can be rewritten.
 
     Raises:
         PlanError: Some do not; the message names all of them.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    store_names = source.store.keys()
-    stored = [key.removesuffix(".weight") for key in source.store.keys()]  # noqa: SIM118 - not a mapping
     layers = anatomy_of(model).layers
-    roles = {layer.role for layer in layers}
-    weights = [layer.weight_name for layer in layers]
-    prefixes = [(layer, name) for layer in layers for name in _stored(layer, source)]
-    weights += [name for _, name in prefixes]
-    weights += [f"{name}.{layer.parameter}" for layer, name in prefixes]
-    known = [*names, *stored, *store_names, *weights, *roles]
+    known = {name for layer in layers for name in names_of(source, layer)}
     patterns = [*recipe.keep, *recipe.only, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
-    if lost:
+    if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        raise PlanError(f"no layer matches {listed}", nearest(lost[0], known))
+        roles = ", ".join(f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers))
+        close = _nearest(lost[0], known)
+        raise PlanError(
+            f"no layer matches {listed}; roles are {roles}",
+            f"did you mean `{close}`?"
+            if close
+            else f"`tcompress inspect {source.id} --layers` lists the names",
+        )
 
 
-def _stored(layer: Layer, source: SourceModel) -> list[str]:
-    try:
-        return [source.keymap.checkpoint_prefix(layer.name)]
-    except SourceError:
-        return []
+def _nearest(pattern: str, names: Iterable[str]) -> str | None:
+    """Returns what was probably meant: what is inside a module, or the closest known name."""
+    if matches(f"{pattern}.*", names):
+        return f"{pattern}.*"
+    # Patterns mostly name the end of a path, such as `output.dense`.
+    ends = {".".join(name.split(".")[-size:]) for name in names for size in (1, 2, 3)}
+    return next(iter(difflib.get_close_matches(pattern, sorted(ends), 1, 0.5)), None)

@@ -16,7 +16,7 @@ from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.forms import plan_forms
 from tcompress.planning.goals import STAND_IN, plan_within
-from tcompress.planning.match import check_patterns, left_out, matches
+from tcompress.planning.match import check_patterns, left_out, matches, names_of
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
@@ -112,7 +112,7 @@ class _Planner:
         if converted and layer.kind != "experts":
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
-        choice = self._choice(_names(self.source, layer, name))
+        choice = self._choice(names_of(self.source, layer))
         if choice is None:
             raise Refusal(KEPT)
         choice = self.choices.get(stored, choice)
@@ -164,14 +164,7 @@ class _Planner:
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
     """Tells whether the recipe has words of its own for a layer, so that no budget sizes it."""
-    names = _names(source, layer, source.keymap.checkpoint_prefix(layer.name))
-    return any(matches(rule.match, names) for rule in recipe.layers)
-
-
-def _names(source: SourceModel, layer: Layer, name: str) -> tuple[str, ...]:
-    """What patterns of a recipe may call a layer; blocks are numbered as in the whole model."""
-    names = (name, f"{name}.{layer.parameter}", layer.name, layer.weight_name)
-    return (*map(source.original_name, names), layer.role)
+    return any(matches(rule.match, names_of(source, layer)) for rule in recipe.layers)
 
 
 def _site(block: Block, layer: Layer, part: Part) -> Site:

@@ -155,6 +155,14 @@ def test_methods_as_json() -> None:
     }
 
 
+def test_options_that_go_to_the_structure_are_not_the_mechanisms() -> None:
+    methods = {item["name"]: item for item in run("methods", "--json").document["methods"]}
+    options = {row["name"]: row["option"] for row in methods["tam"]["options"]}
+    assert (options["core"], options["memory"]) == ("--core", "--memory")
+    assert options["cores"] is options["rank"] is options["semantic_rank"] is None
+    assert {row["option"] for row in methods["tucker"]["options"]} >= {"--rank", "--cores"}
+
+
 def test_recipes_list() -> None:
     done = run("recipes", "list")
     assert done.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tcompress.cli import options as opt
@@ -43,8 +44,11 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
+    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
     from tcompress.structures import Structure
 
+    # An option of the command line that a structure and a mechanism have is the structure's.
+    options = METHOD_OPTIONS if isinstance(item, Structure) else MECHANISM_OPTIONS
     names = item.spec.model_fields["name"].annotation.__args__
     return {
         "name": names[0],
@@ -52,12 +56,13 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
         "structure" if isinstance(item, Structure) else "mechanism": item.name,
         "summary": item.summary,
         "reference": item.reference,
-        "options": _options(item.spec),
+        "options": _options(item.spec, options),
     }
 
 
 def auto_facts() -> dict[str, Any]:
     """Describes the method that chooses among others, in the same form."""
+    from tcompress.cli.names import METHOD_OPTIONS
     from tcompress.recipe.methods import AUTO, AUTO_ABOUT, AutoSpec
 
     summary, _, reference = AUTO_ABOUT.partition(". ")
@@ -67,19 +72,19 @@ def auto_facts() -> dict[str, Any]:
         "structure": None,
         "summary": summary[:1].lower() + summary[1:],
         "reference": reference,
-        "options": _options(AutoSpec),
+        "options": _options(AutoSpec, METHOD_OPTIONS),
     }
 
 
-def _options(spec: type[Spec]) -> list[dict[str, Any]]:
-    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS, flag
+def _options(spec: type[Spec], options: Sequence[str]) -> list[dict[str, Any]]:
+    from tcompress.cli.names import flag
     from tcompress.recipe.words import describe
 
     schema = spec.model_json_schema()
     return [
         {
             "name": name,
-            "option": flag(name) if name in (*METHOD_OPTIONS, *MECHANISM_OPTIONS) else None,
+            "option": flag(name) if name in options else None,
             "type": describe(fragment, schema),
             "default": fragment.get("default"),
             "description": fragment["description"],

@@ -209,11 +209,34 @@ def test_keep_is_stronger_than_rules(planned: Planned) -> None:
             "`bert.encoder.layer.0.intermediate.dense.weight`\n"
             "  - p=5 does not divide the input 64 and the output 32: 2 layers, such as "
             "`bert.encoder.layer.0.output.dense.weight`",
-            "choose another p or rank, or `pad: true`",
+            "choose another p, or `pad: true`",
         ),
-        ({"method": {"name": "lprod", "p": 1}}, "it would not shrink: 100% of 1,024", None),
+        (
+            {"method": {"name": "lprod", "p": 1}},
+            "it would not shrink: 100% of 1,024",
+            "choose a smaller rank, or a larger p",
+        ),
+        (
+            {"method": {"name": "lprod", "p": 6, "transform": "hadamard", "pad": True}},
+            "p",
+            "choose another p",
+        ),
+        (
+            {"method": {"name": "tt", "order": 4, "rank": [2, 2]}},
+            "4 cores have 3 inner ranks, not 2",
+            "give one rank for all, or 3 of them, or `order` 3",
+        ),
         ({"method": {"name": "svd", "rank": 40}}, "it would not shrink: 200% of 1,024", None),
-        ({"method": {"name": "lprod", "p": 4}, "target": 0.2}, "lprod alone keeps 25.0%", None),
+        (
+            {"method": {"name": "lprod", "p": 4}, "target": 0.2},
+            "lprod alone keeps 25.0%",
+            "0.25 is the smallest target",
+        ),
+        (
+            {"method": {"name": "svd"}, "target": 0.0001},
+            "the budget of 0 parameters does not pay for rank 1",
+            "0.047 is the smallest target that rewrites a layer, and 0.063 rewrites 12",
+        ),
     ],
 )
 def test_plans_that_cannot_be_made(
@@ -223,6 +246,18 @@ def test_plans_that_cannot_be_made(
         planned("bert", **changes)
     assert message in failed.value.message
     assert hint is None or hint in (failed.value.hint or "")
+
+
+@pytest.mark.parametrize("method", ["svd", "tt", "tucker"])
+def test_the_smallest_target_that_is_named_can_be_met(method: str, planned: Planned) -> None:
+    with pytest.raises(PlanError) as failed:
+        planned("bert", method={"name": method}, target=0.002)
+    words = (failed.value.hint or "").split()
+    first, whole = float(words[0]), float(words[-3])
+    assert 0 < len(planned("bert", method={"name": method}, target=first).layers) < 12
+    assert len(planned("bert", method={"name": method}, target=whole).layers) == 12
+    with pytest.raises(PlanError):
+        planned("bert", method={"name": method}, target=first - 0.001)
 
 
 def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:

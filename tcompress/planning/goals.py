@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 from tcompress.errors import PlanError
 from tcompress.planning.disk import disk_bytes
@@ -16,6 +18,8 @@ STAND_IN = 0.5
 
 _LARGEST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
 _HALVINGS = 14
+_SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
+"""Targets of two digits, from a thousandth on."""
 
 
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
@@ -52,12 +56,38 @@ def plan_within(
         return plan_of(None)
     if not budget.is_size or budget.kind == "target":
         fraction = budget.limit if budget.is_size else STAND_IN
-        plan = plan_of(fraction)
+        try:
+            plan = plan_of(fraction)
+        except PlanError as error:
+            hint = _smallest(fraction, plan_of) if budget.is_size else None
+            raise PlanError(error.message, hint or error.hint) from error
     else:
         fraction, plan = _largest(recipe, budget, source, plan_of)
     chosen = "later" if recipe.by_loss else "uniform"
     facts = BudgetPlan(kind=budget.kind, limit=budget.limit, chosen=chosen, fraction=fraction)
     return plan.model_copy(update={"budget": facts})
+
+
+def _smallest(fraction: float, plan_of: Callable[[float | None], Plan]) -> str | None:
+    """Says from which target on layers are rewritten, if a larger one than this helps at all."""
+
+    @cache
+    def rewritten(share: float) -> int:
+        try:
+            return len(plan_of(share).layers)
+        except PlanError:
+            return 0
+
+    shares = [share for share in _SHARES if share > fraction]
+    most = rewritten(shares[-1]) if shares else 0
+    if not most:
+        return None
+    first, last = (
+        shares[bisect_left(shares, True, key=lambda share: rewritten(share) >= count)]
+        for count in (1, most)
+    )
+    more = f" that rewrites a layer, and {last:g} rewrites {most}" if last > first else ""
+    return f"{first:g} is the smallest target{more}"
 
 
 def _largest(

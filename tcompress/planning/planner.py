@@ -38,6 +38,7 @@ class _Planner:
     unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    hints: set[str] = field(default_factory=set)
     pools: Pools = field(default_factory=Pools)
 
     def run(self) -> None:
@@ -92,6 +93,7 @@ class _Planner:
                     planned[layer.weight_name] = self._entry(block, layer, count)
                 except Refusal as refusal:
                     left.append(_left(block, layer, refusal))
+                    self.hints.update([refusal.hint] if refusal.hint else ())
             shared = tuple(_share_inputs(list(planned.values())))
             readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
             owners = {entry.name: entry.input_of or entry.name for entry in shared}
@@ -142,7 +144,8 @@ class _Planner:
         )
         share = kept_share(entry, sharing)
         if share >= 1:
-            raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
+            reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
+            raise Refusal(reason, "choose a smaller rank, or a larger p")
         return entry
 
     def _choice(self, names: Sequence[str]) -> Choice | None:
@@ -303,5 +306,5 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
     )
     return PlanError(
         f"none of {len(planner.left)} layers can be rewritten:\n{lines}",
-        "choose another p or rank, or `pad: true` in the method's options of a recipe",
+        "; ".join(sorted(planner.hints)) or "choose another p or rank",
     )

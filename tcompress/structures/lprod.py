@@ -135,7 +135,8 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         if uneven and not spec.pad:
             reason = f"p={spec.p} does not divide the {' and the '.join(uneven)}"
         if reason:
-            raise Refusal(reason)
+            padded = ", or `pad: true` in the method's options of a recipe" if uneven else ""
+            raise Refusal(reason, f"choose another p{padded}")
         placement = spec.placement or site.side
         if kind == "dft":
             placement = "both"

@@ -25,7 +25,16 @@ Tensors = Mapping[str, Tensor]
 
 
 class Refusal(Exception):
-    """A structure cannot take these dimensions; the message says why."""
+    """A structure cannot take these dimensions; the message says why.
+
+    Args:
+        message: Why.
+        hint: What to do about it, where that is not said by the message.
+    """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 TOL = Field(

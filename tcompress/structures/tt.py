@@ -304,7 +304,11 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
     if len(ranks) != bonds:
         has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"
-        raise Refusal(f"{bonds + 1} cores have {has}, not {len(ranks)}")
+        order = f", or `order` {len(ranks) + 1}" if spec.name == "tt" else ""
+        raise Refusal(
+            f"{bonds + 1} cores have {has}, not {len(ranks)}",
+            f"give one rank for all{'' if bonds == 1 else f', or {bonds} of them'}{order}",
+        )
     return ranks
 
 

@@ -17,7 +17,10 @@ def kept_blocks(texts: Sequence[str]) -> Any:
     Raises:
         RecipeError: It is none of these.
     """
-    return _by_stack("--keep-layers", texts, _indices, "block numbers such as `1,3,5` or `0-5,11`")
+    allowed = (
+        "are block numbers such as `1,3,5` or `0-5,11`, for one stack of several `STACK:1,3,5`"
+    )
+    return _by_stack("--keep-layers", texts, _indices, allowed)
 
 
 def dropped_blocks(texts: Sequence[str]) -> Any:
@@ -28,7 +31,10 @@ def dropped_blocks(texts: Sequence[str]) -> Any:
     """
     if list(texts) == ["auto"]:
         return "auto"
-    return _by_stack("--drop-layers", texts, _count, "a number of blocks such as `3`")
+    allowed = (
+        "is a number of blocks of 1 or more, `auto`, or `STACK:N` where a model has several stacks"
+    )
+    return _by_stack("--drop-layers", texts, _count, allowed)
 
 
 def block_numbers(option: str, text: str) -> tuple[int, ...]:
@@ -53,9 +59,7 @@ def _by_stack(option: str, texts: Sequence[str], read: Any, allowed: str) -> Any
         value = read(numbers)
         if value is None or (colon and not name):
             raise RecipeError(
-                f"`{option}` is `{text}`, allowed are {allowed}, for one stack of several "
-                f"`STACK:{allowed.split('`')[1]}`",
-                "see `tcompress convert --help`",
+                f"`{option}` is `{text}`, allowed {allowed}", "see `tcompress convert --help`"
             )
         if name in found:
             raise RecipeError(f"`{option}` is given twice for one stack", "join them with commas")
@@ -84,4 +88,4 @@ def _indices(text: str) -> tuple[int, ...] | None:
 
 def _count(text: str) -> int | None:
     word = text.strip()
-    return int(word) if word.isascii() and word.isdecimal() else None
+    return int(word) if word.isascii() and word.isdecimal() and int(word) else None

@@ -58,11 +58,26 @@ def test_usage(arguments: list[str], message: str, hint: str) -> None:
     assert (done.code, done.out, done.err) == (2, "", error(message, hint))
 
 
-def test_value_of_a_wrong_type() -> None:
-    done = run("convert", "m", "--p", "many")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "m", "--p", "many"], "`--p` is `many`, allowed is a whole number"),
+        (["convert", "m", "--target", "abc"], "`--target` is `abc`, allowed is a number"),
+        (
+            ["report", "m", "--length", "0"],
+            "`--length` is `0`, allowed is a whole number, at least 1",
+        ),
+    ],
+)
+def test_value_of_a_wrong_type(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
     assert done.code == 2
-    assert done.err.startswith("error: invalid value for `--p`: ")
-    assert done.err.endswith(f"hint: {SEE}\n")
+    assert done.err == error(message, f"see `tcompress {arguments[0]} --help`")
+
+
+def test_words_of_older_parsers_mean_the_same() -> None:
+    failed = typer.BadParameter("'abc' is not a valid float.", param_hint="'--target'")
+    assert describe(failed).message == "`--target` is `abc`, allowed is a number"
 
 
 @pytest.mark.parametrize(

@@ -156,17 +156,18 @@ def test_a_recipe_without_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--objective", "foo=1"], "`--objective` is `foo`: input should be 'task', 'logits', "),
-        (["--objective", "hidden=x"], "`--objective` is `x`: input should be a valid number"),
+        (["--objective", "foo=1"], "`--objective` is `foo`, allowed is one of `task`, `logits`, "),
+        (["--objective", "hidden=x"], "`--objective` is `x`, allowed is a number"),
         (["--objective", "hidden"], "`--objective` is `hidden`, expected a pair such as `"),
         (["--columns", "text"], "`--columns` is `text`, expected a pair such as `text=review`"),
-        (["--teacher-blocks", "0,x"], "`--teacher-blocks` is `x`: input should be a valid integer"),
-        (["--task", "naming"], "`--task` is `naming`: input should be 'classification', "),
-        (["--lr", "0", "--max-length", "1"], "`--max-length` is `1`: input should be greater than "
-         "1; `--lr` is `0.0`: input should be greater than 0"),
-        (["--steps", "0"], "`--steps` is `0`: input should be greater than 0"),
-        (["--train", "none"], "`--train` is `none`: input should be 'auto', "),
-        (["--device", "gpu"], "`--device` is `gpu`: string should match pattern"),
+        (["--teacher-blocks", "0,x"], "`--teacher-blocks` is `x`, allowed is a whole number"),
+        (["--task", "naming"], "`--task` is `naming`, allowed is one of `classification`, "),
+        (["--lr", "0", "--max-length", "1"], "`--max-length` is `1`, allowed is a whole number, at "
+         "least 2; `--lr` is `0.0`, allowed is a number, greater than 0"),
+        (["--steps", "0"], "`--steps` is `0`, allowed is a whole number, at least 1"),
+        (["--steps", "few"], "`--steps` is `few`, allowed is a whole number"),
+        (["--train", "none"], "`--train` is `none`, allowed is one of `auto`, "),
+        (["--device", "gpu"], "`--device` is `gpu`, allowed is text like"),
     ],
 )  # fmt: skip
 def test_values_of_options(arguments: list[str], message: str) -> None:

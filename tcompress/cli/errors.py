@@ -23,6 +23,8 @@ from tcompress.errors import TCompressError
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED = 1, 2, 3, 130
 
+_NUMBERS = {"int": "integer", "float": "number"}
+
 TRACEBACK = "TCOMPRESS_TRACEBACK"
 """Environment variable that asks for tracebacks."""
 
@@ -134,5 +136,28 @@ def _usage_words(error: Any) -> tuple[str, str | None]:
         listed = ", ".join(f"`{name}`" for name in known)
         message = f"unknown command `{found[1]}`; commands are {listed}"
         return message, suggestion(found[1], known) or hint
+    if (found := re.match(r"Invalid value for '(.*?)': ", text)) and (words := _wrong_value(error)):
+        return f"`{found[1]}` is {words}", hint
     text = re.sub(r"'([^' ]+)'", r"`\1`", text.rstrip("."))
     return text[:1].lower() + text[1:], hint
+
+
+def _wrong_value(error: Any) -> str | None:
+    """Says what was given for a number and what is allowed; None for other kinds of values."""
+    from pydantic import ValidationError
+
+    from tcompress.recipe.words import describe
+
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        (item,), kind = cause.errors(include_url=False)[:1], cause.title
+        value, least = item["input"], item.get("ctx", {}).get("ge")
+    elif found := re.search(r"'(.*)' is not a valid (float|int)", str(error.message)):
+        value, kind, least = found[1], found[2], None  # the words of older parsers
+    else:
+        return None
+    name = next((name for word, name in _NUMBERS.items() if word in kind), None)
+    if name is None:
+        return None
+    fragment = {"type": name, **({} if least is None else {"minimum": least})}
+    return f"`{value}`, allowed is {describe(fragment, {})}"

@@ -279,11 +279,18 @@ def _shown(curve: list[Any], most: int = 12) -> list[Any]:
 
 
 def _in_words(error: Any) -> RecipeError:
-    """Names options, where validation names fields."""
+    """Names options, where validation names fields, and says what they take."""
+    from tcompress.recipe import json_schema
+    from tcompress.recipe.words import describe, inside
+
+    schema = json_schema()
     lines = []
     for item in error.errors(include_url=False):
         # Keys and indices inside a field come after it.
-        place = str(item["loc"][item["loc"][0] == "data" and len(item["loc"]) > 1])
+        of_data = item["loc"][0] == "data" and len(item["loc"]) > 1
+        place, *steps = item["loc"][of_data:]
+        fields = schema["$defs"]["TrainingData" if of_data else "Finetune"]["properties"]
+        allowed = describe(inside(fields[place], steps, schema), schema)
         option = _FLAGS.get(place, "--" + place.replace("_", "-"))
-        lines.append(f"`{option}` is `{item['input']}`: {item['msg'][:1].lower()}{item['msg'][1:]}")
+        lines.append(f"`{option}` is `{item['input']}`, allowed is {allowed}")
     return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

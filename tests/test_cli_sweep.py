@@ -171,9 +171,20 @@ def test_recipe_with_a_sweep_runs() -> None:
             "`--p` belongs to `--method lprod`",
         ),
         (
+            ["--methods", "auto:q=3"],
+            "`--methods` has `q=3`, expected an option with its value; `auto` has none",
+            "write, for example, `--methods svd,lprod:p=8`",
+        ),
+        (
+            ["--methods", "svd:rank=3"],
+            "`rank` and `target` are given together, and each sets the size; allowed is one of "
+            "them",
+            "see `tcompress convert --help`",
+        ),
+        (
             ["--methods", "lprod:p"],
-            "`--methods` has `p`, expected an option with its value; options are `p`, `transform`, "
-            "`block`, `stages`, `tubal_rank`, `rank`, `order`, `apply`, `share`, `cores`",
+            "`--methods` has `p`, expected an option with its value; options of `lprod` are `p`, "
+            "`transform`, `block`, `stages`, `tubal_rank`",
             "write, for example, `--methods svd,lprod:p=8`",
         ),
         (

@@ -85,7 +85,21 @@ def test_validating_a_recipe_tries_its_variants(tmp_path: Path) -> None:
     assert done.code == 2
     assert f"`{file}` has variants that do not fit it" in done.err
     assert "`--variant wrong`, `evaluate.1.limit`: there is no `1`" in done.err
-    assert "the recipe with `--variant senseless`" in done.err
+    assert (
+        f"1 problem in `{file}` with `--variant senseless`:\n  `convert.target`: found" in done.err
+    )
+
+
+def test_a_wrong_key_that_is_set_has_no_line(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(TEXT)
+    done = run("run", file, "--model", "m", "--set", "bench.repeat=3", "--set", "report=a.html")
+    assert done.code == 2
+    assert done.err.startswith(
+        f"error: 1 problem in `{file}` with `--set bench.repeat=3`, `--set report=a.html`:\n"
+        "  `bench.repeat`: unknown key; known keys are `batch`, "
+    )
+    assert "did you mean `repeats`?\n" in done.err
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

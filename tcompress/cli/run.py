@@ -76,8 +76,8 @@ def run(
     from tcompress.recipe import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(recipe)
-    said = choose_variants(parse_recipe(text, origin), variants or [])
-    said = change_recipe(said, changes or [])
+    said = choose_variants(parse_recipe(text, origin), variants or [], origin)
+    said = change_recipe(said, changes or [], origin)
     name = model or said.model
     architecture = None if model else said.architecture
     if architecture is not None:

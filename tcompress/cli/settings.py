@@ -141,7 +141,7 @@ def _embeddings(given: Mapping[str, Any], base: Mapping[str, Any] | None) -> Any
             "`--embedding-target` needs a method for the word embedding", "add `--embeddings svd`"
         )
     if name is not None:
-        _method_class(name, "--embeddings")  # says which there are
+        method_class(name, "--embeddings")  # says which there are
         base = {"method": {"name": name}}
     if name is None and base is not None:  # in place of the recipe's rank
         base = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
@@ -155,7 +155,7 @@ def _cuts(data: Mapping[str, Any]) -> bool:
     return any(data.get(name) is not None for name in fields)
 
 
-def _method_class(name: str, option: str = "--method") -> type[Spec]:
+def method_class(name: str, option: str = "--method") -> type[Spec]:
     """Looks the options of a method up, of those that an option takes."""
     from tcompress.recipe.methods import AutoSpec, names_of
     from tcompress.structures import structures
@@ -177,6 +177,8 @@ def _allowed(option: str) -> tuple[str, ...]:
 
     if option == "--embeddings":
         return (*lookup_methods(), NO_METHOD)
+    if option == "--methods":
+        return method_names()
     mechanisms = mechanism_names() if option == "--method" else ()
     return (*method_names(), *mechanisms, NO_METHOD)
 
@@ -198,7 +200,7 @@ def _method(
         if chosen:
             raise RecipeError(f"{_flags(chosen)} needs a method", "such as `--method lprod`")
         return None
-    kind = _method_class(name, option)
+    kind = method_class(name, option)
     wrong = [option for option in chosen if option not in kind.model_fields]
     if wrong:
         raise _not_applicable(wrong, name, kind)
@@ -298,7 +300,7 @@ def _fragment(
     """Finds the part of the schema that a failed field belongs to."""
     owner = {"calibration": "Calibration", "embeddings": "Embeddings"}.get(section, "Convert")
     if section == "method":
-        owner = _method_class(data["method"]["name"]).__name__
+        owner = method_class(data["method"]["name"]).__name__
     if section == "attention":
         owner = mechanism_spec(data["attention"]["name"]).__name__
     found: dict[str, Any] | None = schema["$defs"][owner]["properties"].get(field)

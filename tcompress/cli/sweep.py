@@ -202,7 +202,8 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
     from tcompress.recipe.schema import Bench, Sweep
     from tcompress.sweeping.cells import default_methods
 
-    base = parse_recipe(*find_recipe(given["recipe"])) if given["recipe"] else None
+    text, origin = find_recipe(given["recipe"]) if given["recipe"] else (None, "sweep")
+    base = None if text is None else parse_recipe(text, origin)
     names = ("allocation", "keep", "calib", "calib_samples", "calib_columns", "dtype", "device")
     settled = conversion({name: given[name] for name in names}, base)
     made = base or Recipe(recipe_version=1, convert=settled)
@@ -222,7 +223,7 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
         changed["bench"] = Bench()
     whole = made.model_copy(update=changed)
     whole = _everywhere(whole, given["device"]) if given["device"] else whole
-    return change_recipe(whole, given["changes"] or [])
+    return change_recipe(whole, given["changes"] or [], origin)
 
 
 def _everywhere(recipe: Recipe, device: str) -> Recipe:
@@ -244,7 +245,7 @@ def _everywhere(recipe: Recipe, device: str) -> Recipe:
 def _method(text: str) -> Any:
     """Reads `svd`, or `lprod:p=8:transform=dct`."""
     from tcompress.cli.names import METHOD_OPTIONS
-    from tcompress.cli.settings import conversion
+    from tcompress.cli.settings import conversion, method_class
     from tcompress.recipe import mechanism_names
 
     # A tolerance leaves nothing to targets, and lists of structures have commas of their own.
@@ -255,14 +256,16 @@ def _method(text: str) -> Any:
             f"a sweep compares structures of weights, and `{name}` is a mechanism of attention",
             f"convert with it alone: `tcompress convert MODEL --method {name}`",
         )
+    kind = method_class(name, "--methods")
+    own = ", ".join(f"`{item}`" for item in allowed if item in kind.model_fields)
     options: dict[str, Any] = {}
     for pair in pairs:
         option, equals, value = pair.partition("=")
         field = option.strip().replace("-", "_")
         if not equals or field not in allowed:
-            known = ", ".join(f"`{item}`" for item in allowed)
+            has = f"options of `{name}` are {own}" if own else f"`{name}` has none"
             raise RecipeError(
-                f"`--methods` has `{pair}`, expected an option with its value; options are {known}",
+                f"`--methods` has `{pair}`, expected an option with its value; {has}",
                 "write, for example, `--methods svd,lprod:p=8`",
             )
         options[field] = value.strip()

@@ -16,12 +16,13 @@ from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import did_you_mean, quoted
 
 
-def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe") -> Recipe:
     """Changes values of a recipe.
 
     Args:
         recipe: The recipe.
         changes: Pairs such as `finetune.steps=200`; values are YAML.
+        origin: Name of its file, for messages.
 
     Raises:
         RecipeError: There is no such key, or the value is not allowed.
@@ -34,7 +35,8 @@ def change_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
                 f"`--set {change}` is no pair", "write, for example, `--set finetune.steps=200`"
             )
         pairs[key.strip()] = _read(value, change)
-    return _changed(recipe, pairs, "--set") if pairs else recipe
+    given = [f"--set {change}" for change in changes]
+    return _changed(recipe, pairs, "--set", origin, given) if pairs else recipe
 
 
 def _read(value: str, change: str) -> Any:
@@ -50,12 +52,13 @@ def _read(value: str, change: str) -> Any:
         ) from error
 
 
-def choose_variants(recipe: Recipe, names: Sequence[str]) -> Recipe:
+def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe") -> Recipe:
     """Makes the changes of variants, in the order given; what is written is named after them.
 
     Args:
         recipe: The recipe.
         names: Names under its key `variants`.
+        origin: Name of its file, for messages.
 
     Raises:
         RecipeError: There is no such variant, or what it changes is not there or not allowed.
@@ -69,7 +72,8 @@ def choose_variants(recipe: Recipe, names: Sequence[str]) -> Recipe:
             )
     for name in names:
         changes = {**_places(recipe, name), **recipe.variants[name]}
-        recipe = _changed(recipe, changes, f"--variant {name}")
+        by = f"--variant {name}"
+        recipe = _changed(recipe, changes, by, origin, [by])
     return recipe
 
 
@@ -86,7 +90,7 @@ def check_variants(recipe: Recipe, origin: str) -> None:
     wrong = []
     for name in recipe.variants:
         try:
-            choose_variants(recipe, [name])
+            choose_variants(recipe, [name], origin)
         except RecipeError as error:
             wrong.append(error.message)
     if wrong:
@@ -106,7 +110,9 @@ def _places(recipe: Recipe, name: str) -> dict[str, Any]:
     return found
 
 
-def _changed(recipe: Recipe, changes: Mapping[str, Any], by: str) -> Recipe:
+def _changed(
+    recipe: Recipe, changes: Mapping[str, Any], by: str, origin: str, given: Sequence[str]
+) -> Recipe:
     data = yaml.safe_load(dump_recipe(recipe))
     for key, value in changes.items():
         place = data
@@ -119,7 +125,7 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any], by: str) -> Recipe:
             place[last] = value
         else:
             raise _missing(last, key, by)
-    return parse_recipe(json.dumps(data, indent=1), f"the recipe with `{by}`")
+    return parse_recipe(json.dumps(data), origin, given)
 
 
 def _inside(place: Any, name: str, key: str, by: str) -> Any:

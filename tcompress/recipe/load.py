@@ -44,12 +44,13 @@ def load_recipe(path: str | Path) -> Recipe:
     return parse_recipe(read_text(path), str(path))
 
 
-def parse_recipe(text: str, origin: str) -> Recipe:
+def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:
     """Reads a recipe from text.
 
     Args:
         text: YAML or JSON.
         origin: Name of the file, for messages.
+        changes: Options that the file was changed by; messages name them, and no lines of the file.
 
     Raises:
         RecipeError: The recipe is wrong; lists all problems with their lines.
@@ -71,9 +72,9 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         problems = problems + explain(errors, document, Recipe.model_json_schema())
-        raise _failure(origin, problems, COMPARE) from error
+        raise _failure(origin, problems, COMPARE, changes) from error
     if problems:
-        raise _failure(origin, problems, COMPARE)
+        raise _failure(origin, problems, COMPARE, changes)
     return recipe
 
 
@@ -139,19 +140,21 @@ def _version_problem(document: Document, origin: str) -> Problem | None:
     return None
 
 
-def _failure(origin: str, problems: Sequence[Problem], hint: str) -> RecipeError:
+def _failure(
+    origin: str, problems: Sequence[Problem], hint: str, changes: Sequence[str] = ()
+) -> RecipeError:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     ordered = sorted(problems, key=lambda problem: problem.line)
-    lines = "".join(f"\n  {_line(origin, problem)}" for problem in ordered)
-    return RecipeError(f"{count} in `{origin}`:{lines}", hint)
+    lines = "".join(f"\n  {_line(None if changes else origin, problem)}" for problem in ordered)
+    changed = f" with {quoted(changes)}" if changes else ""
+    return RecipeError(f"{count} in `{origin}`{changed}:{lines}", hint)
 
 
-def _line(origin: str, problem: Problem) -> str:
-    place = f"{origin}:{problem.line}"
-    if problem.column is not None:
-        place = f"{place}:{problem.column}"
+def _line(origin: str | None, problem: Problem) -> str:
+    column = "" if problem.column is None else f":{problem.column}"
+    place = "" if origin is None else f"{origin}:{problem.line}{column}: "
     name = f"`{_dotted(problem.key)}`: " if problem.key else ""
-    return f"{place}: {name}{problem.text}"
+    return f"{place}{name}{problem.text}"
 
 
 def _dotted(key: Key) -> str:

@@ -132,6 +132,27 @@ def test_what_contradicts_is_refused(changes: dict[str, Any], text: str) -> None
         _recipe(**{"method": {"name": "svd"}, **changes})
 
 
+def test_all_that_contradicts_is_named() -> None:
+    with pytest.raises(ValidationError) as caught:
+        _recipe(
+            method={"name": "svd", "rank": 3},
+            target=0.5,
+            drop_layers="auto",
+            attention_layers=[1],
+            norm="tensor",
+            layers=[{"match": "q", "method": {"name": "svd", "tol": 0.1}}],
+            **NONE,
+        )
+    for text in (
+        "`norm: tensor` is for models that are trained from scratch",
+        "`attention_layers` needs `attention`",
+        "`rank` and `target` are given together",
+        "`tol` is for all layers",
+        "`drop_layers: auto` measures on data",
+    ):
+        assert text in str(caught.value)
+
+
 # ---------------------------------------------------------------- from shapes alone
 
 

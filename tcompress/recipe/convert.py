@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -13,11 +15,11 @@ from tcompress.recipe.scratch import Norm, Positions, needs_data, usual_calibrat
 from tcompress.recipe.sections import (
     BUDGETS,
     DEPTH,
+    TWO_SIZES,
     Calibration,
     Embeddings,
     LayerRule,
     Section,
-    refuse_two_sizes,
     tol_of,
 )
 from tcompress.structures import Spec
@@ -135,72 +137,70 @@ class Convert(Section):
     )
 
     @model_validator(mode="after")
-    def _check_init(self) -> Convert:
-        problems = needs_data(self) if self.init == "random" else []
-        lprod = getattr(self.method, "name", None) == "lprod"
-        for name in ("positions", "norm"):
-            value = getattr(self, name)
-            if value != "host" and not (self.init == "random" and lprod):
-                problems.append(
-                    f"`{name}: {value}` is for models that are trained from scratch in slices: it "
-                    "needs `init: random` and the method `lprod`"
-                )
+    def _check(self) -> Convert:
+        found = (self._init_problems(), self._depth_problems(), self._budget_problems())
+        problems = list(chain.from_iterable(found))
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _check_depth(self) -> Convert:
+    def _init_problems(self) -> Iterator[str]:
+        if self.init == "random":
+            yield from needs_data(self)
+        lprod = getattr(self.method, "name", None) == "lprod"
+        for name in ("positions", "norm"):
+            value = getattr(self, name)
+            if value != "host" and not (self.init == "random" and lprod):
+                yield (
+                    f"`{name}: {value}` is for models that are trained from scratch in slices: it "
+                    "needs `init: random` and the method `lprod`"
+                )
+
+    def _depth_problems(self) -> Iterator[str]:
         given = [name for name in DEPTH if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"`{given[0]}` and `{given[1]}` are both given; allowed is one")
+            yield f"`{given[0]}` and `{given[1]}` are both given; allowed is one"
         if self.attention_layers is not None and self.attention is None:
-            raise ValueError("`attention_layers` needs `attention`, since it is about mechanisms")
+            yield "`attention_layers` needs `attention`, since it is about mechanisms"
         if self.method is None:
             scratch = self.init == "random"
             if not (self.cuts or self.embeddings or self.attention or scratch):
-                raise ValueError(
-                    "there is nothing to do: give `method`, `attention`, or `keep_layers`"
-                )
+                yield "there is nothing to do: give `method`, `attention`, or `keep_layers`"
             alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
-                raise ValueError(f"{', '.join(given)} needs a `method`, since it is about layers")
-        return self
+                yield f"{', '.join(given)} needs a `method`, since it is about layers"
 
-    @model_validator(mode="after")
-    def _check_budget(self) -> Convert:
+    def _budget_problems(self) -> Iterator[str]:
         given = [name for name in BUDGETS if getattr(self, name) is not None]
+        fixed = self.method is not None and self.method.fixes_size
         if tol_of(self.method) is not None:
             given.append("tol")
         if len(given) > 1:
             names = " and ".join(f"`{name}`" for name in given)
-            raise ValueError(f"{names} are given together; allowed is one of them")
-        if given:
-            refuse_two_sizes(self.method, given[0])
+            yield f"{names} are given together; allowed is one of them"
+        elif given and fixed:
+            yield TWO_SIZES.format(given[0])
         for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
             value = getattr(self, name)
             if value is not None and parse(value) < 1:
-                raise ValueError(f"`{name}` is `{value}`, allowed is 1 or more")
+                yield f"`{name}` is `{value}`, allowed is 1 or more"
         if any(tol_of(rule.method) is not None for rule in self.layers):
-            raise ValueError("`tol` is for all layers; rules in `layers` take a `rank` or `target`")
-        if any(rule.target is not None and rule.method is None for rule in self.layers):
-            refuse_two_sizes(self.method, "target")
+            yield "`tol` is for all layers; rules in `layers` take a `rank` or `target`"
+        if fixed and any(rule.target and rule.method is None for rule in self.layers):
+            yield TWO_SIZES.format("layers[].target")
         if self.max_error is not None and self.method is not None and self.method.pools:
-            raise ValueError(
-                "`max_error` sizes layers one by one, which banks cannot: give a target instead"
-            )
+            yield "`max_error` sizes layers one by one, which banks cannot: give a target instead"
         sizes = ("target", "target_params", "target_bytes")
         if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
-            raise ValueError(
+            yield (
                 "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
                 "and a `target`, `target_params` or `target_bytes`"
             )
         if self.weighs_depth and self.calibration.source == "none":
-            raise ValueError("`drop_layers: auto` measures on data: choose a calibration source")
+            yield "`drop_layers: auto` measures on data: choose a calibration source"
         if isinstance(self.method, AutoSpec) and self.residual_rank:
-            raise ValueError("`residual_rank` is chosen by `auto` itself: leave it out")
-        return self
+            yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
     @property
     def cuts(self) -> bool:

@@ -90,6 +90,19 @@ def test_validating_a_recipe_tries_its_variants(tmp_path: Path) -> None:
     )
 
 
+def test_variants_of_a_wrong_recipe_are_tried_too(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(TEXT.replace("target: 0.5}", "target: 5, max_erorr: 1}"))
+    done = run("recipes", "validate", file)
+    assert done.code == 2
+    assert f"2 problems in `{file}`:\n  {file}:5: `convert." in done.err
+    assert f"  {file}:5: `convert.target`: found `5`" in done.err
+    assert done.err.count("`convert.max_erorr`: unknown key") == 1
+    assert "`--variant wrong`, `evaluate.1.limit`: there is no `1`" in done.err
+    assert f"1 problem in `{file}` with `--variant senseless`:\n" in done.err
+    assert "--variant smoke" not in done.err  # which is wrong only where the recipe is
+
+
 def test_a_wrong_key_that_is_set_has_no_line(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(TEXT)

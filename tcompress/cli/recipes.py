@@ -112,15 +112,13 @@ def validate(
 ) -> None:
     """Check recipes; all problems of a recipe and its variants are shown, with their lines."""
     from tcompress.errors import RecipeError
-    from tcompress.recipe import check_variants, find_recipe, parse_recipe
+    from tcompress.recipe import check_recipe, find_recipe
 
     names: dict[str, str | None] = {}
     wrong: list[RecipeError] = []
     for file in files:
         try:
-            recipe = parse_recipe(*find_recipe(file))
-            check_variants(recipe, file)
-            names[file] = recipe.name
+            names[file] = check_recipe(*find_recipe(file))
         except RecipeError as error:
             wrong.append(error)
     if wrong:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tcompress.recipe.attention import AttentionSpec, mechanism_names
-    from tcompress.recipe.change import change_recipe, check_variants, choose_variants
+    from tcompress.recipe.change import change_recipe, check_recipe, choose_variants
     from tcompress.recipe.docs import json_schema, reference_markdown
     from tcompress.recipe.library import copy_recipe, find_recipe, recipe_names, recipe_text
     from tcompress.recipe.load import dump_recipe, load_recipe, parse_recipe
@@ -40,7 +40,7 @@ __all__ = [
     "MethodSpec",
     "Recipe",
     "change_recipe",
-    "check_variants",
+    "check_recipe",
     "choose_variants",
     "copy_recipe",
     "default_method",
@@ -68,7 +68,7 @@ _HOMES = {
     "MethodSpec": "methods",
     "Recipe": "schema",
     "change_recipe": "change",
-    "check_variants": "change",
+    "check_recipe": "change",
     "choose_variants": "change",
     "copy_recipe": "library",
     "default_method": "methods",

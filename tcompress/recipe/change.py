@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from tcompress.errors import RecipeError
 from tcompress.recipe.document import Unreadable, read_document
-from tcompress.recipe.load import COMPARE, dump_recipe, parse_recipe
+from tcompress.recipe.load import COMPARE, dump_recipe, failure, judged, parse_recipe
 from tcompress.recipe.schema import Recipe
 from tcompress.recipe.words import did_you_mean, quoted
 
@@ -77,25 +78,39 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
     return recipe
 
 
-def check_variants(recipe: Recipe, origin: str) -> None:
-    """Makes the changes of every variant.
+def check_recipe(text: str, origin: str) -> str | None:
+    """Reads a recipe and makes the changes of every variant, also of one that is wrong itself.
 
     Args:
-        recipe: The recipe.
+        text: YAML or JSON.
         origin: Name of its file, for messages.
 
+    Returns:
+        Its name.
+
     Raises:
-        RecipeError: What a variant changes is not there or not allowed; lists all problems.
+        RecipeError: It is wrong, or what a variant changes is; lists all problems, those of the
+            recipe itself once.
     """
-    wrong = []
-    for name in recipe.variants:
+    _, data, problems = judged(text, origin)
+    wrong = [failure(origin, problems, COMPARE).message] if problems else []
+    known = {(problem.key, problem.text) for problem in problems}
+    variants = data.get("variants")
+    lost = []
+    for name, changes in (variants if isinstance(variants, dict) else {}).items():
+        by = f"--variant {name}"
         try:
-            choose_variants(recipe, [name], origin)
+            made = _with(data, changes if isinstance(changes, dict) else {}, by)
         except RecipeError as error:
-            wrong.append(error.message)
+            lost.append(error.message)
+            continue
+        found = [item for item in judged(made, origin)[2] if (item.key, item.text) not in known]
+        lost += [failure(origin, found, COMPARE, [by]).message] if found else []
+    if lost:
+        wrong.append("\n\n".join([f"`{origin}` has variants that do not fit it", *lost]))
     if wrong:
-        text = "\n\n".join(wrong)
-        raise RecipeError(f"`{origin}` has variants that do not fit it\n\n{text}", COMPARE)
+        raise RecipeError("\n\n".join(wrong), COMPARE)
+    return data.get("name")
 
 
 def _places(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -114,8 +129,14 @@ def _changed(
     recipe: Recipe, changes: Mapping[str, Any], by: str, origin: str, given: Sequence[str]
 ) -> Recipe:
     data = yaml.safe_load(dump_recipe(recipe))
+    return parse_recipe(_with(data, changes, by), origin, given)
+
+
+def _with(data: Mapping[str, Any], changes: Mapping[str, Any], by: str) -> str:
+    """A recipe with some of its values changed, as text."""
+    made = deepcopy(dict(data))
     for key, value in changes.items():
-        place = data
+        place: Any = made
         *parents, last = key.split(".")
         for name in parents:
             place = _inside(place, name, key, by)
@@ -125,7 +146,7 @@ def _changed(
             place[last] = value
         else:
             raise _missing(last, key, by)
-    return parse_recipe(json.dumps(data), origin, given)
+    return json.dumps(made)
 
 
 def _inside(place: Any, name: str, key: str, by: str) -> Any:

@@ -55,27 +55,42 @@ def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: The recipe is wrong; lists all problems with their lines.
     """
+    recipe, _, problems = judged(text, origin)
+    if recipe is None or problems:
+        raise failure(origin, problems, COMPARE, changes)
+    return recipe
+
+
+def judged(text: str, origin: str) -> tuple[Recipe | None, dict[str, Any], list[Problem]]:
+    """Reads a recipe from text, and says all that is wrong with it.
+
+    Args:
+        text: YAML or JSON.
+        origin: Name of the file, for messages.
+
+    Returns:
+        The recipe, None where it cannot be built; it as plain data; and all problems.
+
+    Raises:
+        RecipeError: The text is no mapping, or one of a newer version.
+    """
     try:
         document = read_document(text)
     except Unreadable as error:
-        raise _failure(origin, [error.problem], error.hint or _START) from error
+        raise failure(origin, [error.problem], error.hint or _START) from error
     if not isinstance(document.data, dict):
         what = found(document.nodes[()])
         text = f"found {what}; a recipe is a mapping that starts with `recipe_version: 1`"
-        raise _failure(origin, [Problem(document.line(()), text)], _START)
+        raise failure(origin, [Problem(document.line(()), text)], _START)
     version = _version_problem(document, origin)
     problems = document.problems + ([version] if version else [])
     # The version has had its say; the rest is checked as if it were right.
     data = {**_named(document.data), "recipe_version": RECIPE_VERSION}
     try:
-        recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
+        return Recipe.model_validate_json(json.dumps(data), strict=True), data, problems
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        problems = problems + explain(errors, document, Recipe.model_json_schema())
-        raise _failure(origin, problems, COMPARE, changes) from error
-    if problems:
-        raise _failure(origin, problems, COMPARE, changes)
-    return recipe
+        return None, data, problems + explain(errors, document, Recipe.model_json_schema())
 
 
 def _named(data: Any) -> Any:
@@ -136,13 +151,21 @@ def _version_problem(document: Document, origin: str) -> Problem | None:
         return Problem(document.line(key), text, key)
     if version > RECIPE_VERSION:
         text = f"{what} is newer than this tcompress; versions understood are {understood}"
-        raise _failure(origin, [Problem(document.line(key), text, key)], _UPDATE)
+        raise failure(origin, [Problem(document.line(key), text, key)], _UPDATE)
     return None
 
 
-def _failure(
+def failure(
     origin: str, problems: Sequence[Problem], hint: str, changes: Sequence[str] = ()
 ) -> RecipeError:
+    """Lists problems in one error.
+
+    Args:
+        origin: Name of the file.
+        problems: What is wrong with it.
+        hint: What to do.
+        changes: Options that the file was changed by.
+    """
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     ordered = sorted(problems, key=lambda problem: problem.line)
     lines = "".join(f"\n  {_line(None if changes else origin, problem)}" for problem in ordered)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tcompress.cli import progress
-from tcompress.cli.sweep import recipe_of
+from tcompress.cli.sweep_settings import recipe_of
 from tcompress.errors import FitError
 from tcompress.recipe.schema import Finetune, Recipe
 from tcompress.structures.lprod import LprodSpec

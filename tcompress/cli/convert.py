@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from tcompress.cli import attention_options as att
+from tcompress.cli import depth_options as blocks
 from tcompress.cli import options as opt
 from tcompress.cli import scratch_options as scratch
 from tcompress.cli.job import Access, Job, Manner, perform, show_plan
@@ -68,9 +69,9 @@ def convert(
     residual_rank: opt.ResidualRank = None,
     keep: opt.Keep = None,
     only: opt.Only = None,
-    keep_layers: opt.KeepLayers = None,
-    drop_layers: opt.DropLayers = None,
-    append_layers: opt.AppendLayers = None,
+    keep_layers: blocks.KeepLayers = None,
+    drop_layers: blocks.DropLayers = None,
+    append_layers: blocks.AppendLayers = None,
     embeddings: opt.Embeddings = None,
     embedding_target: opt.EmbeddingTarget = None,
     calib: opt.Calib = None,

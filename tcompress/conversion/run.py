@@ -49,7 +49,7 @@ from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
-from tcompress.recipe.schema import Calibration, Convert
+from tcompress.recipe.schema import Convert
 from tcompress.recipe.scratch import PaperRow
 from tcompress.source import SourceModel
 from tcompress.source.cut import fixed_blocks
@@ -150,14 +150,7 @@ class _Job:
         if not self.plan.reads_data:
             self.data = None
         elif self.data is None and self.recipe.calibration.source != "none":
-            self.data = load_batches(self.source, self._calibration())
-
-    def _calibration(self) -> Calibration:
-        """What to calibrate on, in texts that mechanisms can take."""
-        asked, longest = self.recipe.calibration, self.plan.longest
-        if longest is None or longest >= asked.max_length:
-            return asked
-        return asked.model_copy(update={"max_length": longest})
+            self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
 
     @contextmanager
     def workplace(self) -> Iterator[FitWorkplace]:

@@ -10,7 +10,9 @@ by turns over U, V, the cores and the mixing weights, each a linear least-square
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -77,6 +79,23 @@ def tucker_parameters(count: int, d_out: int, d_in: int, ranks: Ranks) -> int:
     r1, r2, r3 = ranks
     mixing = count * r1 if count > 1 else 0
     return r1 * r2 * r3 + d_out * r2 + d_in * r3 + mixing
+
+
+def largest_rank(widths: int, budget: int) -> int:
+    """Gives the largest r of U G V^T, with r widths + r^2 parameters, within a budget."""
+    return (isqrt(widths * widths + 4 * max(0, budget)) - widths) // 2
+
+
+def rank_ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
+    """Lists sizes of a bank by growing ranks, in proportion to the widths of a block.
+
+    As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
+    little in common but the spaces they read and write.
+    """
+    wide = max(rows, columns)
+    for rank in range(1, wide + 1):
+        left, right = -(-rank * rows // wide), -(-rank * columns // wide)
+        yield min(most, left * right), left, right
 
 
 def fit_tucker(

@@ -45,6 +45,12 @@ class Calibration(Section):
     )
     seed: int = Field(0, ge=0, description="seed of the choice of samples and of directions")
 
+    def within(self, longest: int | None) -> Calibration:
+        """The same with texts that are no longer than a mechanism can take."""
+        if longest is None or longest >= self.max_length:
+            return self
+        return self.model_copy(update={"max_length": longest})
+
 
 class LayerRule(Section):
     """An exception for some layers; of what several rules say, the last word counts."""

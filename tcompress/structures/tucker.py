@@ -9,8 +9,8 @@ are its mixing weights a_k. What a bank serves is one attention (`heads`), all w
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from math import isqrt, prod
+from collections.abc import Hashable, Mapping, Sequence
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from tcompress.linalg import tucker as forms
 from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import best_factors, fit_lowrank
-from tcompress.linalg.tucker import Ranks, clip_ranks, tucker_parameters
 from tcompress.linalg.tuckerbank import (
     STEPS,
     SWEEPS,
@@ -144,7 +144,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
         sizes = (blocks, *cut.block)
         if budget is not None:  # each pays in proportion to its size
             budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
-        cores, *ranks = clip_ranks(*sizes, _shared_ranks(spec, sizes, budget))
+        cores, *ranks = forms.clip_ranks(*sizes, _shared_ranks(spec, sizes, budget))
         return TuckerLayout(
             in_features=site.in_features,
             out_features=site.out_features,
@@ -313,7 +313,7 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     """A weight that shares nothing; banks have ranks for their own shape only."""
     rank = spec.rank if isinstance(spec.rank, int) and not spec.pools else None
     if rank is None and budget is not None:
-        rank = _rank_for(site.in_features + site.out_features, budget)
+        rank = forms.largest_rank(site.in_features + site.out_features, budget)
     if rank is None and spec.pools:
         raise Refusal(f"`share: {spec.share}` has no bank for it, and no `target` gives it a rank")
     if rank is None:
@@ -324,11 +324,6 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     return TuckerLayout(
         in_features=site.in_features, out_features=site.out_features, ranks=(rank, rank)
     )
-
-
-def _rank_for(widths: int, budget: int) -> int:
-    """The largest r with r widths + r^2 parameters."""
-    return (isqrt(widths * widths + 4 * max(0, budget)) - widths) // 2
 
 
 def _cut(share: Share, site: Site) -> _Cut | None:
@@ -351,7 +346,7 @@ def _blocks(share: Share, site: Site) -> int:
     return 0 if cut is None else site.in_features * site.out_features // prod(cut.block)
 
 
-def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None) -> Ranks:
+def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None) -> forms.Ranks:
     """Number of cores and ranks of a bank, from what is given and what may be spent."""
     blocks, rows, columns = sizes
     most = min(spec.cores or blocks, blocks)
@@ -367,30 +362,16 @@ def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | N
         raise Refusal("no rank is given: set `rank` or `target`")
     found = [
         ranks
-        for ranks in _ladder(most, rows, columns)
-        if tucker_parameters(*sizes, ranks) <= budget
+        for ranks in forms.rank_ladder(most, rows, columns)
+        if forms.tucker_parameters(*sizes, ranks) <= budget
     ]
     if not found:
         raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
     return found[-1]
 
 
-def _ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
-    """Sizes of a bank by growing ranks, in proportion to the widths of a block.
-
-    As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
-    little in common but the spaces they read and write.
-    """
-    wide = max(rows, columns)
-    for rank in range(1, wide + 1):
-        left, right = -(-rank * rows // wide), -(-rank * columns // wide)
-        yield min(most, left * right), left, right
-
-
 def _edges(layout: TuckerLayout) -> tuple[int, int]:
-    if layout.bank is None:
-        return layout.out_features, layout.in_features
-    return layout.block
+    return layout.block if layout.bank else (layout.out_features, layout.in_features)
 
 
 def _bank(tensors: Tensors) -> Bank:

@@ -11,6 +11,7 @@ from tcompress.recipe import recipe_names, recipe_text
 from tests.support.checkpoints import save
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
+from tests.support.tiny import build
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +119,22 @@ def test_report_of_a_damaged_model(tmp_path: Path) -> None:
     assert done.document["error"]["type"] == "ArtifactError"
 
 
+def test_export_of_a_host_of_our_own(tmp_path: Path) -> None:
+    build("tcompress_grid").save_pretrained(tmp_path / "grid")  # type: ignore[attr-defined]
+    made = tmp_path / "small"
+    run("convert", tmp_path / "grid", "--method", "svd", "--rank", 2, "--calib", "none", "-o", made)
+    done = run("export", made, "-o", tmp_path / "plain", "--quiet")
+    assert done.out == f"Wrote `{tmp_path / 'plain'}`, which loads with `import tcompress`.\n"
+    assert "import tcompress\nfrom transformers" in (tmp_path / "plain" / "README.md").read_text()
+
+
 def test_export(tmp_path: Path) -> None:
     target = tmp_path / "plain"
     done = run("export", "small", "--to", "dense", "-o", target, "--quiet")
     assert (done.code, done.err) == (0, "")
     assert done.out == f"Wrote `{target}`, which loads without tcompress.\n"
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    assert "import tcompress" not in (target / "README.md").read_text()
     done = run("export", "small", "-o", target, "--quiet", "--force", "--json")
     assert done.document == {"schema": 1, "output": str(target), "format": "dense"}
 

@@ -46,7 +46,9 @@ def export(
 
     _check_format(to)
     silence_libraries(verbose=verbose)
-    from tcompress.exporting.dense import export_dense
+    from json import loads as json_of
+
+    from tcompress.exporting.dense import export_dense, stands_alone
 
     folder = output or Path(f"{model.name or model.resolve().name}-{to}")
     with shown_progress(quiet=quiet) as progress:
@@ -54,7 +56,9 @@ def export(
     if json:
         print_json({"output": str(written), "format": to})
     else:
-        results().print(f"Wrote `{folder}`, which loads without tcompress.", soft_wrap=True)
+        config = json_of((written / "config.json").read_text(encoding="utf-8"))
+        needs = "without tcompress" if stands_alone(config) else "with `import tcompress`"
+        results().print(f"Wrote `{folder}`, which loads {needs}.", soft_wrap=True)
 
 
 def _check_format(name: str) -> None:

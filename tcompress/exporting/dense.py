@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,6 +225,11 @@ def _write_rest(artifact: Artifact, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def stands_alone(config: Mapping[str, Any]) -> bool:
+    """Tells by its config whether a plain model loads without tcompress: our own hosts do not."""
+    return not str(config.get("model_type")).startswith("tcompress_")
+
+
 def _card(artifact: Artifact) -> str:
     manifest = artifact.manifest
     layers = artifact.layers
@@ -235,6 +241,10 @@ def _card(artifact: Artifact) -> str:
         origin, method = f"`{Path(source).name}`", f" with `{manifest.plan.method}`"
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = f"base_model: {source}\n", f"`{source}`"
+    alone = stands_alone(artifact.config)
+    needs, first = "Transformers", ""
+    if not alone:
+        needs, first = "tcompress' own host", "import tcompress\n"
     return f"""---
 library_name: transformers
 {base}tags:
@@ -246,10 +256,10 @@ library_name: transformers
 [tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
 {method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and are as \
 large as before: the model computes what the compressed one computes within rounding, and needs \
-nothing but Transformers.
+nothing but {needs}.
 
 ```python
-from transformers import AutoModel
+{first}from transformers import AutoModel
 
 model = AutoModel.from_pretrained("PATH")
 ```

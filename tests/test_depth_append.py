@@ -111,6 +111,11 @@ def test_what_cannot_be_put_on_top(tmp_path: Path) -> None:
         make_plan(_recipe(append_layers=1), source)
     with pytest.raises(ValueError, match="`drop_layers` and `append_layers` are both given"):
         _recipe(append_layers=1, drop_layers=1)
+    deep("bert").build().save_pretrained(tmp_path / "bert")  # type: ignore[attr-defined]
+    tam = {"attention": {"name": "tam"}, "attention_layers": [9]}
+    with pytest.raises(PlanError, match="there is no attention in block 9") as caught:
+        make_plan(_recipe(append_layers=2, **tam), SourceModel.open(str(tmp_path / "bert")))
+    assert caught.value.hint == "blocks are numbered from 0 to 5"
     text = "recipe_version: 1\nmodel: x\nconvert: {init: random, append_layers: 1}\n"
     with pytest.raises(RecipeError, match="`append_layers` picks blocks of a trained model"):
         parse_recipe(text, "here")

@@ -135,11 +135,13 @@ def _number(source: SourceModel, item: Attention) -> int:
 
 
 def _check_blocks(recipe: Convert, source: SourceModel, found: Sequence[Attention]) -> None:
-    if source.renumbered or recipe.attention_layers is None:
+    asked = recipe.attention_layers
+    if asked is None:
         return
     numbers = {_number(source, item) for item in found}
-    lost = [str(number) for number in recipe.attention_layers if number not in numbers]
-    if lost:
+    lost = [str(number) for number in asked if number not in numbers]
+    # Some of those asked for may be among the blocks that were dropped, but not all.
+    if lost and not (source.renumbered and len(lost) < len(asked)):
         raise PlanError(
             f"there is no attention in block {', '.join(lost)}",
             f"blocks are numbered from 0 to {max(numbers)}" if numbers else None,

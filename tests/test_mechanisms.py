@@ -104,14 +104,16 @@ def test_texts_packed_into_one_row(name: str) -> None:
         torch.testing.assert_close(packed[:, own_part], alone)
 
 
-def test_a_mask_that_was_changed_is_checked_again() -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_mask_that_was_changed_is_checked_again(mode: type) -> None:
     q, k, v = inputs_of("hot-folded", batch=1)
     own, tokens = _module("hot-folded"), q.shape[2]
-    pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
-    own(q, k, v, pairs)
-    pairs[..., 0, 1] = False
-    with pytest.raises(DataError, match="see different others"):
+    with mode():
+        pairs = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
         own(q, k, v, pairs)
+        pairs[..., 0, 1] = False
+        with pytest.raises(DataError, match="see different others"):
+            own(q, k, v, pairs)
 
 
 @pytest.mark.parametrize("name", TEXT_CASES)

@@ -108,7 +108,9 @@ def check_alike(mask: Tensor | None, seen: Visible) -> None:
     pairs = seen.pairs
     if mask is None or pairs is None or pairs.shape[-2] == 1 or torch.compiler.is_compiling():
         return
-    if _ALIKE.get(mask) == mask._version:
+    # Tensors made in inference mode have no version, which would tell of changes.
+    version = None if mask.is_inference() else mask._version
+    if version is not None and _ALIKE.get(mask) == version:
         return
     unlike = (pairs != pairs.any(-2, keepdim=True)) & pairs.any(-1, keepdim=True)
     if bool(unlike.any()):
@@ -117,7 +119,8 @@ def check_alike(mask: Tensor | None, seen: Visible) -> None:
             "all of a text",
             "give a mask of padding alone, one text in a row, or convert with `tga`",
         )
-    _ALIKE[mask] = mask._version
+    if version is not None:
+        _ALIKE[mask] = version
 
 
 def past(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tcompress.errors import DataError
 from tcompress.evaluation.run import evaluate
@@ -74,8 +75,18 @@ def test_learns_to_choose(tmp_path: Path) -> None:
         **options,
     )
     assert made.facts.curve[-1].loss < made.facts.curve[1].loss
+    assert made.facts.best > made.facts.curve[0].validation
     score = evaluate([str(tmp_path / "out")], "response-selection", str(data), save=False)[0]
     assert {metric.name for metric in score.metrics} >= {"recall@1", "recall@5"}
+
+
+def test_calling_all_wrong_is_no_success() -> None:
+    """Three in four are wrong: what counts is whether right ones come first."""
+    task, labels = TASKS["response-selection"](), torch.tensor([1, 0, 0, 0])
+    none_right = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.8, 0.2], [0.9, 0.1]])
+    assert task.validated == "auc"
+    assert task.score(none_right, labels) == 1.0
+    assert task.score(torch.full((4, 2), 0.5), labels) == 0.5
 
 
 def test_texts_are_joined_and_lists_count_as_their_first(tmp_path: Path) -> None:

@@ -103,12 +103,9 @@ class ImageClassification(Classification):
     needs = Needs(image=True, target="class")
 
 
-class VolumeClassification(Classification):
-    """One class for a volume, validated by the area under the ROC curve."""
+class RankedClassification(Classification):
+    """Classes validated by the area under the ROC curve: some are rarer than others."""
 
-    name = "volume-classification"
-    head: ClassVar[Head | None] = "image-classification"
-    needs = Needs(volume=True, target="class")
     validated = "auc"
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
@@ -123,6 +120,14 @@ class VolumeClassification(Classification):
         ]
         known = [area for area in areas if area is not None]
         return float(np.mean(known)) if known else 0.0
+
+
+class VolumeClassification(RankedClassification):
+    """One class for a volume."""
+
+    name = "volume-classification"
+    head: ClassVar[Head | None] = "image-classification"
+    needs = Needs(volume=True, target="class")
 
 
 class Forecasting(Task):
@@ -150,8 +155,11 @@ class Forecasting(Task):
         return float((predictions - labels).abs().double().mean())
 
 
-class ResponseSelection(Classification):
-    """Whether the second text answers the first: right pairs, and wrong ones drawn beside them."""
+class ResponseSelection(RankedClassification):
+    """Whether the second text answers the first: right pairs, and wrong ones drawn beside them.
+
+    Accuracy would say nothing: calling all wrong is right for most.
+    """
 
     name = "response-selection"
     needs = Needs((2, 2))

@@ -115,6 +115,15 @@ def test_the_architecture_becomes_a_model_with_its_tokenizer() -> None:
     assert settings["architectures"] == ["BertForSequenceClassification"]
 
 
+@pytest.mark.parametrize("segments", [1, 2])
+def test_its_tokenizer_tells_the_texts_of_a_pair_apart(segments: int) -> None:
+    words = {"words": "builtin", "size": 300}
+    said = architecture(vocab_size=None, tokenizer=words, type_vocab_size=segments)
+    source = open_architecture(said, 0)
+    encoded = AutoTokenizer.from_pretrained(source.folder)("the", "and")
+    assert encoded.get("token_type_ids") == ([0, 0, 0, 1, 1] if segments == 2 else None)
+
+
 def test_its_folder_is_gone_when_nothing_needs_it() -> None:
     source = open_architecture(architecture(), 0)
     folder = source.folder

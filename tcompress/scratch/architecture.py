@@ -63,13 +63,8 @@ def open_architecture(
         raise RecipeError(
             "; ".join(problems), "the documentation of Transformers lists the keys of each family"
         )
-    tokenizer = _tokenizer(architecture.tokenizer, token)
-    if (
-        isinstance(architecture.tokenizer, Words)
-        and sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) > 1
-    ):
-        # The second text of a pair has a segment of its own.
-        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    segments = sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) > 1
+    tokenizer = _tokenizer(architecture.tokenizer, token, segments)
     config = _built(kind, {**_from_tokenizer(bare, tokenizer, sizes), **sizes}, problems)
     if config is None or problems:
         raise RecipeError(problems[0], "check the sizes in `architecture`")
@@ -149,11 +144,11 @@ def _model_class(
     return None
 
 
-def _tokenizer(said: str | Words | None, token: str | None) -> Any:
+def _tokenizer(said: str | Words | None, token: str | None, segments: bool) -> Any:
     if said is None:
         return None
     if isinstance(said, Words):
-        return word_tokenizer(said)
+        return word_tokenizer(said, segments)
     try:
         return load_tokenizer(resolve(said, token=token, weights=False))
     except DataError as error:

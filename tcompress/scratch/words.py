@@ -25,14 +25,15 @@ SPECIAL = {
 """Words that stand for something else, in the order of their numbers from 0."""
 
 
-def word_tokenizer(words: Words) -> Any:
+def word_tokenizer(words: Words, segments: bool = False) -> Any:
     """Makes a tokenizer of the most frequent words of some texts.
 
     Text is lower-cased and loses its accents; words end at spaces and punctuation. A text becomes
-    `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]` with segments 0 and 1.
+    `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
 
     Args:
         words: Where texts are, and how many words are kept.
+        segments: Whether the model is told which text of a pair a word is of, 0 or 1.
 
     Returns:
         A `PreTrainedTokenizerFast`.
@@ -58,7 +59,9 @@ def word_tokenizer(words: Words) -> Any:
         pair=f"{first} $A {end} $B:1 {end}:1",
         special_tokens=[(name, made.token_to_id(name)) for name in (first, end)],
     )
-    return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
+    names = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
+    # Only what is given here is saved with the tokenizer.
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=names, **SPECIAL)
 
 
 def _texts(words: Words) -> Iterator[str]:

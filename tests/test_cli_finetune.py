@@ -114,6 +114,8 @@ def test_a_task_names_the_output(place: Path) -> None:
     done = run("finetune", "bert-small", "--task", "classification", "--data", "rows.jsonl", *SHORT)
     assert done.code == 0
     assert Path("bert-small-classification").is_dir()
+    next_step = "Next: `tcompress evaluate bert-small-classification --task classification --data"
+    assert done.lines[-1].startswith(next_step)
     assert default_output("bert-small", Finetune()) == Path("bert-small-healed")
     assert default_output("bert-base", Finetune(task="sts")) == Path("bert-base-sts")
 

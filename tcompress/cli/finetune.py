@@ -28,6 +28,9 @@ EPILOG = opt.examples(
     "torchrun --nproc_per_node 2 -m tcompress finetune small --data a.txt",
 )
 
+# What `evaluate` calls tasks that it knows under another name, or not at all.
+_MEASURED_AS = {"": "...", "regression": "...", "causal-lm": "perplexity"}
+
 # Options that only change a value of the recipe, and the field they change.
 _FIELDS = {
     "task": "task",
@@ -268,7 +271,8 @@ def show_result(done: Finetuned, *, as_json: bool) -> None:
         soft_wrap=True,
     )
     screen.print(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.", soft_wrap=True)
-    screen.print(f"Next: `tcompress evaluate {name} --task ... --data ...`", soft_wrap=True)
+    measured = _MEASURED_AS.get(facts.task or "", facts.task)
+    screen.print(f"Next: `tcompress evaluate {name} --task {measured} --data ...`", soft_wrap=True)
 
 
 def _shown(curve: list[Any], most: int = 12) -> list[Any]:

@@ -1,0 +1,151 @@
+"""Runs the recipes of the papers' tables on local data, and prints ours beside the papers' numbers.
+
+    python benchmarks/papers.py DATA OUT [--only ag-news ag-news-dense] [--max-minutes 8] [--full]
+
+DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
+`adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
+two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
+`--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What is
+done is not done again: OUT/results.json keeps it, with the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Row(NamedTuple):
+    """A recipe, or a variant of it, and how much less is done without `--full`."""
+
+    recipe: str
+    data: str
+    cut: tuple[str, ...] = ()
+    variant: str | None = None
+
+
+AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
+IMDB = ("finetune.epochs=3", "finetune.mixed_precision=bf16")
+SMALL = (
+    "finetune.epochs=null",
+    "finetune.steps=4000",
+    "finetune.learning_rate=1e-3",
+    "finetune.evaluate_every=500",
+    "architecture.hidden_size=64",
+    "architecture.num_hidden_layers=2",
+    "architecture.num_attention_heads=1",
+    "architecture.intermediate_size=256",
+)
+ROWS = {
+    "ag-news": Row("ag-news-lprod", "ag_news", AG),
+    "ag-news-dense": Row("ag-news-lprod", "ag_news", AG, "dense"),
+    "ag-news-768": Row("ag-news-lprod-768", "ag_news", variant="smoke"),
+    "imdb": Row("imdb-lprod", "imdb", IMDB),
+    "imdb-dense": Row("imdb-lprod", "imdb", IMDB, "dense"),
+    "newsgroups": Row("newsgroups-tga", "newsgroups20"),
+    "newsgroups-dot-product": Row("newsgroups-tga", "newsgroups20", variant="dot-product"),
+    "tweetqa": Row("tweetqa-tam", "tweetqa", SMALL),
+    "tweetqa-cp": Row("tweetqa-tam", "tweetqa", SMALL, "cp"),
+    "tweetqa-bert": Row("tweetqa-tam", "tweetqa", SMALL, "softmax"),
+    "tweetqa-multilinear": Row("tweetqa-tam", "tweetqa", SMALL, "multilinear"),
+    "adrenal": Row("adrenal-hot", "adrenalmnist3d_28"),
+    "adrenal-dense": Row("adrenal-hot", "adrenalmnist3d_28", variant="dense"),
+    "weather": Row("weather-hot", "weather"),
+    "weather-dense": Row("weather-hot", "weather", variant="dense"),
+    **{
+        f"weather-{horizon}": Row("weather-hot", "weather", variant=f"horizon-{horizon}")
+        for horizon in (192, 336, 720)
+    },
+}
+
+
+def main() -> None:
+    """Runs what is not there yet, and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder with a folder for each data set")
+    parser.add_argument("out", type=Path, help="folder for the models and results.json")
+    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help="rows to run")
+    parser.add_argument("--full", action="store_true", help="the recipes' own schedules")
+    parser.add_argument("--max-minutes", type=float, help="longest training of a row")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = args.out / "results.json"
+    results: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
+    for name in args.only or ROWS:
+        if name not in results:
+            results[name] = run(args, name)
+            record.write_text(json.dumps(results, indent=1) + "\n")
+        show(name, results[name])
+
+
+def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Runs one row by the command line, and keeps what its report says."""
+    row = ROWS[name]
+    said = [*local_files(args.data / row.data), f"output={args.out / name}"]
+    said += [] if args.full else list(row.cut)
+    said += [f"finetune.max_minutes={args.max_minutes}"] if args.max_minutes else []
+    variant = None if args.full and row.variant == "smoke" else row.variant
+    command = [sys.executable, "-m", "tcompress", "run", f"scratch/{row.recipe}", "--json", "-q"]
+    command += ["--force", *(["--variant", variant] if variant else [])]
+    for setting in said:
+        command += ["--set", setting]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
+    found = json.loads(done.stdout)
+    report, training = found["reports"][0], found["reports"][0]["training"][0]
+    return {
+        "metrics": found["evaluations"][0]["models"][0]["metrics"],
+        "paper": [line for line in report["paper"] if line["ours"]],
+        "parameters": report["parameters"],
+        "training": {key: training[key] for key in ("steps", "samples", "seconds", "curve")},
+        "cut": [] if args.full else list(row.cut),
+        "hardware": hardware(),
+    }
+
+
+def local_files(folder: Path) -> list[str]:
+    """Settings that read the files of a folder in place of the hub's data sets."""
+    parts = {path.stem.split("_")[0]: path for path in sorted(folder.glob("*.parquet"))}
+    train = parts.get("train") or parts["all"]
+    test = parts.get("test") or parts.get("validation") or parts["all"]
+    said = [f"finetune.data.source=[{train}]", f"evaluate.0.data={test}"]
+    if folder.name == "tweetqa":
+        for place in ("finetune.data", "evaluate.0"):
+            said.append(f"{place}.columns={{text: question+passage, pair: answers}}")
+    if folder.name.startswith("adrenal"):
+        return [*said, f"finetune.data.validation={parts['validation']}"]
+    return said if "all" in parts else [*said, f"architecture.tokenizer.words={train}"]
+
+
+def hardware() -> str:
+    """The machine, in words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    """Prints ours, and the papers' rows beside it."""
+    for metric in row["metrics"]:
+        span = metric["interval"] or {"low": float("nan"), "high": float("nan")}
+        print(f"{name}: {metric['name']} {metric['value']:.4f}", end=" ")
+        print(f"[{span['low']:.3f}, {span['high']:.3f}]", end="")
+        for line in row["paper"]:
+            if line["metric"] == metric["name"]:
+                print(
+                    f"  paper: {line['row']} {line['value']} (not comparable: {line['why']})",
+                    end="",
+                )
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,8 @@
 DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
 `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
 two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
-`--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What is
-done is not done again: OUT/results.json keeps it, with the machine.
+`--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What
+is done is not done again: OUT/results.json keeps it, with the machine.
 """
 
 from __future__ import annotations

@@ -59,6 +59,16 @@ def test_horner_equals_the_eigendecomposition_of_a_symmetric_graph() -> None:
     torch.testing.assert_close(mixed[0, 1], vectors * response @ vectors.T @ v[0, 1])
 
 
+@pytest.mark.parametrize("decay", [None, 0.7])
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float | None) -> None:
+    kind, host = mechanism("graph"), Host(HEADS, HEADS, WIDTH)
+    layout = kind.arrange(GraphSpec(decay=decay), host)
+    first = kind.start(layout, torch.Generator(), pretrained=pretrained)["decay"].sigmoid()
+    expected = decay or (0.05 if pretrained else 0.9)
+    torch.testing.assert_close(first, torch.full((HEADS,), expected))
+
+
 def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
     with pytest.raises(ValueError, match="`tga` has a filter of order 2"):
         GraphSpec(filter_order=3)

@@ -21,6 +21,12 @@ from tcompress.mechanisms.base import (
 from tcompress.mechanisms.visible import Visible, past
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
+SCRATCH_DECAY = 0.9
+"""First decay of the papers."""
+CONVERTED_DECAY = 0.05
+"""First decay of trained weights: their keys are long, and sums over neighbours are no averages, so
+that edges that reach far would drown each token's own values (docs/attention.md)."""
+
 
 class GraphSpec(MechanismSpec):
     """Options of `tga` and `tsa`."""
@@ -29,8 +35,12 @@ class GraphSpec(MechanismSpec):
     filter_order: int = Field(
         2, ge=2, le=16, description="terms of the graph filter: powers 0 to this less one"
     )
-    decay: float = Field(
-        0.9, gt=0, lt=1, description="first value of what a step of distance multiplies edges by"
+    decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="first value of what a step of distance multiplies edges by; default "
+        f"{SCRATCH_DECAY}, as in the papers, and {CONVERTED_DECAY} in converted models",
     )
 
     @model_validator(mode="after")
@@ -46,7 +56,7 @@ class GraphLayout(MechanismLayout):
     mechanism: Literal["graph"] = "graph"
     filter_order: int = Field(2, ge=2)
     weighted: bool = False
-    decay: float = 0.9
+    decay: float | None = None
 
 
 class Graph(Mechanism[GraphSpec, GraphLayout]):
@@ -92,7 +102,8 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     def start(
         self, layout: GraphLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
-        first = log(layout.decay / (1 - layout.decay))
+        decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
+        first = log(decay / (1 - decay))
         values = {"decay": torch.full((layout.heads,), first)}
         if layout.weighted:
             values["coefficients"] = torch.ones(layout.filter_order, layout.heads)

@@ -6,7 +6,7 @@ DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa
 `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
 two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
 `--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What
-is done is not done again: OUT/results.json keeps it, with the machine.
+is done with the same settings is not done again: OUT/results.json keeps it, with the machine.
 """
 
 from __future__ import annotations
@@ -79,22 +79,28 @@ def main() -> None:
     record = args.out / "results.json"
     results: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
     for name in args.only or ROWS:
-        if name not in results:
-            results[name] = run(args, name)
+        said = settings(args, name)
+        if results.get(name, {}).get("settings") != said:
+            results[name] = {"settings": said, **run(name, said)}
             record.write_text(json.dumps(results, indent=1) + "\n")
         show(name, results[name])
 
 
-def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Runs one row by the command line, and keeps what its report says."""
+def settings(args: argparse.Namespace, name: str) -> list[str]:
+    """What is changed in the recipe of a row, its variant first."""
     row = ROWS[name]
-    said = [*local_files(args.data / row.data), f"output={args.out / name}"]
+    variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
+    said = [variant, *local_files(args.data / row.data), f"output={args.out / name}"]
     said += [] if args.full else list(row.cut)
-    said += [f"finetune.max_minutes={args.max_minutes}"] if args.max_minutes else []
-    variant = None if args.full and row.variant == "smoke" else row.variant
-    command = [sys.executable, "-m", "tcompress", "run", f"scratch/{row.recipe}", "--json", "-q"]
-    command += ["--force", *(["--variant", variant] if variant else [])]
-    for setting in said:
+    return said + ([f"finetune.max_minutes={args.max_minutes}"] if args.max_minutes else [])
+
+
+def run(name: str, said: list[str]) -> dict[str, Any]:
+    """Runs one row by the command line, and keeps what its report says."""
+    recipe, variant = f"scratch/{ROWS[name].recipe}", said[0]
+    command = [sys.executable, "-m", "tcompress", "run", recipe, "--json", "-q", "--force"]
+    command += ["--variant", variant] if variant else []
+    for setting in said[1:]:
         command += ["--set", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -106,7 +112,6 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "paper": [line for line in report["paper"] if line["ours"]],
         "parameters": report["parameters"],
         "training": {key: training[key] for key in ("steps", "samples", "seconds", "curve")},
-        "cut": [] if args.full else list(row.cut),
         "hardware": hardware(),
     }
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.errors import SourceError
-from tcompress.source import WeightStore, shards
-from tests.support.checkpoints import save
+from tcompress.source import WeightStore
+from tests.support.checkpoints import refusal_of, save
 
 INDEX = "model.safetensors.index.json"
 
@@ -43,13 +43,6 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def shard_of(folder: Path, number: int) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[number]
-
-
-def message_of(folder: Path) -> str:
-    with pytest.raises(SourceError) as caught:
-        WeightStore.open(folder)
-    assert caught.value.hint
-    return caught.value.message
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
@@ -167,7 +160,7 @@ def test_a_truncated_shard_is_named_with_its_sizes(folder: Path) -> None:
     shard = shard_of(folder, 1)
     size = shard.stat().st_size
     os.truncate(shard, size - 10)
-    assert message_of(folder) == (
+    assert refusal_of(folder) == (
         f"the weights in `{folder}` cannot be used: "
         f"`{shard.name}` is truncated: expected {size} bytes, found {size - 10}"
     )
@@ -176,13 +169,13 @@ def test_a_truncated_shard_is_named_with_its_sizes(folder: Path) -> None:
 @pytest.mark.parametrize("size", [0, 5, 100])
 def test_a_shard_cut_in_its_header_is_truncated(folder: Path, size: int) -> None:
     os.truncate(shard_of(folder, 1), size)
-    assert f"is truncated: expected at least {8 if size < 8 else ''}" in message_of(folder)
+    assert f"is truncated: expected at least {8 if size < 8 else ''}" in refusal_of(folder)
 
 
 def test_bytes_after_the_end_are_refused(folder: Path) -> None:
     with shard_of(folder, 0).open("ab") as file:
         file.write(b"more")
-    assert "is longer than its header says: expected" in message_of(folder)
+    assert "is longer than its header says: expected" in refusal_of(folder)
 
 
 @pytest.mark.parametrize("position", [5, 8, 9, 30])
@@ -191,7 +184,7 @@ def test_a_flipped_byte_in_the_header_is_found(folder: Path, position: int) -> N
     data = bytearray(shard.read_bytes())
     data[position] ^= 0xFF
     shard.write_bytes(data)
-    assert f"`{shard.name}` has a damaged header" in message_of(folder)
+    assert f"`{shard.name}` has a damaged header" in refusal_of(folder)
 
 
 def write_header(path: Path, header: Any, data: bytes) -> None:
@@ -218,32 +211,32 @@ def write_header(path: Path, header: Any, data: bytes) -> None:
 )
 def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, header: Any) -> None:
     write_header(tmp_path / "model.safetensors", header, bytes(8))
-    assert "`model.safetensors` has a damaged header" in message_of(tmp_path)
+    assert "`model.safetensors` has a damaged header" in refusal_of(tmp_path)
 
 
 def test_an_element_type_that_torch_has_not_is_named(tmp_path: Path) -> None:
     header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
     write_header(tmp_path / "model.safetensors", header, bytes(1))
-    assert "stores `a` with element type `F4`, which is not supported" in message_of(tmp_path)
+    assert "stores `a` with element type `F4`, which is not supported" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_pointer_of_git_lfs_is_recognised(tmp_path: Path, name: str) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     (tmp_path / name).write_text(pointer * 3)
-    assert f"`{name}` is a Git LFS pointer and not the weights" in message_of(tmp_path)
+    assert f"`{name}` is a Git LFS pointer and not the weights" in refusal_of(tmp_path)
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
     shard_of(folder, 1).unlink()
-    assert "-00002-of-" in message_of(folder)
-    assert message_of(folder).endswith("is missing")
+    assert "-00002-of-" in refusal_of(folder)
+    assert refusal_of(folder).endswith("is missing")
 
 
 def test_an_index_that_names_absent_tensors_is_refused(folder: Path) -> None:
     shard = shard_of(folder, 0).name
     edit_index(folder, lambda files: files.update({"ghost.weight": shard}))
-    assert f"the index places `ghost.weight` in `{shard}`, where it is not" in message_of(folder)
+    assert f"the index places `ghost.weight` in `{shard}`, where it is not" in refusal_of(folder)
 
 
 def test_a_tensor_left_out_of_the_index_is_read_all_the_same(folder: Path) -> None:
@@ -260,7 +253,7 @@ def test_a_tensor_in_two_files_needs_the_index(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": placed}))
     assert WeightStore.open(tmp_path).file_of("both") == files[1]
     edit_index(tmp_path, lambda places: places.pop("both"))
-    assert f"`both` is both in `{files[0]}` and in `{files[1]}`" in message_of(tmp_path)
+    assert f"`both` is both in `{files[0]}` and in `{files[1]}`" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +261,7 @@ def test_a_tensor_in_two_files_needs_the_index(tmp_path: Path) -> None:
 )
 def test_an_index_cannot_lead_out_of_the_folder(folder: Path, file: str) -> None:
     edit_index(folder, lambda files: files.update({"x": file}))
-    assert f"`{INDEX}` names `{file}`, outside the folder" in message_of(folder)
+    assert f"`{INDEX}` names `{file}`, outside the folder" in refusal_of(folder)
 
 
 def test_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
@@ -283,12 +276,12 @@ def test_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": []}', '{"metadata": {}}'])
 def test_an_index_of_another_form_is_refused(folder: Path, text: str) -> None:
     (folder / INDEX).write_text(text)
-    assert f"`{INDEX}` is no weight index" in message_of(folder)
+    assert f"`{INDEX}` is no weight index" in refusal_of(folder)
 
 
 def test_an_empty_index_is_refused(folder: Path) -> None:
     (folder / INDEX).write_text('{"weight_map": {}}')
-    assert f"`{INDEX}` names no tensors" in message_of(folder)
+    assert f"`{INDEX}` names no tensors" in refusal_of(folder)
 
 
 def test_all_problems_are_in_one_error(folder: Path) -> None:
@@ -296,7 +289,7 @@ def test_all_problems_are_in_one_error(folder: Path) -> None:
     os.truncate(shard_of(folder, 1), 50)
     shard = shard_of(folder, 2).name
     edit_index(folder, lambda files: files.update({"ghost": shard, "x": "../y"}))
-    lines = message_of(folder).splitlines()
+    lines = refusal_of(folder).splitlines()
     assert "4 problems" in lines[0]
     assert len(lines) == 5
 
@@ -304,7 +297,7 @@ def test_all_problems_are_in_one_error(folder: Path) -> None:
 def test_a_folder_without_weights_lists_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "tf_model.h5").touch()
     (tmp_path / "onnx").mkdir()
-    assert message_of(tmp_path) == (
+    assert refusal_of(tmp_path) == (
         f"`{tmp_path}` holds no weights: expected one of `model.safetensors`, "
         "`model.safetensors.index.json`, `pytorch_model.bin`, `pytorch_model.bin.index.json`, "
         "found `onnx/`, `tf_model.h5`"
@@ -328,93 +321,3 @@ def test_a_single_file_wins_over_shards_and_safetensors_over_torch(folder: Path)
     assert "c" not in WeightStore.open(folder)
     save_file({"a": torch.ones(1)}, folder / "model.safetensors")
     assert WeightStore.open(folder).keys() == ["a"]
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_torch_file_is_read(tmp_path: Path, zipped: bool) -> None:
-    tensors = {"a": torch.randn(3, 4), "b": torch.randn(4, 4).t(), "n": torch.tensor(3)}
-    path = tmp_path / "pytorch_model.bin"
-    torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
-    store = WeightStore.open(tmp_path)
-    assert store.total_bytes == 12 * 4 + 16 * 4 + 8
-    for key, tensor in tensors.items():
-        read = store.tensor(key)
-        assert torch.equal(read, tensor)
-        assert read.is_contiguous()
-        assert read.untyped_storage().nbytes() == read.nbytes
-
-
-def test_torch_shards_are_read_and_one_is_open_at_a_time(tmp_path: Path) -> None:
-    files = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
-    for key, file in files.items():
-        torch.save({key: torch.ones(2)}, tmp_path / file)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    store = WeightStore.open(tmp_path)
-    for key in ("a", "b", "a"):
-        assert store.tensor(key).tolist() == [1, 1]
-        opened: list[Any] = [shard for _, shard in sorted(store._shards.items())]
-        mapped = [shard._open is not None for shard in opened]
-        assert mapped == [key == "a", key == "b"]
-
-
-def test_a_torch_file_is_mapped_and_opened_anew_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads: list[Any] = []
-    real = torch.load
-
-    def load(*arguments: Any, **options: Any) -> Any:
-        loads.append((options["map_location"], options["weights_only"], options["mmap"]))
-        return real(*arguments, **options)
-
-    torch.save({"a": torch.ones(10), "b": torch.zeros(10)}, tmp_path / "pytorch_model.bin")
-    monkeypatch.setattr(torch, "load", load)
-    monkeypatch.setattr(shards, "REOPEN_AFTER_BYTES", 80)
-    store = WeightStore.open(tmp_path)
-    for _ in range(2):
-        store.tensor("a")
-        store.tensor("b")
-    assert loads == [("meta", True, False), ("cpu", True, True), ("cpu", True, True)]
-
-
-def test_the_fingerprint_of_a_torch_file_follows_its_content(tmp_path: Path) -> None:
-    prints = []
-    for value in (1.0, 1.0, 2.0):
-        torch.save({"a": torch.full((9,), value)}, tmp_path / "pytorch_model.bin")
-        prints.append(WeightStore.open(tmp_path).fingerprint())
-    assert prints[0] == prints[1] != prints[2]
-
-
-class Foreign:
-    """Would run a command when unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("exit 1",)
-
-
-def test_a_pickle_with_more_than_weights_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": Foreign()}, tmp_path / "pytorch_model.bin")
-    message = message_of(tmp_path)
-    assert "`pytorch_model.bin` is damaged or holds Python objects besides tensors" in message
-    assert "could run foreign code" in message
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.ones(1)], "holds a `list`, not a dictionary of tensors"),
-        ({"model": {"a": torch.ones(1)}, "epoch": 3}, "flat dictionary of tensors: `model`, `ep"),
-    ],
-)
-def test_a_torch_file_of_another_form_is_refused(
-    tmp_path: Path, content: Any, message: str
-) -> None:
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    assert message in message_of(tmp_path)
-
-
-def test_a_truncated_torch_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(1000)}, path)
-    os.truncate(path, 3000)
-    assert "`pytorch_model.bin`" in message_of(tmp_path)

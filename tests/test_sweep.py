@@ -1,137 +1,35 @@
-"""Sweeps of tiny models: what is done, what is not done again, and what does not stop others."""
+"""Sweeps of tiny models: what is done, and what is not done again."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from filelock import FileLock
-from torch.nn.functional import normalize
 
 import tcompress
-from tcompress import pipeline
-from tcompress.artifact.manifest import Difference, Metric
 from tcompress.conversion.run import convert
-from tcompress.errors import DataError, FitError, InputError, PlanError, RecipeError
-from tcompress.evaluation.compare import Baseline
+from tcompress.errors import PlanError, RecipeError
 from tcompress.evaluation.run import evaluate
-from tcompress.evaluation.scores import ModelScores
-from tcompress.progress import Silent
 from tcompress.recipe.schema import Recipe
 from tcompress.source import SourceModel
 from tcompress.sweeping.cells import Cell, cells_of, default_methods
-from tcompress.sweeping.outcome import Swept, fallback_metric
-from tcompress.sweeping.run import sweep
+from tcompress.sweeping.outcome import fallback_metric
 from tests.support.conversions import few_steps
 from tests.support.depth import deep
-from tests.support.evaluation import headed, loaded, one_thread, rows_file
-from tests.support.model_folders import sentences, text_file
-from tests.support.tiers import tiered
+from tests.support.sweeps import (  # noqa: F401 - fixtures
+    HEAL,
+    STS,
+    Counting,
+    agreeable_pairs,
+    quick,
+    recipe,
+    run,
+    sweep_folder,
+    sweep_models,
+)
 
-STS: dict[str, Any] = {"task": "sts", "data": "pairs.jsonl", "bootstrap": 50}
-HEAL: dict[str, Any] = {
-    "steps": 2,
-    "batch_size": 4,
-    "data": {"source": ["texts.txt"], "max_length": 16, "holdout": 0.2},
-}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    headed("bert", folder / "bert", "BertModel", num_hidden_layers=1)
-    text_file(folder / "texts.txt", sentences(24))
-    agreeable_pairs(folder / "pairs.jsonl", folder / "bert", 30)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    with one_thread():
-        yield
-
-
-def agreeable_pairs(path: Path, model: Path, count: int) -> None:
-    """Pairs of sentences with the score that the model itself gives them."""
-    network, tokenizer = loaded(model, "BertModel")
-    texts = sentences(2 * count)
-    inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        states = network(**inputs).last_hidden_state
-    mask = inputs["attention_mask"][..., None]
-    means = normalize((states * mask).sum(1) / mask.sum(1))
-    scores = (means[:count] * means[count:]).sum(1).tolist()
-    rows_file(path, sentence1=texts[:count], sentence2=texts[count:], score=scores)
-
-
-def recipe(methods: Any = ("svd",), targets: Any = (0.5, 0.25), **sections: Any) -> Recipe:
-    """A recipe without calibration data, unless it is given."""
-    data = {"method": {"name": "lprod"}, "calibration": {"source": "none"}, "device": "cpu"}
-    cells = {"methods": methods, "targets": targets, **sections.pop("sweep", {})}
-    made = {"convert": {**data, **sections.pop("convert", {})}, "evaluate": [STS], **sections}
-    return Recipe.model_validate({"recipe_version": 1, "sweep": cells, **made})
-
-
-def run(said: Recipe, **options: Any) -> Swept:
-    return sweep(said, SourceModel.open("bert"), Path("out"), **options)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes no time to measure quality, where only the order of work matters."""
-    monkeypatch.setattr(pipeline, "evaluate", quick_evaluate)
-
-
-def quick_evaluate(
-    models: Any, task: str, data: str, *, limit: int | None = None, **options: Any
-) -> list[ModelScores]:
-    """Scores models by the bytes of their weights, without running them."""
-    size = Path(models[0], "model.safetensors").stat().st_size
-    examples = limit or len(Path(data).read_text().splitlines())
-    known = options.get("baseline")
-    value = size / Path("bert/model.safetensors").stat().st_size
-    value += 0.1 * Path(models[0]).name.endswith("-healed")
-    options["progress"].stage(Path(models[0]).name, 1, "inputs")
-    found = Metric(
-        name="spearman",
-        value=value,
-        difference=known
-        and Difference(baseline=known.name, baseline_value=known.values[0], value=value - 1),
-        protocol={"task": task, "data": data, "examples": examples},
-    )
-    baseline = Baseline("bert", [value], [np.zeros(2)], [examples], "tokens")
-    return [ModelScores(str(models[0]), (found,), "examples", 1.0, baseline=baseline)]
-
-
-class Counting:
-    """Counts calls of what a pipeline does."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        for name in ("convert", "finetune", "evaluate", "bench"):
-            monkeypatch.setattr(pipeline, name, self._counted(name, getattr(pipeline, name)))
-
-    def _counted(self, name: str, function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.calls.append(name)
-            return function(*args, **options)
-
-        return call
-
-    def since(self) -> list[str]:
-        """What was called since this was asked last."""
-        calls, self.calls = self.calls, []
-        return calls
+pytestmark = pytest.mark.usefixtures("sweep_folder")
 
 
 def named(said: Recipe) -> list[Cell]:
@@ -367,116 +265,6 @@ def test_force_does_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counting.since() == ["evaluate", "convert", "evaluate"]
 
 
-class Stopping(Silent):
-    """Presses Ctrl-C when the second cell has come so far."""
-
-    def __init__(self, stage: str) -> None:
-        self.at, self.cell = stage, 0
-
-    def part(self, name: str, number: int, total: int) -> None:
-        self.cell = number
-
-    def stage(self, name: str, total: int, unit: str) -> None:
-        if self.cell == 2 and name == self.at:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("stage", "left"),
-    tiered(
-        [("writing", ["convert", "evaluate"]), ("svd-25", ["evaluate"])],
-        lambda row: row[0] == "writing",
-    ),
-)
-def test_interrupt_loses_the_cell_in_work_at_most(
-    stage: str, left: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe(), progress=Stopping(stage))
-    rows = json.loads(Path("out/sweep.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["dense", "svd-50"]
-    counting = Counting(monkeypatch)
-    assert [row.name for row in run(recipe()).front.rows] == ["dense", "svd-50", "svd-25"]
-    assert counting.since() == left
-
-
-# What does not stop the others
-
-
-@pytest.mark.usefixtures("quick")
-def test_failed_cells_do_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: SourceModel, said: Any, *args: Any, **options: Any) -> Any:
-        if said.target == 0.5:
-            raise FitError("layer `q` is not finite")
-        return convert(source, said, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "convert", fail)
-        found = run(recipe())
-    assert found.failed
-    assert [row.name for row in found.front.rows] == ["dense", "svd-25"]
-    assert (found.stopped[0].status, found.stopped[0].reason) == (
-        "failed", "layer `q` is not finite"
-    )  # fmt: skip
-    counting = Counting(monkeypatch)
-    assert not run(recipe()).failed
-    assert counting.since() == ["convert", "evaluate"]
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.grid
-def test_model_that_cannot_be_measured_does_not_stop_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(models: Any, *args: Any, **options: Any) -> Any:
-        if Path(models[0]).name == "svd-50":
-            raise InputError("`spearman` is not defined")
-        return quick_evaluate(models, *args, **options)
-
-    monkeypatch.setattr(pipeline, "evaluate", fail)
-    found = run(recipe())
-    assert [(item.name, item.status) for item in found.stopped] == [("svd-50", "failed")]
-    assert [row.name for row in found.front.rows] == ["dense", "svd-25"]
-
-
-def test_data_that_cannot_be_read_stop_before_any_conversion() -> None:
-    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
-        run(recipe(evaluate=[{**STS, "data": "nowhere.jsonl"}]))
-    assert not list(Path("out").glob("svd*"))
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("threshold", "missed"), tiered([("0.0x", False), ("2x", True)], lambda row: row[1])
-)
-def test_threshold_is_missed_if_no_cell_reaches_it(threshold: str, missed: bool) -> None:
-    found = run(recipe(targets=[0.5], evaluate=[{**STS, "threshold": threshold}]))
-    assert found.missed is missed
-    assert bool(found.cells[0].missed) is missed
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.grid
-def test_output_that_is_no_sweep_is_left_alone() -> None:
-    Path("out").mkdir()
-    Path("out/mine.txt").touch()
-    with pytest.raises(InputError, match="is not empty"):
-        run(recipe(targets=[0.5]))
-    run(recipe(targets=[0.5]), force=True)
-    assert Path("out/mine.txt").exists()
-
-
-@pytest.mark.usefixtures("quick")
-def test_two_sweeps_do_not_share_an_output() -> None:
-    Path("out/.sweep").mkdir(parents=True)
-    with (
-        FileLock("out/.sweep/lock"),
-        pytest.raises(InputError, match="another sweep is writing"),
-    ):
-        run(recipe(targets=[0.5]))
-
-
 # From Python
 
 
@@ -496,18 +284,3 @@ def test_from_python() -> None:
     assert {row.left for row in found.front.rows} == {0, 1}
     with pytest.raises(RecipeError, match="`task` and `data` belong together"):
         tcompress.sweep("bert", task="sts")
-
-
-def test_a_sweep_that_cannot_begin_leaves_nothing() -> None:
-    said = recipe(
-        evaluate=[{**STS, "data": "nothere.jsonl"}], finetune={"data": {"source": ["no.txt"]}}
-    )
-    with pytest.raises(DataError) as caught:
-        sweep(said, SourceModel.open("bert"), Path("new/out"))
-    assert "`nothere.jsonl`" in caught.value.message
-    assert "`no.txt`" in caught.value.message
-    assert not Path("new").exists()
-    Path("out").mkdir()
-    with pytest.raises(DataError):
-        run(said)
-    assert list(Path("out").iterdir()) == []

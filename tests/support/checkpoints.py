@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from tcompress.errors import SourceError
+from tcompress.source import WeightStore
 
 _TEXT = {
     "hidden_size": 32,
@@ -61,3 +65,11 @@ def save(name: str, folder: Path, **options: Any) -> Any:
             parameter.normal_(generator=generator)
     model.save_pretrained(folder, **options)
     return model
+
+
+def refusal_of(folder: Path) -> str:
+    """Why the weights of a folder are refused; every refusal says what to do."""
+    with pytest.raises(SourceError) as caught:
+        WeightStore.open(folder)
+    assert caught.value.hint
+    return caught.value.message

@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import inf, prod
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
@@ -59,6 +60,7 @@ ONCE = 3e6  # building a weight, however small
 FIRST_SWEEPS, CURVED_SWEEPS = 2, 3
 """Sweeps without output moments, where others with them follow, and those; the latter take
 conjugate gradients and cost several times as much."""
+FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
 
 
 PADDED = 0.01
@@ -220,19 +222,25 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         return cores if bool(one <= two) else fit_tt(target.product, target.gram, free)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
-        """Fits one size, and takes the others from what the SVDs of the chain cut off.
+        """Fits some sizes, and takes the others from what the SVDs of the chain cut off.
 
         Those are of the weight in the norm of both moments, where they are no optimum of the
-        chain: only their ratios are used.
+        chain: only their ratios are used. Of two cores the ratio to the loss hardly changes with
+        the rank; with more bonds, which share what is cut off, it falls as ranks do.
         """
         assert target.curvature is not None
-        middle = layouts[len(layouts) // 2]
-        fitted = predicted_loss(self.quick_fit(target, middle), target, constant)
+        first = layouts[0]
         whitened = whitened_product(target.product, target.full_gram(), target.curvature)
-        tails = bond_tails(whitened, middle.in_modes, middle.out_modes)
-        level = _cut(tails, middle)
-        scale = fitted / level if level > 0 else 0.0
-        return [min(constant, scale * _cut(tails, layout)) for layout in layouts]
+        tails = bond_tails(whitened, first.in_modes, first.out_modes)
+        cuts = np.array([_cut(tails, layout) for layout in layouts])
+        places = [place for place in _fitted_sizes(layouts) if cuts[place] > 0]
+        fits = (self.quick_fit(target, layouts[place]) for place in places)
+        ratios = [
+            predicted_loss(fit, target, constant) / cuts[place]
+            for place, fit in zip(places, fits, strict=True)
+        ]
+        scales = np.interp(np.arange(len(layouts)), places, ratios) if places else 0.0 * cuts
+        return [min(constant, float(loss)) for loss in scales * cuts]
 
     def fit_flops(self, layout: TTLayout, *, calibrated: bool) -> float:
         sweeps = int(calibrated) + int(not _is_settled(layout))
@@ -259,6 +267,14 @@ def _aim(target: Target) -> Tensor:
     if target.weight is not None:
         return target.weight
     return torch.linalg.solve(target.gram, target.product.mT).mT
+
+
+def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
+    """Places of the layouts that are fitted to predict all: the middle one, or some in a chain."""
+    if len(layouts[0].ranks) == 1:
+        return [len(layouts) // 2]
+    ends = np.linspace(0, len(layouts) - 1, FITTED_SIZES).round().astype(int)
+    return [int(place) for place in np.unique(ends)]
 
 
 def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:

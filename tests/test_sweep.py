@@ -70,7 +70,16 @@ def test_slices_are_so_many_that_no_width_is_left_out(tmp_path: Path) -> None:
 def test_names_differ_where_conversions_do() -> None:
     methods = [{"name": "lprod", "p": 4, "stages": count} for count in (1, 2, 1)]
     cells = named(recipe(methods, [0.5]))
-    assert [cell.name for cell in cells] == ["lprod-p4-50", "lprod-p4-50-2"]
+    assert [cell.name for cell in cells] == ["lprod-p4-stages1-50", "lprod-p4-50"]
+    chains = [{"name": "tt", **more} for more in ({"apply": "rebuild"}, {"modes": {64: [8, 8]}})]
+    cells = named(recipe([*chains, {"name": "lprod", "pad": True}], [0.5]))
+    assert [cell.name for cell in cells] == [
+        "tt-rebuild-50",
+        "tt-modes64x8x8-50",
+        "lprod-p4-pad-50",
+    ]
+    close = named(recipe(["svd"], [0.5, 0.5 + 1e-9]))
+    assert [cell.name for cell in close] == ["svd-50", "svd-50-2"]
 
 
 def test_refused_cells_say_why() -> None:

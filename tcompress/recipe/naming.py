@@ -8,6 +8,7 @@ from typing import Any
 from tcompress.recipe.schema import Convert
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
+_NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
 _MECHANISM_LETTERS = {
     "filter_order": "k",
     "grid": "",
@@ -31,8 +32,7 @@ def short_name(convert: Convert) -> str:
             words.append(
                 letter + "x".join(map(str, value if isinstance(value, tuple) else [value]))
             )
-    if transform := getattr(method, "transform", None):
-        words.append(transform)
+    words += _other_options(method)
     if convert.residual_rank:
         words.append(f"plus{convert.residual_rank}")
     if getattr(method, "offer", ()):
@@ -51,6 +51,24 @@ def short_name(convert: Convert) -> str:
         share = convert.embeddings.target
         words.append("words" + ("" if share is None else f"{100 * share:g}"))
     return "-".join(words)
+
+
+def _other_options(method: Any) -> list[str]:
+    """Names what differs from a method's defaults and has no letter, such as `dct` or `block8`."""
+    words = []
+    for field, info in type(method).model_fields.items() if method is not None else ():
+        value = getattr(method, field)
+        if field in _NAMED or value in (None, info.default):
+            continue
+        if isinstance(value, Mapping):
+            words += [
+                f"{field}{width}x" + "x".join(map(str, part)) for width, part in value.items()
+            ]
+        elif isinstance(value, str):
+            words.append(value)
+        else:
+            words.append(field if value is True else f"{field}{value}")
+    return words
 
 
 def _attention_words(convert: Convert) -> list[str]:

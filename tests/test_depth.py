@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tcompress.anatomy import anatomy_of
 from tcompress.conversion.depth import block_losses, choose_blocks
@@ -24,7 +24,7 @@ from tcompress.source import SourceModel
 from tests.support.conversions import calibration, densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
-from tests.support.tiny import TINY, TinyModel, build
+from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,12 +56,12 @@ def _stacks(source: SourceModel) -> tuple[StackPlan, ...]:
     return stacks_of(anatomy_of(source.meta_model()))
 
 
-def _assert_left(family: str, folder: Path, **changes: Any) -> None:
-    tiny = deep(family)
+def _assert_left(
+    tiny: TinyModel, folder: Path, kept: tuple[int, ...] = (1, 3), **changes: Any
+) -> None:
     dense, source = _saved(tiny, folder / "dense")
     aware = "calibration" in changes
     for path in stacks(dense):
-        kept = KEPT.get(family, (1, 3))
         asked = _asked(source, path, kept)
         output = folder / f"small-{path}"
         data = drawn(tiny) if aware else None
@@ -82,7 +82,25 @@ def _assert_left(family: str, folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("family", USUAL)
 def test_what_is_left_computes_as_before(family: str, tmp_path: Path) -> None:
-    _assert_left(family, tmp_path)
+    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)))
+
+
+def test_kinds_of_blocks_go_with_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "bos_token_id": 1}
+    kinds = {"attention_types": [[["global", "local"], 2]], "window_size": 4, "eos_token_id": 2}
+    options = {**sizes, **kinds, "vocab_size": VOCAB, "max_position_embeddings": 64}
+    tiny = TinyModel("GPTNeoConfig", "GPTNeoForCausalLM", options)
+    _assert_left(tiny, tmp_path, (0, 1, 2))
+
+
+def test_stages_of_a_backbone_go_with_blocks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    options = {**sizes, "image_size": IMAGE, "patch_size": 4, "out_indices": [1, 2, 4]}
+    tiny = TinyModel("Dinov2Config", "Dinov2ForImageClassification", options, ("image",))
+    _assert_left(tiny, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "small-dinov2.encoder.layer")
+    assert config.out_indices == [0, 1, 2]
+    assert config.out_features == ["stem", "stage1", "stage2"]
 
 
 @pytest.mark.grid
@@ -90,7 +108,7 @@ def test_what_is_left_computes_as_before(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("aware", [False, True])
 def test_with_a_structure(family: str, aware: bool, tmp_path: Path) -> None:
     more = {"calibration": {"source": "builtin"}} if aware else {}
-    _assert_left(family, tmp_path, **SVD, **more)
+    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)), **SVD, **more)
 
 
 def test_a_model_without_structures_is_plain(tmp_path: Path) -> None:

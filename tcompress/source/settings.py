@@ -39,6 +39,7 @@ def cut_settings(
         targets += [twice] if isinstance(twice, dict) else []
         for target in targets:
             target |= _by_block(owner, indices) | _routed(owner, indices)
+            target |= _stages(owner, target, indices)
             counts = _counts(owner, model, path, len(indices), kept, part)
             target |= counts | _aliases(owner, target, counts)
     return result
@@ -115,8 +116,27 @@ def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
             found[name] = [values[index] for index in indices]
     kinds = getattr(owner, "attention_layers", None)  # of GPT-Neo, which writes it as runs
     if isinstance(kinds, list) and len(kinds) > indices[-1]:
+        found["attention_layers"] = [kinds[index] for index in indices]
         found["attention_types"] = [[[kinds[index]], 1] for index in indices]
     return found
+
+
+def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+    """What a backbone says of its stages, one after the stem and one after every block.
+
+    A stage whose block goes is the last one before it that stays.
+    """
+    names = getattr(owner, "stage_names", None)
+    if not isinstance(names, list) or len(names) != getattr(owner, "num_hidden_layers", -1) + 1:
+        return {}
+    given = [place % len(names) for place in owner.out_indices or ()]
+    places = sorted({sum(was < place for was in indices) for place in given})
+    found = {
+        "stage_names": names[: len(indices) + 1],
+        "out_features": [names[place] for place in places],
+        "out_indices": places,
+    }
+    return {name: value for name, value in found.items() if name in settings}
 
 
 def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:

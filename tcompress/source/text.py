@@ -22,6 +22,9 @@ def folder_content(folder: Path) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text, without full stop."""
+    """First line of an error's text, without full stop, and the next one after a colon."""
     text = str(error).strip().splitlines()
-    return text[0].rstrip(".") if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    more = f" {text[1].strip()}" if text[0].endswith(":") and text[1:] else ""
+    return (text[0] + more).rstrip(".")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -225,6 +226,13 @@ def spec_names(spec: type[MechanismSpec]) -> tuple[str, ...]:
     """Returns the names that select a mechanism."""
     names: tuple[str, ...] = spec.model_fields["name"].annotation.__args__  # type: ignore[union-attr]
     return names
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[object]:
+    """Leaves every product in the dtype of its factors, which autocast would lower."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -165,7 +165,7 @@ def edges(
         The edges.  # (batch, heads, queries, keys)
     """
     own = k if rows is None else _take(k, rows)
-    theta = (own @ k.mT).relu() * layout.head_dim**-0.5
+    theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision
     columns = torch.arange(k.shape[-2], device=k.device)
     places = columns[None] if rows is None else rows
     steps = (places[..., None] - columns)[:, None]  # (batch | 1, 1, queries, keys)

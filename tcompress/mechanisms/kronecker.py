@@ -20,6 +20,7 @@ from tcompress.mechanisms.base import (
     Mechanism,
     MechanismLayout,
     MechanismSpec,
+    as_they_are,
     register,
     repeat_heads,
 )
@@ -170,9 +171,10 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
                 "give inputs of the size that the config of the model names",
             )
         valid = None if tokens is None else tokens[:, special:]
-        mixed = mix_grid(
-            q[:, :, special:], k[:, :, special:], v[:, :, special:], valid, tensors, layout
-        )
+        with as_they_are(q.device):
+            mixed = mix_grid(
+                q[:, :, special:], k[:, :, special:], v[:, :, special:], valid, tensors, layout
+            )
         if not special:
             return mixed
         keep = None if tokens is None else tokens[:, None, None]

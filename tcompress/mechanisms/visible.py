@@ -10,6 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import DataError
 
+HIDDEN = -1e3
+"""What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
+
 # Masks whose queries were seen to be alike, with their version: all layers of a pass have the same.
 _ALIKE = WeakIdKeyDictionary()
 
@@ -92,7 +95,7 @@ class Visible:
         mask = mask[:, :1, :, :keys]
         if mask.dtype == torch.bool:
             return cls(mask)
-        return cls(mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask > 0)
+        return cls(mask > HIDDEN if mask.is_floating_point() else mask > 0)
 
 
 def check_alike(mask: Tensor | None, seen: Visible) -> None:

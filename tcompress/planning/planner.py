@@ -62,6 +62,8 @@ class _Planner:
             return
         for block in self.anatomy.blocks:
             for layer in block.layers:
+                if layer.weight_name in self.unused:
+                    continue
                 try:
                     name, choice = self._choice_of(layer)
                 except Refusal:

@@ -43,6 +43,17 @@ def test_models_side_by_side_share_a_table(bare: ModelReport) -> None:
         assert {row.row: row.ours for row in published(order)} == {"Std": "90.00", "T4": "85.00"}
 
 
+def test_several_models_of_a_row_are_named_or_averaged(bare: ModelReport) -> None:
+    mse = {**STD, "metric": "mse", "value": 0.25}
+    for mean, ours in ((False, "one 0.2000; two 0.4000"), (True, "0.3000, mean of 2")):
+        row = {**mse, "mean": mean}
+        one = cites(bare, row, name="runs/one", metrics=(metric(0.2, name="mse"),))
+        two = cites(bare, row, name="runs/two", metrics=(metric(0.4, name="mse"),))
+        alone = cites(bare, row, name="runs/three")
+        (found,) = published([one, two, alone])
+        assert found.ours == ours
+
+
 def test_fractions_stay_fractions_and_unmeasured_rows_empty(bare: ModelReport) -> None:
     mse = {**STD, "metric": "mse", "value": 0.25, "comparable": True, "why": None}
     model = cites(bare, mse, STD, metrics=(metric(0.3, name="mse"),))

@@ -68,6 +68,9 @@ class PaperRow(Section):
     ours: bool = Field(
         True, description="whether the recipe makes this model, or one to compare it with"
     )
+    mean: bool = Field(
+        False, description="whether it is a mean over several variants of the recipe"
+    )
 
 
 def usual_calibration(said: Mapping[str, Any]) -> Calibration:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+from statistics import fmean
 
 from tcompress.recipe.scratch import PaperRow
 from tcompress.reporting.tree import ModelReport
@@ -20,7 +22,8 @@ class Published:
         source: Where it stands.
         comparable: Whether ours is measured alike, or why it is not.
         paper: The number.
-        ours: That of our model of this kind, where one was measured.
+        ours: That of our model of this kind, where one was measured; of several each with its
+            name, or their mean where the published number is one.
     """
 
     row: str
@@ -37,22 +40,32 @@ def published(reports: Sequence[ModelReport]) -> list[Published]:
     A recipe cites rows of its own model and of those that its paper compares it with. The latter
     get a number where another of the models was made by a recipe that has the row as its own.
     """
-    found: dict[tuple[str, str, str], Published] = {}
+    own: dict[tuple[str, str, str], list[tuple[PaperRow, ModelReport]]] = {}
     for report in reports:
         for row in report.paper:
-            key = (row.row, row.metric, row.source)
-            if key not in found or (row.ours and not found[key].ours):
-                found[key] = _beside(row, report)
-    return list(found.values())
+            own.setdefault((row.row, row.metric, row.source), []).append((row, report))
+    return [_beside(cited) for cited in own.values()]
 
 
-def _beside(row: PaperRow, report: ModelReport) -> Published:
-    metrics = [metric for metric in report.metrics if metric.name == row.metric]
-    ours = ""
-    if row.ours and metrics:
-        own = metrics[-1]
-        # Papers that count in percent get ours in percent; errors are no shares of anything.
-        percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1
-        ours = value_text(own.value * (100 if percent else 1))
+def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
+    """A published number beside those of the models that it is about."""
+    row = next((row for row, _ in cited if row.ours), cited[0][0])
+    values = [(report.name, _ours(row, report)) for other, report in cited if other.ours]
+    known = [(PurePath(name).name, value) for name, value in values if value is not None]
+    ours = "; ".join(f"{name} {value_text(value)}" for name, value in known)
+    if len(known) == 1:
+        ours = value_text(known[0][1])
+    elif known and row.mean:
+        ours = f"{value_text(fmean(value for _, value in known))}, mean of {len(known)}"
     why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
     return Published(row.row, row.metric, row.source, why, f"{row.value:g}", ours)
+
+
+def _ours(row: PaperRow, report: ModelReport) -> float | None:
+    metrics = [metric for metric in report.metrics if metric.name == row.metric]
+    if not metrics:
+        return None
+    own = metrics[-1]
+    # Papers that count in percent get ours in percent; errors are no shares of anything.
+    percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1
+    return own.value * (100 if percent else 1)

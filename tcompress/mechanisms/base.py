@@ -207,12 +207,13 @@ class Mechanism(ABC, Generic[S, L]):
         """Most tokens of an input, where the mechanism limits them and the host does not."""
         return None
 
-    def note(self, layout: L, longest: int | None) -> str | None:
+    def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
         """What a user should know before converting, if there is anything.
 
         Args:
             layout: The layout.
             longest: Most tokens of an input, if there is a limit.
+            pretrained: Whether the model is converted, and not drawn at random.
         """
         return None
 

@@ -109,7 +109,9 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
             values["coefficients"] = torch.ones(layout.filter_order, layout.heads)
         return values
 
-    def note(self, layout: GraphLayout, longest: int | None) -> str | None:
+    def note(self, layout: GraphLayout, longest: int | None, *, pretrained: bool) -> str | None:
+        if not pretrained:
+            return None
         return "graph attention has no queries, so a converted model has to be healed"
 
     def apply(

@@ -76,7 +76,11 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
     def longest(self, layout: MultilinearLayout) -> int | None:
         return layout.length
 
-    def note(self, layout: MultilinearLayout, longest: int | None) -> str | None:
+    def note(
+        self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
+    ) -> str | None:
+        if not pretrained:
+            return None
         return (
             "multilinear attention takes nothing from the host's own: its output projection starts "
             "at random, so the model has to be trained"

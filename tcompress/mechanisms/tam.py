@@ -121,7 +121,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     def ordered(self, layout: TamLayout) -> bool:
         return layout.core == "aligned" or layout.memory == "gru"
 
-    def note(self, layout: TamLayout, longest: int | None) -> str | None:
+    def note(self, layout: TamLayout, longest: int | None, *, pretrained: bool) -> str | None:
         if layout.core != "aligned" or (longest is not None and longest <= layout.head_dim):
             return None
         left = "see all tokens alike" if layout.normalize == "softmax" else "get nothing"

@@ -72,7 +72,7 @@ def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> Ex
         entries=tuple(entries),
         left=tuple(left),
         unused=frozenset(unused),
-        notes=_notes(recipe, entries, found),
+        notes=_notes(recipe, source, entries, found),
     )
 
 
@@ -149,13 +149,22 @@ def _check_blocks(recipe: Convert, source: SourceModel, found: Sequence[Attentio
 
 
 def _notes(
-    recipe: Convert, entries: Sequence[AttentionPlan], found: Sequence[Attention]
+    recipe: Convert,
+    source: SourceModel,
+    entries: Sequence[AttentionPlan],
+    found: Sequence[Attention],
 ) -> tuple[str, ...]:
     assert recipe.attention is not None
     kind = mechanism_of(recipe.attention)
     lengths = [item.tokens or item.longest for item in found]
     longest = None if None in lengths else max(length for length in lengths if length)
-    notes = [kind.note(entry.layout, longest) for entry in entries[:1]]
+    trained = recipe.init != "random"
+    notes = [kind.note(entry.layout, longest, pretrained=trained) for entry in entries[:1]]
+    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
+        notes.append(
+            "this model has no types of tokens, which tell the texts of a pair apart: both are "
+            "taken as one"
+        )
     if kind.unused and not any(entry.unused for entry in entries):
         notes.append(
             "queries are part of a fused projection, which stays whole: their part is computed, "

@@ -260,6 +260,17 @@ def test_dropped_queries_count_as_saved(shop: Workshop) -> None:
     assert made.plan.saved == 2 * (32 * 32 + 32 - 4)
 
 
+@pytest.mark.parametrize("share", ["heads", "model"])
+def test_banks_are_of_the_layers_that_stay(share: str, shop: Workshop, tmp_path: Path) -> None:
+    method = {"name": "tucker", "share": share}
+    recipe = recipe_for("tga", method=method, target=0.4, calibration={"source": "none"})
+    made = convert(str(shop.source("bert")), recipe, tmp_path / "made")
+    assert not any(entry.role == "q" for entry in made.manifest.plan.layers)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(made.folder)
+    now = sum(parameter.numel() for parameter in model.parameters())
+    assert made.manifest.plan.parameters - made.manifest.plan.saved == now
+
+
 def test_only_some_blocks_are_exchanged(shop: Workshop) -> None:
     source = SourceModel.open(str(shop.source("bert")))
     plan = make_plan(recipe_for("tga", attention_layers=(1,)), source)

@@ -58,6 +58,7 @@ def test_texts_are_cut_to_the_length_from_calibration_to_evaluation(tmp_path: Pa
     [
         ("bert", {"name": "multilinear"}, "give `length`"),
         ("bert", {"name": "multilinear", "length": 4000}, "the model takes"),
+        ("roberta", {"name": "multilinear", "length": 64}, "the model takes 63 at most"),
         ("vit", {"name": "multilinear", "length": 3}, "`length` is 3, and inputs have"),
         ("vit", {"name": "hot", "grid": [3, 3]}, "a grid of 3 x 3 with 1 special tokens holds 10"),
         ("bert", {"name": "hot", "grid": [3, 3]}, "inputs differ in length"),

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "anatomy": {"errors"},
     "recipe": {"errors", "structures", "mechanisms"},
     "planning": {"errors", "structures", "mechanisms", "source", "anatomy", "recipe"},
-    "reading": {"errors", "source"},
+    "reading": {"errors", "source", "anatomy"},
     "calibrate": {"errors", "source", "recipe", "reading"},
     "artifact": {"errors", "structures", "source", "recipe", "planning"},
     "hosts": {"errors"},

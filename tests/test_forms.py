@@ -106,14 +106,20 @@ def test_learned_positions_begin_as_the_host_draws_them(tmp_path: Path) -> None:
     assert torch.equal(table, source.store.tensor("bert.embeddings.position_embeddings.weight"))
 
 
-def test_rows_before_the_first_position_are_empty(tmp_path: Path) -> None:
-    source = SourceModel.open(str(config_folder("opt", tmp_path / "config")), seed=0)
+@pytest.mark.parametrize(
+    ("family", "path", "before"),
+    [("opt", "model.decoder.embed_positions", 2), ("gpt2", "transformer.wpe", 0)],
+)
+def test_rows_before_the_first_position_are_empty(
+    family: str, path: str, before: int, tmp_path: Path
+) -> None:
+    source = SourceModel.open(str(config_folder(family, tmp_path / "config")), seed=0)
     made = scratch(tmp_path / "made", source, method=LPROD, positions="standard")
     model: Any = type(source.meta_model()).from_pretrained(made.folder)
-    table = model.model.decoder.embed_positions.weight
-    assert not table[:2].any()
+    table = model.get_submodule(path).weight
+    assert not table[:before].any()
     wanted = slice_positions(64, 32, 4, "standard")
-    assert_close(table[2:].double() / table.double().norm(), wanted / wanted.norm())
+    assert_close(table[before:].double() / table.double().norm(), wanted / wanted.norm())
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=torch.tensor([[5, 6]])).logits).all()
 
@@ -123,9 +129,9 @@ def test_a_host_without_them_is_refused_with_all_reasons(tmp_path: Path) -> None
     with pytest.raises(PlanError) as caught:
         scratch(tmp_path / "made", source, method=LPROD, positions="linear", norm="tensor")
     assert caught.value.message == (
-        "`positions: linear` is about a table of positions, and this `llama` model has none; "
-        "`norm: tensor` is about layer norms of all features, and the blocks of this `llama` model "
-        "have none"
+        "`positions: linear` is about a table of positions for tokens of text, and this `llama` "
+        "model has none; `norm: tensor` is about layer norms of all features, and the blocks of "
+        "this `llama` model have none"
     )
     assert not (tmp_path / "made").exists()
 

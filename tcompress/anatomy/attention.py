@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tcompress.anatomy.data import Anatomy, Block, Layer
+from tcompress.anatomy.positions import text_positions
 
 # Tokens before the grid, by family of image and video models.
 _SPECIAL: Mapping[str, int] = {
@@ -104,7 +105,7 @@ def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | 
         tokens=fixed,
         grid=grid,
         special=special,
-        longest=None if grid else _longest(config),
+        longest=None if grid else _longest(model, config),
         reason=_masked(model) or _reason(module, family, width),
     )
 
@@ -167,6 +168,6 @@ def _frames(family: str, module: nn.Module, config: Any) -> int | None:
     return config.max_source_positions if encodes else None
 
 
-def _longest(config: Any) -> int | None:
+def _longest(model: nn.Module, config: Any) -> int | None:
     longest = getattr(config, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) else None
+    return text_positions(model, longest) if isinstance(longest, int) else None

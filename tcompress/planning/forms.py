@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from tcompress.anatomy import Anatomy
+from tcompress.anatomy.positions import position_tables
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.entries import FormPlan
 from tcompress.recipe.schema import Convert
@@ -33,8 +34,8 @@ def plan_forms(
         tables = list(_positions(recipe, source, model, anatomy))
         if not tables:
             problems.append(
-                f"`positions: {recipe.positions}` is about a table of positions, and this "
-                f"`{anatomy.family}` model has none"
+                f"`positions: {recipe.positions}` is about a table of positions for tokens of "
+                f"text, and this `{anatomy.family}` model has none"
             )
         found += tables
     if recipe.norm != "host":
@@ -64,25 +65,19 @@ def _positions(
     recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy
 ) -> Iterator[FormPlan]:
     inside = tuple(f"{block.name}." for block in anatomy.blocks)
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        is_table = isinstance(module, nn.Embedding) and "position" in leaf
-        if not is_table or path.startswith(inside):
+    for path, table, offset in position_tables(model):
+        if path.startswith(inside):
             continue
-        assert isinstance(module, nn.Embedding)
         try:
             name = source.keymap.checkpoint_prefix(path)
         except SourceError:
             continue  # it has no place of its own in a checkpoint
-        offset = getattr(module, "offset", None)
-        if offset is None:  # RoBERTa counts from the padding token on
-            offset = 0 if module.padding_idx is None else module.padding_idx + 1
         yield FormPlan(
             name=name,
             kind="positions",
             form=recipe.positions,
             p=_slices(recipe),
-            shape=(module.num_embeddings, module.embedding_dim),
+            shape=(table.num_embeddings, table.embedding_dim),
             offset=offset,
         )
 

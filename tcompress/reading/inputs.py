@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from tcompress.anatomy.positions import text_positions
 from tcompress.errors import DataError
 from tcompress.source import SourceModel
 
@@ -79,8 +78,7 @@ def longest_text(source: SourceModel, inputs: Inputs) -> int | None:
             limits.extend(_numbers(config, names))
     if not limits:
         return None
-    limit = min(limits)
-    return limit - _positions_before_text(source.meta_model(), limit)
+    return text_positions(source.meta_model(), min(limits))
 
 
 def vocabulary_size(source: SourceModel, inputs: Inputs) -> int | None:
@@ -211,15 +209,3 @@ def _numbers(config: Any, names: list[str]) -> list[int]:
     values = [getattr(config, name, None) for name in names]
     # Some configurations write "no limit" as -1.
     return [value for value in values if isinstance(value, int) and value > 0]
-
-
-def _positions_before_text(model: nn.Module, limit: int) -> int:
-    """Count the position embeddings that RoBERTa and its kin never use for text.
-
-    They number positions from the one after the padding token's.
-    """
-    for name, module in model.named_modules():
-        is_table = isinstance(module, nn.Embedding) and "position" in name.rpartition(".")[2]
-        if is_table and module.num_embeddings == limit and module.padding_idx is not None:
-            return int(module.padding_idx) + 1
-    return 0

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 import tcompress  # noqa: F401 - lets Transformers load converted models
 from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError, InputError
+from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import ModelReport, report_of
 from tcompress.source import WeightStore
 from tcompress.source.shards import SafetensorsShard
@@ -229,6 +230,16 @@ def test_multiply_adds_are_those_that_run(
     assert macs.length == length
     # What is done once per pass does not divide into tokens evenly: it is rounded up.
     assert macs.now == -(-counter.get_total_flops() // (2 * length))
+
+
+def test_images_count_their_own_tokens_dense_and_now(tmp_path: Path) -> None:
+    """Whatever length is asked for: 16 patches and a class token, on both sides."""
+    build("vit").save_pretrained(tmp_path / "dense")
+    hot = Convert.model_validate({"attention": {"name": "hot"}, "calibration": {"source": "none"}})
+    made = convert(str(tmp_path / "dense"), hot, tmp_path / "made").folder
+    dense, now = (report_of(folder, 999).macs_per_token for folder in (tmp_path / "dense", made))
+    assert dense.length == now.length == 17
+    assert dense.dense == now.dense
 
 
 def test_multiply_adds_of_experts_count_those_of_a_token(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ Models = Annotated[
 def report(
     models: Models,
     length: Annotated[
-        int, typer.Option(min=1, help="Length in tokens at which multiply-adds are counted.")
+        int, typer.Option(min=1, help="Tokens to count multiply-adds for; images have their own.")
     ] = 128,
     layers: Annotated[bool, typer.Option("--layers", help="Add a row for each layer.")] = False,
     html: Annotated[

@@ -10,7 +10,9 @@ models with an encoder and a decoder, or with two towers, one token of each. The
     + output head                 d x vocabulary, if the class of the model has one
 
 What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
-Embeddings are look-ups and count nothing, but for what a rewritten one builds a row with. Left out
+T is chosen, but for models whose
+inputs all have the same number of tokens, such as most image models. Embeddings are look-ups and
+count nothing, but for what a rewritten one builds a row with. Left out
 are norms, activations and biases, projections outside the blocks other than the output head, what
 runs once per sequence (poolers, classifiers, tables of relative positions), and patch projections.
 Windows and causal masks are not subtracted: the number is that of the last of T tokens under full
@@ -27,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tcompress.anatomy import Anatomy, Block, Layer
+from tcompress.anatomy import Anatomy, Block, Layer, attentions_of
 from tcompress.mechanisms.base import mechanism
 from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.structures.base import structure
@@ -151,12 +153,33 @@ def mechanism_macs(entry: AttentionPlan, length: int) -> int:
         entry: The attention.
         length: Number of tokens T in the sequence.
     """
+    tokens = _fixed(entry) or length
+    return mechanism(entry.layout.mechanism).macs(entry.layout, tokens) * length // tokens
+
+
+def usual_tokens(
+    model: nn.Module, anatomy: Anatomy, length: int, exchanged: Exchanged = MappingProxyType({})
+) -> int:
+    """Returns the number of tokens to count a model for.
+
+    Args:
+        model: The model; the meta device is enough.
+        anatomy: Its anatomy.
+        length: Number of tokens, unless every attention has the same number whatever is given.
+        exchanged: What has another mechanism.
+    """
+    fixed = {_fixed(entry) for entry in exchanged.values()}
+    fixed |= {item.tokens for item in attentions_of(model, anatomy) if item.block not in exchanged}
+    (first, *others) = fixed or {None}
+    return length if others or not first else first
+
+
+def _fixed(entry: AttentionPlan) -> int | None:
+    """Number of tokens that a mechanism is tied to."""
     layout: Any = entry.layout
-    fixed = getattr(layout, "length", 0)
     if getattr(layout, "grid", ()):
-        fixed = prod(layout.grid) + layout.special
-    tokens = fixed or length
-    return mechanism(layout.mechanism).macs(layout, tokens) * length // tokens
+        return int(prod(layout.grid)) + int(layout.special)
+    return getattr(layout, "length", None)
 
 
 def _above(path: str) -> Iterator[str]:

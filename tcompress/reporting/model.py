@@ -26,6 +26,7 @@ from tcompress.reporting.count import (
     experts_per_token,
     layer_macs,
     macs_per_token,
+    usual_tokens,
 )
 from tcompress.reporting.describe import describe_parts
 from tcompress.reporting.tree import (
@@ -54,7 +55,7 @@ def report_of(
 
     Args:
         name: Local folder, short name or hub id.
-        length: Tokens in the sequence for the multiply-adds.
+        length: Tokens in the sequence for the multiply-adds, where inputs differ in it.
         trust_remote_code: Whether Python code that comes with the model may run.
 
     Raises:
@@ -120,6 +121,7 @@ def _dense(name: str, length: int, trust: bool) -> ModelReport:
     manifest = read_manifest(source.folder)
     now = _Counted.of(source)
     dense = _before(source, manifest) or now
+    length = usual_tokens(*now, length)
     size = bytes_of_files(source.store)
     cut = manifest is not None and manifest.plan.depth is not None
     return ModelReport(
@@ -178,7 +180,8 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
     manifest = artifact.manifest
     now = _Counted.of(source)
     dense = _before(source, manifest) or now
-    planned = _planned(artifact, now.model)
+    planned, exchanged = _planned(artifact, now.model), _exchanged(artifact, now.model)
+    length = usual_tokens(*now, length, exchanged)
     layers = tuple(
         layer_report(
             entry,
@@ -198,7 +201,7 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
         created=None if manifest is None else manifest.created,
         parameters=_parameters(dense, now, artifact),
         bytes_on_disk=_bytes(artifact),
-        macs_per_token=_macs(dense, now, planned, length, _exchanged(artifact, now.model)),
+        macs_per_token=_macs(dense, now, planned, length, exchanged),
         layers=layers,
         attention=artifact.attention,
         left=_left(now.anatomy, planned) if manifest is None else manifest.plan.left,

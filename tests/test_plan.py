@@ -217,6 +217,11 @@ def test_keep_is_stronger_than_rules(planned: Planned) -> None:
             "choose a smaller rank, or a larger p",
         ),
         (
+            {"method": {"name": "tt", "order": 3, "rank": 500}},
+            "it would not shrink: ",
+            "choose a smaller rank",
+        ),
+        (
             {"method": {"name": "lprod", "p": 6, "transform": "hadamard", "pad": True}},
             "p",
             "choose another p",
@@ -258,6 +263,21 @@ def test_the_smallest_target_that_is_named_can_be_met(method: str, planned: Plan
     assert len(planned("bert", method={"name": method}, target=whole).layers) == 12
     with pytest.raises(PlanError):
         planned("bert", method={"name": method}, target=first - 0.001)
+
+
+@pytest.mark.parametrize(
+    ("method", "note"),
+    [
+        ({"name": "tt", "order": 3, "rank": [4, 20]}, "4, 20 became 4, 8"),
+        ({"name": "tucker", "share": "layers", "rank": 4, "cores": 99}, "99 became 2"),
+    ],
+)
+def test_ranks_that_shapes_do_not_admit_are_told(
+    method: dict[str, Any], note: str, planned: Planned
+) -> None:
+    warnings = planned("bert", method=method).warnings
+    assert [text for text in warnings if note in text and "more than shapes admit in" in text]
+    assert "shapes admit" not in "".join(planned("bert", method={"name": "tt", "rank": 4}).warnings)
 
 
 def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:

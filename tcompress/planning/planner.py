@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -39,6 +39,7 @@ class _Planner:
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
+    clipped: dict[str, str] = field(default_factory=dict)
     pools: Pools = field(default_factory=Pools)
 
     def run(self) -> None:
@@ -147,7 +148,12 @@ class _Planner:
         share = kept_share(entry, sharing)
         if share >= 1:
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
-            raise Refusal(reason, "choose a smaller rank, or a larger p")
+            larger = ", or a larger p" if hasattr(choice.method, "p") else ""
+            raise Refusal(reason, f"choose a smaller rank{larger}")
+        kind = structure_of(choice.method)
+        for part in parts:
+            note = kind.clipped(choice.method, part.terms[0])
+            self.clipped |= {stored: note} if note else {}
         return entry
 
     def _choice(self, names: Sequence[str]) -> Choice | None:
@@ -286,8 +292,21 @@ def _plan(
             for name in blocks
             for parameter in model.get_submodule(name).parameters()
         ),
-        warnings=(*anatomy.warnings, *exchanged.notes, *note_of(planner.layers)),
+        warnings=(
+            *anatomy.warnings,
+            *exchanged.notes,
+            *note_of(planner.layers),
+            *_note_of_ranks(planner.clipped),
+        ),
     )
+
+
+def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:
+    """Says once for all layers that shapes admit smaller ranks only."""
+    if clipped:
+        name, note = next(iter(clipped.items()))
+        layers = "1 layer" if len(clipped) == 1 else f"{len(clipped)} layers, such as"
+        yield f"ranks are more than shapes admit in {layers} `{name}`: {note}"
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:

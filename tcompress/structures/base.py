@@ -186,6 +186,10 @@ class Structure(ABC, Generic[S, L]):
         """How many inputs every output sees: what calibration rows must suffice for."""
         return layout.in_features
 
+    def clipped(self, spec: S, layout: L) -> str | None:
+        """Says which of a spec's numbers the layout has less of, since its shape admits no more."""
+        return None
+
     def settle(self, spec: S, *, calibrated: bool) -> S:
         """Fills options whose default depends on whether there is calibration data."""
         return spec
@@ -288,6 +292,17 @@ class Structure(ABC, Generic[S, L]):
         u = self.core(z, tensors, layout)
         dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
         return dense.reshape(*u.shape[:-1], -1).mT
+
+
+def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
+    """Says what became of ranks, if they are not those asked for."""
+    if asked is None:
+        return None
+    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
+    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+        return None
+    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
+    return f"{said} became {', '.join(map(str, given))}"
 
 
 def svd_flops(rows: int, columns: int) -> float:

@@ -23,6 +23,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    clip_note,
     register,
     svd_flops,
 )
@@ -75,6 +76,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
             out_features=site.out_features,
             rank=min(rank, site.in_features, site.out_features),
         )
+
+    def clipped(self, spec: LowRankSpec, layout: LowRankLayout) -> str | None:
+        return clip_note(spec.rank, (layout.rank,))
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {

@@ -43,6 +43,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    clip_note,
     predicted_loss,
     register,
     svd_flops,
@@ -133,6 +134,9 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
             ranks=clip_ranks(ranks, in_modes, out_modes),
             apply=spec.apply,
         )
+
+    def clipped(self, spec: TTSpec, layout: TTLayout) -> str | None:
+        return clip_note(spec.rank, layout.ranks)
 
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)

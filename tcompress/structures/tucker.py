@@ -42,6 +42,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    clip_note,
     register,
     svd_flops,
 )
@@ -156,6 +157,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             blocks=blocks,
             turned=cut.turned,
         )
+
+    def clipped(self, spec: TuckerSpec, layout: TuckerLayout) -> str | None:
+        cores = None if layout.bank is None else clip_note(spec.cores, (layout.cores,))
+        return clip_note(spec.rank, layout.ranks) or cores
 
     def tensors(self, layout: TuckerLayout) -> Shapes:
         if layout.bank is not None:

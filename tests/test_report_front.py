@@ -117,6 +117,11 @@ def test_models_that_were_not_measured(reports: dict[str, ModelReport]) -> None:
     assert "accuracy" not in shown(front_table(found))
 
 
+def test_a_few_parameters_less_are_no_place_on_the_front() -> None:
+    places = [(100_000.0, 0.9), (99_960.0, 0.8), (99_000.0, 0.7), (50_000.0, 0.6)]
+    assert unbeaten(places, lambda place: place) == [places[0], places[2], places[3]]
+
+
 def test_unbeaten_keeps_what_is_alike() -> None:
     places = [(1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (2.0, 3.0), (3.0, 2.0)]
     assert unbeaten(places, lambda place: place) == [(1.0, 1.0), (1.0, 1.0), (2.0, 3.0)]

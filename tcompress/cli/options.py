@@ -177,7 +177,8 @@ TargetBytes = Annotated[
     typer.Option(
         "--target-bytes",
         metavar="60MB",
-        help="In place of `--target`: most bytes of the weights on disk, in the output's dtype.",
+        help="In place of `--target`: most bytes of all weights, in the output's dtype; headers of "
+        "files, some kilobytes, come on top.",
         rich_help_panel=METHOD,
     ),
 ]

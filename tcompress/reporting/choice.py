@@ -17,6 +17,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 _SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
 
+ALIKE = 0.005
+"""Part of a cost that is no difference."""
+
 
 def metric_key(metric: Metric) -> tuple[str, ...]:
     """Equal for numbers that can be compared: of the same task on the same examples."""
@@ -72,6 +75,9 @@ def unbeaten(
 ) -> list[_Item]:
     """Picks the Pareto front: the items that no other one beats in both cost and quality.
 
+    Costs that differ by no more than `ALIKE` are one: budgets are spent almost to the last
+    parameter, and an item is not on the front for leaving a few more of them.
+
     Args:
         items: What is compared.
         place: Gives cost and quality of an item.
@@ -80,7 +86,8 @@ def unbeaten(
     sign = 1 if higher else -1
 
     def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
-        return one != other and one[0] <= other[0] and sign * one[1] >= sign * other[1]
+        better = sign * (one[1] - other[1])
+        return one[0] < other[0] if better == 0 else better > 0 and one[0] <= other[0] * (1 + ALIKE)
 
     places = [place(item) for item in items]
     return [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import nn
 
 from tcompress.cli.settings import conversion, default_output
 from tcompress.conversion.run import convert
@@ -29,7 +30,6 @@ from tests.support.training import texts, train
 @pytest.mark.parametrize(
     ("family", "embeddings", "message"),
     [
-        ("gemma3", METHODS["svd"], "`Gemma3TextScaledWordEmbedding` computes more than a table"),
         ("vit", METHODS["svd"], "no word embedding can be rewritten: the model has none"),
         ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
         ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
@@ -42,6 +42,21 @@ def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) ->
         make_plan(chosen, SourceModel.open(str(tmp_path)))
     assert message in failed.value.message
     assert "leave `embeddings` out" in (failed.value.hint or "")
+
+
+def test_an_embedding_that_computes_more_is_refused(
+    tmp_path: Path,
+) -> None:
+    build("bert").save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+
+    class Normed(nn.Embedding):
+        pass
+
+    source.keymap.model.get_submodule("bert.embeddings.word_embeddings").__class__ = Normed
+    chosen = Convert.model_validate({"method": None, "embeddings": METHODS["svd"]})
+    with pytest.raises(PlanError, match="`Normed` computes more than a table does"):
+        make_plan(chosen, source)
 
 
 def test_methods_that_look_up() -> None:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 import tcompress
 from tcompress.artifact.reader import Artifact
@@ -23,7 +25,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.structures import structure
-from tcompress.structures.embedding import StructuredEmbedding, TiedTable
+from tcompress.structures.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tests.support.conversions import assert_wired, calibration, distance, make, outputs
 from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.structure_cases import Case, marked_cases
@@ -34,6 +36,7 @@ from tests.support.tiny import TINY, VOCAB, build
 TABLES = {
     "bert": 1, "roberta": 1, "distilbert": 1, "electra": 1, "mpnet": 1, "modernbert": 1,
     "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
+    "bart": 3, "gemma3": 1,
 }  # fmt: skip
 ROWS = [
     pytest.param(family, method, marks=() if tiered_in else pytest.mark.grid)
@@ -126,6 +129,17 @@ def test_autocast_leaves_the_dtype_of_lookups() -> None:
         assert _table()(torch.tensor([1])).dtype == torch.float32
 
 
+def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
+    owner, ids, vectors = _table(), torch.tensor([1, 5]), randn(2, 12).float()
+    tied = TiedTable(owner, BartScaledWordEmbedding(30, 12, 0, embed_scale=3.0))
+    assert_close(tied(ids), 3 * owner(ids))
+    assert_close(tied(vectors), owner(vectors))
+    rounded = LookupScale.of(Gemma3TextScaledWordEmbedding(30, 12, 0, embed_scale=12**0.5))
+    half = torch.ones(1, dtype=torch.bfloat16)
+    assert rounded is not None
+    assert rounded(half) == torch.tensor(12**0.5).bfloat16()
+
+
 # ---------------------------------------------------------------- whole models
 
 
@@ -140,7 +154,7 @@ def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path
     assert sum(p.numel() for p in model.parameters()) == found.plan.parameters - found.plan.saved
 
 
-@pytest.mark.parametrize("family", ["bert", "opt", "t5"])
+@pytest.mark.parametrize("family", ["bert", "opt", "t5", "gemma3"])
 def test_saved_again_trained_and_exported(family: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, aware=True, method={"name": "svd"}, target=0.5)
     model, inputs = found.load(), found.inputs()

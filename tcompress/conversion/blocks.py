@@ -27,6 +27,7 @@ from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures.bank import BankModule
+from tcompress.structures.embedding import StructuredEmbedding, TiedTable
 
 Group = tuple[LayerPlan, ...]
 
@@ -86,7 +87,7 @@ class BlockFitter:
         dtype_of: Callable[[LayerPlan], torch.dtype],
         device: torch.device,
         whole: SourceModel | None = None,
-        tables: Mapping[str, nn.Module] = MappingProxyType({}),
+        tables: Mapping[str, StructuredEmbedding] = MappingProxyType({}),
         attention: Sequence[AttentionPlan] = (),
         probe: OutputProbe | None = None,
     ) -> None:
@@ -108,7 +109,8 @@ class BlockFitter:
             for name in (path, *tied_to(dense, path)):
                 module = self._skeleton.model.get_submodule(name)
                 if isinstance(module, nn.Embedding):  # the output head is never reached
-                    set_module(self._skeleton.model, name, Fork(module, table))
+                    fork = Fork(module, TiedTable(table, module))
+                    set_module(self._skeleton.model, name, fork)
         own = intercept_blocks(self._skeleton.model, names)
         self._own = {block.name: own[name] for name, block in self._blocks.items()}
         self._gone = {name: own[name] for name in names if name not in self._blocks}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.structures.bank import BankModule
-from tcompress.structures.embedding import StructuredEmbedding, tie_tables
+from tcompress.structures.embedding import LookupScale, StructuredEmbedding, tie_tables
 from tcompress.structures.experts import CHILD_OF, StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 
@@ -83,8 +83,14 @@ def _table_at(
     device: torch.device | str | None,
 ) -> StructuredEmbedding:
     """Replaces an embedding, and what is tied to it."""
-    padding = getattr(root.get_submodule(path), "padding_idx", None)
-    table = StructuredEmbedding(entry.parts, padding_idx=padding, dtype=dtype, device=device)
+    host = root.get_submodule(path)
+    table = StructuredEmbedding(
+        entry.parts,
+        padding_idx=getattr(host, "padding_idx", None),
+        scale=LookupScale.of(host),
+        dtype=dtype,
+        device=device,
+    )
     set_module(root, path, table)
     tie_tables(root, path, table)
     return table

@@ -13,6 +13,7 @@ from tcompress.recipe.methods import lookup_methods, structure_of
 from tcompress.recipe.schema import Embeddings
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site
+from tcompress.structures.embedding import LookupScale
 from tcompress.structures.linear import PartLayout
 
 
@@ -58,8 +59,7 @@ def _entry(options: Embeddings, source: SourceModel, path: str) -> LayerPlan:
     module = model.get_submodule(path)
     users = (module, *map(model.get_submodule, tied_to(source, path)))
     for user in users:
-        # Subclasses do more than they say: gemma's multiplies by a constant, for one.
-        if type(user) not in (nn.Embedding, nn.Linear):
+        if type(user) is not nn.Linear and LookupScale.of(user) is None:
             raise Refusal(f"`{type(user).__name__}` computes more than a table does")
     try:
         name = source.keymap.checkpoint_prefix(path)

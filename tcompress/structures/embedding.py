@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,42 @@ from torch.nn import functional
 
 from tcompress.structures.base import structure
 from tcompress.structures.linear import PartLayout, StructuredLinear
+
+
+@dataclass(frozen=True)
+class LookupScale:
+    """What a host multiplies the vectors by that it looks up; an output head does not.
+
+    Attributes:
+        value: The factor.
+        rounded: Whether it is rounded to the dtype of the vectors first, as Gemma's is.
+    """
+
+    value: float = 1.0
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, host: nn.Module) -> LookupScale | None:
+        """Reads the factor of an embedding; None if it computes something else, or cannot tell."""
+        if type(host) is nn.Embedding:
+            return cls()
+        if not isinstance(host, nn.Embedding) or not type(host).__name__.endswith(_SCALED):
+            return None
+        scale: Any = getattr(host, "embed_scale", None)
+        rounded = isinstance(scale, Tensor)
+        if rounded:  # a buffer, which has no value on the meta device
+            scale = getattr(host, "scalar_embed_scale", None)
+        return cls(float(scale), rounded) if isinstance(scale, float | int) else None
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Multiplies vectors."""
+        if self.value == 1:
+            return vectors
+        factor = torch.tensor(self.value, dtype=vectors.dtype) if self.rounded else self.value
+        return vectors * factor
+
+
+_SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
 
 
 class StructuredEmbedding(StructuredLinear):
@@ -23,6 +60,7 @@ class StructuredEmbedding(StructuredLinear):
     Args:
         parts: One part: all words.
         padding_idx: The word that pads, for hosts that ask.
+        scale: What the host multiplies looked-up vectors by.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
     """
@@ -32,34 +70,39 @@ class StructuredEmbedding(StructuredLinear):
         parts: Sequence[PartLayout],
         *,
         padding_idx: int | None = None,
+        scale: LookupScale | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(parts, dtype=dtype, device=device)
         self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
         self.padding_idx = padding_idx
+        self.scale = scale or LookupScale()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: LookupScale | None = None) -> Tensor:
         """Looks words up, or scores vectors as a tied output head does.
 
         Args:
             x: Numbers of words (...), or vectors (..., width).
+            scale: What to multiply looked-up vectors by; its own if None.
 
         Returns:
             Vectors (..., width) in the dtype of the parameters, or scores (..., words).
         """
         if x.is_floating_point():
             return super().forward(x)
+        scale = scale or self.scale
         weight = self.kept_weight()
         if weight is not None:
-            return functional.embedding(x, weight)
+            return scale(functional.embedding(x, weight))
         total: Tensor | None = None
         for term, layout in enumerate(self.parts[0].terms):
             rows = structure(layout.structure).rows(x.flatten(), self._tensors(0, term), layout)
             total = rows if total is None else total + rows
         assert total is not None
         stored = next(self.parameters(recurse=False)).dtype
-        return total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
+        rows = total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
+        return scale(rows)
 
 
 class TiedTable(nn.Module):
@@ -67,13 +110,14 @@ class TiedTable(nn.Module):
 
     Args:
         owner: The embedding.
-        host: The module in whose place this one is put; its bias is kept.
+        host: The module in whose place this one is put; its bias and its scale are kept.
     """
 
     def __init__(self, owner: StructuredEmbedding, host: nn.Module) -> None:
         super().__init__()
         # A tuple keeps the owner out of the children: its tensors are stored once.
         self._owner = (owner,)
+        self._scale = LookupScale.of(host)
         bias = getattr(host, "bias", None)
         self.register_parameter("bias", bias)
 
@@ -86,7 +130,7 @@ class TiedTable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Looks words up, or scores vectors.  # as in `StructuredEmbedding`."""
         # Called as a module, so that hooks which bring offloaded tensors to the device run.
-        y = self._owner[0](x)
+        y = self._owner[0](x, self._scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -117,6 +117,10 @@ def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
         ({"method": "lowrank", "rank": "64"}, "bert-base-lowrank-r64"),
         ({"method": "tt", "target": 0.25}, "bert-base-tt-25"),
         ({"method": "tt", "order": 3, "rank": "4,8"}, "bert-base-tt-o3-r4x8"),
+        (
+            {"method": "tt", "rank": "4", "modes": "64=8x8, 9=3x3"},
+            "bert-base-tt-r4-modes64x8x8-modes9x3x3",
+        ),
         ({"method": "qtt"}, "bert-base-qtt"),
         ({"method": "tucker", "target": 0.25}, "bert-base-tucker-25"),
         (

@@ -107,6 +107,11 @@ def test_words_of_older_parsers_mean_the_same() -> None:
             QUARTER,
         ),
         (
+            ["--method", "tt", "--rank", "4", "--modes", "64=8"],
+            "`--modes` is `64=8`, allowed are widths with factors, such as `64=8x8,172=4x43`",
+            SEE,
+        ),
+        (
             ["--method", "tt", "--rank", "4,x"],
             "`--rank` is `4,x`, allowed is a whole number, or several with commas between",
             SEE,

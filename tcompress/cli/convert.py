@@ -55,6 +55,7 @@ def convert(
     tubal_rank: opt.TubalRank = None,
     rank: opt.Rank = None,
     order: opt.Order = None,
+    modes: opt.Modes = None,
     apply: opt.Apply = None,
     share: opt.Share = None,
     cores: opt.Cores = None,

@@ -10,6 +10,7 @@ METHOD_OPTIONS = (
     "tubal_rank",
     "rank",
     "order",
+    "modes",
     "apply",
     "share",
     "cores",

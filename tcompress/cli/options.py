@@ -132,6 +132,14 @@ Order = Annotated[
     int | None,
     typer.Option(help="tt: number of cores. Default 2.", rich_help_panel=METHOD),
 ]
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WIDTH=MODES",
+        help="tt: factors of widths, such as `64=8x8,172=4x43`. Default: as even as they come.",
+        rich_help_panel=METHOD,
+    ),
+]
 Apply = Annotated[
     str | None,
     typer.Option(

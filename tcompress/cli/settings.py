@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 DEPTH = ("keep_layers", "drop_layers", "append_layers")
 """Options that choose blocks, of which it takes one."""
 
+_MODES = re.compile(r"([0-9]+)=([0-9]+(?:x[0-9]+)+)")
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "init", "positions", "norm", "dtype", "device", "max_shard_size")
 
@@ -58,6 +60,8 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     given = {name: value for name, value in options.items() if value not in (None, [], ())}
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
+    if isinstance(given.get("modes"), str):
+        given["modes"] = _modes(given["modes"])
     if isinstance(given.get("offer"), str):
         given["offer"] = tuple(filter(None, map(str.strip, given["offer"].split(","))))
     for name in ("target_params", "target_bytes"):
@@ -107,6 +111,17 @@ def _numbers(option: str, text: str) -> int | tuple[int, ...]:
         )
     found = tuple(map(int, words))
     return found if len(found) > 1 else found[0]
+
+
+def _modes(text: str) -> dict[int, tuple[int, ...]]:
+    """Reads the factors of widths, such as `64=8x8,172=4x43`."""
+    found = [_MODES.fullmatch(word.strip()) for word in text.split(",")]
+    if not all(found):
+        raise RecipeError(
+            f"`--modes` is `{text}`, allowed are widths with factors, such as `64=8x8,172=4x43`",
+            "see `tcompress convert --help`",
+        )
+    return {int(item[1]): tuple(map(int, item[2].split("x"))) for item in found if item}
 
 
 def default_output(model: str, convert: Convert) -> str:

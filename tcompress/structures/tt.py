@@ -293,7 +293,10 @@ def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
     given = {width: spec.modes[width] for width in widths if width in spec.modes}
     for width, modes in given.items():
         if len(modes) < 2 or prod(modes) < width:
-            raise Refusal(f"modes {list(modes)} do not make up {width}, or are fewer than two")
+            raise Refusal(
+                f"modes {list(modes)} do not make up {width}, or are fewer than two",
+                "give two factors or more, whose product is the width, or a little above",
+            )
     order = spec.order or max(map(len, given.values()), default=2)
     defaults = matrix_modes(*widths, order)
     in_modes, out_modes = (

@@ -59,6 +59,7 @@ RELATIVES = {
             "eos_token_id": 2,
         },
     ),
+    "olmoe": _like("mixtral", "Olmoe", num_key_value_heads=4, num_experts=4, num_experts_per_tok=2),
     "siglip": _like("clip", "Siglip"),
     "siglip_text_model": replace(_like("clip_text_model", "SiglipText")),
     "siglip_vision_model": replace(_like("clip_vision_model", "SiglipVision")),

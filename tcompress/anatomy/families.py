@@ -177,7 +177,7 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("opt bart whisper blenderbot m2m_100 marian mbart pegasus", (_BART,)),
     ("llama mistral qwen2 qwen3 gemma gemma2 gemma3 gemma3_text olmo2 smollm3", (_LLAMA,)),
     ("phi3", (_PHI3,)),
-    ("mixtral qwen3_moe", (_MOE, _LLAMA)),
+    ("mixtral qwen3_moe olmoe", (_MOE, _LLAMA)),
     ("t5 mt5 umt5", (_T5, _T5_GATED)),
     ("vit deit", (_VIT,)),
     ("videomae", (_VIDEOMAE,)),

@@ -83,3 +83,11 @@ def test_tasks_of_converted_models(family: str, task: str, validated: str, tmp_p
     losses = [point.loss for point in done.facts.curve[1:]]
     assert losses[-1] < losses[0]
     assert report_of(done.folder).method == "lprod"
+
+
+def test_checkpoints_say_nothing_of_tied_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, data = small("gpt2", tmp_path), texts(tmp_path)
+    train(folder, tmp_path / "out", data=data, checkpoint_every=2)
+    assert "shared tensor" not in caplog.text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -285,10 +287,20 @@ class Loop:
         self.state.seconds = self._seconds()
         self.checkpoints.save(
             self.state,
-            lambda folder: self.accelerator.save_state(str(folder)),
+            self._save_state,
             main=self.accelerator.is_main_process,
             wait=self.accelerator.wait_for_everyone,
         )
+
+    def _save_state(self, folder: Path) -> None:
+        """Saves everything, without a word of tied weights, which the model ties again itself."""
+        log = logging.getLogger("accelerate.utils.other")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            self.accelerator.save_state(str(folder))
+        finally:
+            log.setLevel(level)
 
     def _resume(self) -> None:
         found = self.checkpoints.last()

@@ -93,6 +93,12 @@ def test_table() -> None:
     assert run("finetune", "bert-small", "--data", "texts.txt", "--force", *SHORT).code == 0
 
 
+def test_a_start_that_stays_the_best_says_what_to_do() -> None:
+    done = run("finetune", "bert-small", "--data", "texts.txt", "--lr", "10", *SHORT)
+    assert done.code == 0
+    assert "with the weights of step 0.\nNo step did better than the start: give more" in done.out
+
+
 def test_json() -> None:
     done = run("finetune", "bert-small", "--json", "--quiet", "-o", "out",
                "--data", "texts.txt", *SHORT)  # fmt: skip

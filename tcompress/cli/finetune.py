@@ -31,6 +31,11 @@ EPILOG = opt.examples(
 # What `evaluate` calls tasks that it knows under another name, or not at all.
 _MEASURED_AS = {"": "...", "regression": "...", "causal-lm": "perplexity"}
 
+# A good start is left at a high rate, and takes many steps to be reached again.
+_START_KEPT = (
+    "No step did better than the start: give more steps (`--steps`), or a lower rate (`--lr`)."
+)
+
 # Options that only change a value of the recipe, and the field they change.
 _FIELDS = {
     "task": "task",
@@ -271,6 +276,8 @@ def show_result(done: Finetuned, *, as_json: bool) -> None:
         soft_wrap=True,
     )
     screen.print(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.", soft_wrap=True)
+    if not facts.best_step and facts.steps:
+        screen.print(_START_KEPT, soft_wrap=True)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
     screen.print(f"Next: `tcompress evaluate {name} --task {measured} --data ...`", soft_wrap=True)
 

@@ -122,6 +122,7 @@ def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
             "bert-base-tt-r4-modes64x8x8-modes9x3x3",
         ),
         ({"method": "qtt"}, "bert-base-qtt"),
+        ({"method": "auto", "trials": False, "target": 0.5}, "bert-base-auto-no-trials-50"),
         ({"method": "tucker", "target": 0.25}, "bert-base-tucker-25"),
         (
             {"method": "tucker", "share": "model", "cores": 72, "rank": "384"},

@@ -66,8 +66,10 @@ def _other_options(method: Any) -> list[str]:
             ]
         elif isinstance(value, str):
             words.append(value)
+        elif isinstance(value, bool):
+            words.append(field if value else f"no-{field}")
         else:
-            words.append(field if value is True else f"{field}{value}")
+            words.append(f"{field}{value}")
     return words
 
 

@@ -9,15 +9,14 @@ models with an encoder and a decoder, or with two towers, one token of each. The
                                   another mechanism does, where there is one
     + output head                 d x vocabulary, if the class of the model has one
 
-What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens.
-T is chosen, but for models whose
-inputs all have the same number of tokens, such as most image models. Embeddings are look-ups and
-count nothing, but for what a rewritten one builds a row with. Left out
-are norms, activations and biases, projections outside the blocks other than the output head, what
-runs once per sequence (poolers, classifiers, tables of relative positions), and patch projections.
-Windows and causal masks are not subtracted: the number is that of the last of T tokens under full
-attention. In families without a table of roles every block is taken to hold one attention of the
-width that the config calls `hidden_size`.
+What a rewritten layer does once per pass (rebuilding a weight) is shared out among the T tokens. T
+is chosen, but for models whose inputs all have the same number of tokens, such as most image
+models. Embeddings are look-ups and count nothing, but for what a rewritten one builds a row with.
+Left out are norms, activations and biases, projections outside the blocks other than the output
+head, what runs once per sequence (poolers, classifiers, tables of relative positions), and patch
+projections. Windows and causal masks are not subtracted: the number is that of the last of T tokens
+under full attention. In families without a table of roles every block is taken to hold one
+attention of the width that the config calls `hidden_size`.
 """
 
 from __future__ import annotations

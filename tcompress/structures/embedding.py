@@ -13,6 +13,8 @@ from torch.nn import functional
 from tcompress.structures.base import structure
 from tcompress.structures.linear import PartLayout, StructuredLinear
 
+_SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
+
 
 @dataclass(frozen=True)
 class LookupScale:
@@ -45,9 +47,6 @@ class LookupScale:
             return vectors
         factor = torch.tensor(self.value, dtype=vectors.dtype) if self.rounded else self.value
         return vectors * factor
-
-
-_SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
 
 
 class StructuredEmbedding(StructuredLinear):

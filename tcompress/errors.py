@@ -7,6 +7,7 @@ TCompressError
 │   ├── PlanError                  the recipe does not fit the model
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
+├── DiskError (OSError)             a disk is full, or refuses a file
 ├── FitError (ArithmeticError)     a factorisation failed: names the layer
 └── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
@@ -59,6 +60,12 @@ class DataError(InputError):
 
 class ArtifactError(InputError):
     """A converted model is damaged, incomplete or of a newer format."""
+
+
+class DiskError(TCompressError, OSError):
+    """A disk is full, or refuses a file; work that was begun can go on."""
+
+    exit_code = 2
 
 
 class FitError(TCompressError, ArithmeticError):

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tcompress.artifact import shards
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.run import Converted, Silent
-from tcompress.errors import FitError, InputError, PlanError, SourceError
+from tcompress.errors import DiskError, FitError, InputError, PlanError, SourceError
 from tests.support.interrupted import (
     assert_nothing_left,
     assert_nothing_loads,
@@ -80,11 +79,9 @@ def test_output_in_folders_that_do_not_exist(source: Path, tmp_path: Path) -> No
 
 
 def test_force_replaces_everything(source: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
+    output = run(source, tmp_path / "out", changes={"seed": 1}).folder
+    (output / "old.safetensors").write_text("old")
     run(source, output, force=True)
-    assert not (output / "notes.txt").exists()
     assert contents(output) == contents(run(source, tmp_path / "other").folder)
     assert not partial_folder(output).exists()
 
@@ -211,14 +208,14 @@ def test_a_full_disk(
     own = Path.open
 
     def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if path.suffix == ".tmp" and mode == "wb":
-            return _FullDisk(path, "w")
+        if path.suffix == ".tmp" and mode == "xb":
+            return _FullDisk(path, "x")
         return own(path, mode, *args, **options)
 
     monkeypatch.setattr(_FullDisk, "room", 30_000)
     with monkeypatch.context() as patch:
-        patch.setattr(shards.Path, "open", full)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "open", full)
+        with pytest.raises(DiskError, match=r"there is no space for .*/out`: .* are free on its"):
             run(source, output, aware)
     assert_nothing_loads(output)
     run(source, output, aware)

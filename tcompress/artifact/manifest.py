@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import tcompress
 from tcompress.artifact.format import MANIFEST, check_format_version
 from tcompress.errors import ArtifactError
+from tcompress.files import write_text
 from tcompress.planning.entries import Plan
 from tcompress.recipe.scratch import PaperRow
 
@@ -225,10 +226,8 @@ def environment() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest beside the old one, then renames it."""
-    beside = folder / f"{MANIFEST}.tmp"
-    beside.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    beside.rename(folder / MANIFEST)
+    """Writes the manifest; a reader finds the old one or the new one."""
+    write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -120,9 +120,11 @@ def finetune(
     silence_libraries(verbose=verbose)
     settings = settings_of(context.params)
     folder = Path(output) if output else default_output(model, settings)
+    from tcompress.artifact.workplace import check_output
     from tcompress.source import SourceModel
     from tcompress.training.run import finetune as train_model
 
+    check_output(folder, force=force)  # before a long download
     quiet = quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
         source = SourceModel.open(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from tcompress.artifact.format import CARD, quantization_section
 from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts, write_manifest
 from tcompress.artifact.workplace import identity_of
 from tcompress.calibrate.data import CalibrationData
+from tcompress.files import write_text
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
-from tcompress.source.companions import shorten_texts
+from tcompress.source.companions import carry_files, shorten_texts, stray_links
 
 
 def conversion_identity(
@@ -78,14 +78,11 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         manifest: What was done.
         dtype: Dtype of the weights; None for that of the source.
     """
-    for path in source.companion_files():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / path, target)
+    carry_files(source.folder, source.companion_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
     write_manifest(folder, manifest)
-    (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+    write_text(folder / CARD, model_card(manifest))
     write_config(folder, source, manifest.plan, dtype)
 
 
@@ -98,7 +95,17 @@ def write_config(folder: Path, source: SourceModel, plan: Plan, dtype: str | Non
     if plan.changes_model:  # else it is a plain model
         section = quantization_section(plan.entries, plan.attention, plan.forms)
         raw["quantization_config"] = section
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+
+
+def with_links(plan: Plan, source: SourceModel) -> Plan:
+    """Warns of links out of the model's folder, which are not carried along."""
+    names = stray_links(source.folder, source.trust_remote_code)
+    if not names:
+        return plan
+    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    note = f"links out of the model's folder are not carried along: {listed}; copy the files there"
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
 def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:

@@ -7,6 +7,9 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +19,7 @@ import torch
 from transformers import AutoModel
 
 from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.files import _exchange
 from tcompress.recipe.schema import Convert
 from tests.support.conversions import calibration, recipe
 
@@ -98,6 +102,81 @@ class Killer:
 def die(*args: object, **options: object) -> None:
     """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def _watch(folder: Path, operation: int) -> None:
+    """Kill this process before an operation on files in a folder; by number, from 1."""
+    left = operation
+
+    def seen(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event == "open":
+            changes = bool(args[2] & _WRITING)
+        else:
+            changes = event in _CHANGES
+        # Whole trees are removed by names within open folders.
+        inside = str(args[0]).startswith(str(folder)) or event == "os.remove" and args[1] != -1
+        if changes and inside:
+            left -= 1
+            if not left:
+                die()
+
+    sys.addaudithook(seen)
+
+
+def _work(
+    work: Callable[..., object], args: tuple[Any, ...], folder: Path, operation: int, begun: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.fsync = lambda _: None
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if operation:
+        _watch(folder, operation)
+    begun.set()
+    work(*args)
+
+
+def killed(
+    work: Callable[..., object],
+    *args: Any,
+    folder: Path,
+    operation: int = 0,
+    seconds: float | None = None,
+) -> bool:
+    """Run something in another process, and kill it.
+
+    Args:
+        work: A function of a module.
+        args: Its arguments.
+        folder: Where it writes.
+        operation: The operation on a file there at which to kill it, from 1.
+        seconds: Kill it after this time instead.
+
+    Returns:
+        Whether it was killed; otherwise it had ended well before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)
+    begun = context.Event()
+    process = context.Process(target=_work, args=(work, args, folder, operation, begun))
+    process.start()
+    begun.wait(120)
+    if seconds is not None:
+        time.sleep(seconds)
+        process.kill()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return process.exitcode != 0
+
+
+def convert_again(source: Path, output: Path, aware: bool, force: bool, swaps: bool = True) -> None:
+    """Convert a tiny bert, on a system that can exchange two folders in one step, or cannot."""
+    with patch("tcompress.files._exchange", _exchange if swaps else lambda *_: False):
+        run(source, output, aware, force=force)
 
 
 def convert_until_killed(

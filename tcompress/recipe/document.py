@@ -20,7 +20,7 @@ Key = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _STRING = _TAG + "str"
 _JSON_ONLY = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-_MOST_VALUES, _MOST_CHARACTERS = 20_000, 1_000_000
+_MOST_VALUES, _MOST_CHARACTERS = 20_000, 100_000
 _SYNTAX = "indent with spaces, and put text that contains `: ` or ` #` in quotes"
 _PLAIN: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN"),

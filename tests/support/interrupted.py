@@ -58,13 +58,14 @@ def assert_nothing_left(output: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Checksums of all files; the date and the duration in the manifest are left out."""
+    """Checksums of all files; dates and durations in the manifest are left out."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             content = path.read_bytes()
             if path.name == "tcompress.json":
                 facts = {**json.loads(content), "created": "", "seconds": 0}
+                facts["training"] = [{**run, "seconds": 0} for run in facts["training"]]
                 content = json.dumps(facts).encode()
             found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
     return found
@@ -114,13 +115,10 @@ def _watch(folder: Path, operation: int) -> None:
 
     def seen(event: str, args: tuple[Any, ...]) -> None:
         nonlocal left
-        if event == "open":
-            changes = bool(args[2] & _WRITING)
-        else:
-            changes = event in _CHANGES
+        changes = bool(args[2] & _WRITING) if event == "open" else event in _CHANGES
         # Whole trees are removed by names within open folders.
-        inside = str(args[0]).startswith(str(folder)) or event == "os.remove" and args[1] != -1
-        if changes and inside:
+        in_tree = event == "os.remove" and args[1] != -1
+        if changes and (in_tree or str(args[0]).startswith(str(folder))):
             left -= 1
             if not left:
                 die()

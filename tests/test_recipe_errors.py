@@ -276,7 +276,7 @@ def test_problem_of_the_conversion(written: str, line: str) -> None:
         (
             "a: &a [x, x, x, x, x, x, x, x]\n"
             + "\n".join(f"{n}: &{n} [{','.join([f'*{o}'] * 8)}]" for o, n in pairwise("abcdefgh")),
-            "1:4: the recipe has more than 20,000 values, those that aliases repeat included",
+            "1:8: the recipe has more than 20,000 values, those that aliases repeat included",
             START,
         ),
         (

@@ -64,11 +64,14 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_file():
             content = path.read_bytes()
             if path.name == "tcompress.json":
-                facts = {**json.loads(content), "created": "", "seconds": 0}
-                facts["training"] = [{**run, "seconds": 0} for run in facts["training"]]
+                facts = json.loads(content, object_hook=_timeless)
                 content = json.dumps(facts).encode()
             found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
     return found
+
+
+def _timeless(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name not in ("created", "seconds")}
 
 
 class Interrupt(Silent):

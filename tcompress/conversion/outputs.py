@@ -80,8 +80,9 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store = source.store
+        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused or key in source.keymap.stale:
+            if key in useless:
                 continue
             if key in guarded:
                 guard = guarded[key].guard

@@ -293,6 +293,7 @@ def _plan(
             for parameter in model.get_submodule(name).parameters()
         ),
         warnings=(
+            *source.notes,
             *anatomy.warnings,
             *exchanged.notes,
             *note_of(planner.layers),

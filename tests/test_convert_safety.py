@@ -265,7 +265,9 @@ BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], objec
     "another type": (
         "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n].half()}), "key.bias"
     ),
-    "a swapped transform": ("bert", {"method": LPROD}, lambda w: _swap(w, "0.generators"), "layer.0"),
+    "a swapped transform": (
+        "bert", {"method": LPROD}, lambda w: _swap(w, "0.generators"), "layer.0"
+    ),
     "a zeroed factor": ("bert", {}, lambda w: w[_first(w, "query.tc_b")].zero_(), "off by 100.0%"),
     "a bias of another layer": ("bert", {}, lambda w: _swap(w, "bias"), "layer.0"),
     "a dense layer of a block": ("bert", {}, lambda w: _swap(w, "LayerNorm.weight"), "layer.0"),

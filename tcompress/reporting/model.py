@@ -171,6 +171,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "init": manifest.source.init,
         "seed": manifest.source.seed,
         "paper": tuple(manifest.paper),
+        "coverage": manifest.plan.coverage,
         "warnings": manifest.plan.warnings,
     }
 

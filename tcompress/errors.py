@@ -8,6 +8,7 @@ TCompressError
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
 ├── WriteError                     what was written is not what was fitted: exit code 1
+├── DiskError (OSError)             a disk is full, or refuses a file
 ├── FitError (ArithmeticError)     a factorisation failed: names the layer
 └── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
@@ -64,6 +65,12 @@ class ArtifactError(InputError):
 
 class WriteError(TCompressError):
     """What was written does not load, or is not what was fitted; it was not published."""
+
+
+class DiskError(TCompressError, OSError):
+    """A disk is full, or refuses a file; work that was begun can go on."""
+
+    exit_code = 2
 
 
 class FitError(TCompressError, ArithmeticError):

@@ -226,4 +226,4 @@ def test_a_damaged_working_folder_is_no_obstacle(
         file.write('{"kind": "shard", "file": "model-0')
     run(source, output, True)
     assert contents(output) == contents(uninterrupted(True).folder)
-    assert Workplace(output, "x").notes("shard") == []
+    assert Workplace(output, "x", force=True).notes("shard") == []

@@ -7,10 +7,8 @@ was missed, 130 interrupted.
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import typer
 
 from tcompress.cli.output import notices, print_json
 from tcompress.errors import TCompressError
+from tcompress.files import disk_error
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED = 1, 2, 3, 130
 
@@ -65,6 +64,9 @@ def describe(error: BaseException) -> Failure:
         return Failure("UsageError", message, hint, USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
+    refused = disk_error(error)
+    if refused is not None:
+        return describe(refused)
     lines = str(error).strip().splitlines()
     message = f"unexpected `{kind}`" + (f": {lines[0]}" if lines else "")
     return Failure(kind, message, _unexpected_hint(error), UNEXPECTED)
@@ -82,7 +84,7 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
     """
     failure = describe(error)
     if os.environ.get(TRACEBACK, "0") not in ("", "0"):
-        traceback.print_exception(error, file=sys.stderr)
+        notices().print("".join(traceback.format_exception(error)), soft_wrap=True)
     if as_json:
         facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
         print_json({"error": facts})
@@ -111,8 +113,6 @@ def _print(failure: Failure) -> None:
 
 
 def _unexpected_hint(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "free some disk space, then run the same command again"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
             "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "

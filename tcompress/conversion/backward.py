@@ -12,11 +12,13 @@ each block is run once more from there. So memory does not grow with depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -85,7 +87,9 @@ class _Visit:
     """One call of a block in one stream."""
 
     block: str
-    file: Path
+    file: Path  # of the tensors among its arguments
+    values: list[Any]  # arguments, with None for tensors
+    form: pytree.TreeSpec  # how they are nested
     inputs: list[GradientEdge | None]  # of the floating tensors among the arguments, in order
     sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
 
@@ -193,7 +197,7 @@ class BackwardWalk:
             progress(name, "forward")
             self._skeleton.load_block(name)
             for index, item in enumerate(self._passes):
-                self._visit(item, self._folder / f"{count}-{index}.pt")
+                self._visit(item, self._folder / f"{count}-{index}.safetensors")
             self._skeleton.drop_block(name)
             count += 1
             yield name
@@ -202,18 +206,17 @@ class BackwardWalk:
         """Answers a call of a block with what it computes; its graph begins anew there."""
         call = item.stream.call
         assert call is not None
-        flat, _ = pytree.tree_flatten((call.args, call.kwargs))
+        flat = pytree.tree_leaves((call.args, call.kwargs))
         edges = [
             get_gradient_edge(value) if value.requires_grad else None
             for value in flat
             if _floating(value)
         ]
         bare = pytree.tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
-        torch.save(bare, file)
+        visit = _kept(call.block, bare, file, edges)
+        item.visits.append(visit)
         with torch.no_grad():
             answer = self._own[call.block](*bare[0], **bare[1])
-        visit = _Visit(call.block, file, edges, [])
-        item.visits.append(visit)
         item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
         if item.stream.call is None:  # before the next pass ends: outputs may be large
             self._start_backward(item)
@@ -242,9 +245,10 @@ class BackwardWalk:
         return watch.joined() if halved else watch.found
 
     def _backward_visit(self, visit: _Visit) -> None:
-        args, kwargs = torch.load(visit.file, map_location=self._device, weights_only=False)
+        stored = load_file(visit.file, device=str(self._device))
         visit.file.unlink()
-        flat, _ = pytree.tree_flatten((args, kwargs))
+        flat = [stored.get(str(index), value) for index, value in enumerate(visit.values)]
+        args, kwargs = pytree.tree_unflatten(flat, visit.form)
         # Embeddings have no graph, but what a layer computes from them has to.
         inputs = [value.requires_grad_() for value in flat if _floating(value)]
         with torch.enable_grad():
@@ -314,6 +318,29 @@ class _Watch:
         """Stops watching."""
         for handle in self._handles:
             handle.remove()
+
+
+def _kept(
+    block: str, arguments: tuple[Any, Any], file: Path, edges: list[GradientEdge | None]
+) -> _Visit:
+    """Writes the tensors among the arguments of a block to a file; the rest stays in memory."""
+    flat, form = pytree.tree_flatten(arguments)
+    tensors = {
+        str(index): value.cpu().clone(memory_format=torch.contiguous_format)
+        for index, value in enumerate(flat)
+        if isinstance(value, Tensor)
+    }
+    save_file(tensors, file)
+    values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
+    return _Visit(block, file, values, form, edges, [])
+
+
+def _copied(value: Any) -> Any:
+    """Copies an argument as it is now: blocks may change what they are given, such as caches."""
+    try:
+        return deepcopy(value)
+    except (RuntimeError, TypeError):  # it holds what cannot be copied, such as parts of a graph
+        return value
 
 
 def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:

@@ -88,12 +88,14 @@ def choose_method(
     if not changes:
         raise refused[0]
     taken = next(n for n, found in changes.items() if found <= (1 + TIE) * min(changes.values()))
-    place.adopt(taken)
-    plan = place.plan()
+    trial = place.trial(taken)
+    plan = trial.plan()
     if plan is not None and plan.budget is not None:
         facts = plan.budget.model_copy(update={"tried": changes, "taken": taken})
-        place.keep_plan(plan.model_copy(update={"budget": facts}))
+        trial.keep_plan(plan.model_copy(update={"budget": facts}))
+    trial.close()
     place.keep_method(taken)
+    place.adopt(taken)
     return taken
 
 

@@ -114,7 +114,8 @@ def test_error_of_moments_is_that_of_rows() -> None:
     m = Moments(new.T @ new / ROWS, x.T @ new / ROWS, x.T @ x / ROWS, zero, zero, ROWS)
     wanted = (x @ weight.T - new @ fitted.T).square().sum() / (x @ weight.T).square().sum()
     assert m.error(weight, fitted) == pytest.approx(float(wanted))
-    assert m.error(torch.zeros_like(weight), fitted) == 0.0
+    assert m.error(torch.zeros_like(weight), fitted) == 1.0
+    assert m.error(torch.zeros_like(weight), 0 * fitted) == 0.0
     identity = Moments.identity(WIDTH)
     free = (weight - fitted).square().sum() / weight.square().sum()
     assert identity.error(weight, fitted) == pytest.approx(float(free))

@@ -23,6 +23,11 @@ STOP = 1.1
 """A trial that is so much worse than the best ends the search."""
 
 
+def ties(found: float, least: float) -> bool:
+    """Whether a change is as good as the smallest one; that one always is."""
+    return found <= least + TIE * abs(least)
+
+
 def weigh_depths(
     depth: DepthPlan, blocks: Iterator[BlockLoss], change: Callable[[DepthPlan], float]
 ) -> DepthPlan:
@@ -60,5 +65,5 @@ def weigh_depths(
         assert refused is not None
         raise refused
     least = min(found for _, found in tried)
-    chosen = next(plan for plan, found in reversed(tried) if found <= (1 + TIE) * least)
+    chosen = next(plan for plan, found in reversed(tried) if ties(found, least))
     return chosen.model_copy(update={"weighed": tuple(weighed)})

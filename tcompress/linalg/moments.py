@@ -88,11 +88,24 @@ class Moments:
         """
         weight, fitted = weight.to(self.gram), fitted.to(self.gram)
         norm = (weight @ self.dense).mul(weight).sum()
-        new = (fitted @ self.gram).mul(fitted).sum()
-        both = (weight @ self.cross).mul(fitted).sum()
-        if norm <= 0:
-            return 0.0
-        return float(((norm - 2 * both + new) / norm).clamp_min(0))
+        # With W - V apart, nothing cancels where both streams are the same or the fit is close.
+        missed = weight - fitted
+        lost = (missed @ self.gram).mul(missed).sum()
+        drifted = (missed @ (self.cross - self.gram).mT).mul(weight).sum()
+        moved = (weight @ (self.dense - self.cross - self.cross.mT + self.gram)).mul(weight).sum()
+        return relative_error(float(lost + 2 * drifted + moved), float(norm))
+
+
+def relative_error(error: float, norm: float) -> float:
+    """Returns a squared error over the squared norm of what was aimed at; never infinite or NaN.
+
+    Args:
+        error: Squared error; what rounding took below zero counts as zero.
+        norm: Squared norm. Where there is nothing to aim at, any error counts as one.
+    """
+    if error <= 0:
+        return 0.0
+    return error / norm if norm > 0 and error / norm < float("inf") else 1.0
 
 
 class MomentSums:

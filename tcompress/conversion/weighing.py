@@ -19,13 +19,13 @@ from tcompress.planning.entries import BlockLoss, DepthPlan
 TIE = 0.02
 """Trials so close to the best one are as good: the one with the fewest blocks is the fastest."""
 
-STOP = 1.1
-"""A trial that is so much worse than the best ends the search."""
+STOP = 0.1
+"""A trial that is worse than the best by more than this share of it ends the search."""
 
 
-def ties(found: float, least: float) -> bool:
-    """Whether a change is as good as the smallest one; that one always is."""
-    return found <= least + TIE * abs(least)
+def ties(found: float, least: float, margin: float = TIE) -> bool:
+    """Whether a change is within a margin of the smallest one; that one always is."""
+    return found <= least + margin * abs(least)
 
 
 def weigh_depths(
@@ -59,7 +59,7 @@ def weigh_depths(
             weighed.append(None)
             continue
         weighed.append(tried[-1][1])
-        if tried[-1][1] > STOP * min(found for _, found in tried):
+        if not ties(tried[-1][1], min(found for _, found in tried), STOP):
             break
     if not tried:
         assert refused is not None

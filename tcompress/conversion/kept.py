@@ -15,6 +15,7 @@ from torch import Tensor
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
+from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
 TRIALS = "trials"
@@ -74,7 +75,7 @@ class FitWorkplace(Workplace):
         """Stores moments of the output gradients of a block's layers."""
         folder = self.folder / "curvature"
         folder.mkdir(exist_ok=True)
-        tensors = {name: item.float().cpu().contiguous() for name, item in curvatures.items()}
+        tensors = {name: _narrowed(item) for name, item in curvatures.items()}
         save_file(tensors, folder / f"{block}.safetensors")
 
     def curvature(self, block: str) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ class FitWorkplace(Workplace):
         """Stores moments of what a block's layers read."""
         folder = self.folder / "inputs"
         folder.mkdir(exist_ok=True)
-        tensors = {name: item.float().cpu().contiguous() for name, item in moments.items()}
+        tensors = {name: _narrowed(item) for name, item in moments.items()}
         save_file(tensors, folder / f"{block}.safetensors")
 
     def inputs(self, block: str) -> dict[str, Tensor]:
@@ -195,3 +196,10 @@ class FitWorkplace(Workplace):
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"
+
+
+def _narrowed(moment: Tensor) -> Tensor:
+    """A moment as float32, unless its range is too small for it."""
+    largest = float(moment.abs().amax()) if moment.numel() else 0.0
+    narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
+    return (moment.float() if narrow else moment).cpu().contiguous()

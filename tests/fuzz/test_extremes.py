@@ -6,6 +6,7 @@ All combinations run with `-m fuzz`, a few of them always.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import product
 from math import isfinite
 from pathlib import Path
@@ -89,7 +90,6 @@ METHODS: Mapping[str, dict[str, Any]] = {
         for name in ("tga", "tsa", "folded", "tam", "tucker", "multilinear")
     },
 }
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def _batches(*batches: Tensor) -> CalibrationData:
@@ -113,11 +113,12 @@ DATA: Mapping[str, Callable[[], CalibrationData | None]] = {
 def _cases() -> Iterator[Any]:
     """Those that always run are spread over all weights, methods, data and dtypes."""
     combinations = [
-        *product(WEIGHTS, METHODS, ("none", "words"), DTYPES),
-        *product(("rank1", "zero", "half_most"), METHODS, ("one_token", "one_sentence"), DTYPES),
+        *product(WEIGHTS, METHODS, ["none"], ["float32", "float16", "bfloat16"]),
+        *product(WEIGHTS, METHODS, ["words"], ["float32", "float16"]),
+        *product(["rank1", "zero", "half_most"], METHODS, ["one_token", "one_sentence"], [None]),
     ]
     for number, case in enumerate(combinations):
-        yield pytest.param(*case, marks=() if number % 61 == 7 else pytest.mark.fuzz)
+        yield pytest.param(*case, marks=() if number % 43 == 7 else pytest.mark.fuzz)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(("weights", "method", "data", "dtype"), list(_cases()))
 def test_a_result_that_loads_or_one_clear_line(
-    weights: str, method: str, data: str, dtype: str, dense: Callable[[str], Path], tmp_path: Path
+    weights: str,
+    method: str,
+    data: str,
+    dtype: str | None,
+    dense: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     chosen = {"calibration": {"source": "none" if data == "none" else "builtin"}, "dtype": dtype}
     recipe = Convert.model_validate({**chosen, **METHODS[method]})
@@ -163,12 +169,9 @@ def test_a_result_that_loads_or_one_clear_line(
         assert all(isfinite(value) and value >= 0 for value in errors.values())
     stored = [t for path in done.folder.glob("*.safetensors") for t in load_file(path).values()]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in stored)
-    before, after = (_scores(folder) for folder in (source, done.folder))
     # Attention without a softmax squares the largest numbers of float16 once more.
-    if bool(torch.isfinite(before).all()) and not (
-        weights == "half_most" and method.startswith("attention")
-    ):
-        assert bool(torch.isfinite(after).all())
+    if not (weights == "half_most" and method.startswith("attention")):
+        assert _is_finite(done.folder) or not _is_finite(source)
 
 
 def assert_clear(error: TCompressError, output: Path) -> None:
@@ -180,7 +183,8 @@ def assert_clear(error: TCompressError, output: Path) -> None:
     assert not list(output.parent.iterdir())
 
 
-def _scores(folder: Path) -> Tensor:
+@cache
+def _is_finite(folder: Path) -> bool:
     with torch.no_grad():
         model = BertForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return model(input_ids=_words(2, LENGTH)).logits
+        return bool(torch.isfinite(model(input_ids=_words(2, LENGTH)).logits).all())

@@ -5,6 +5,7 @@ All combinations run with `-m fuzz`, a few of them always.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import product
@@ -23,12 +24,14 @@ from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import convert
 from tcompress.errors import TCompressError
 from tcompress.recipe.schema import Convert
+from tests.support.cli import run
 from tests.support.hosts import MECHANISMS
+from tests.support.model_folders import save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-LENGTH, WORDS = 12, 40
+LENGTH, WORDS = 12, 99
 
 
 def _randn(like: Tensor, seed: int) -> Tensor:
@@ -188,3 +191,40 @@ def _is_finite(folder: Path) -> bool:
     with torch.no_grad():
         model = BertForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
         return bool(torch.isfinite(model(input_ids=_words(2, LENGTH)).logits).all())
+
+
+@pytest.mark.parametrize("method", ["svd", pytest.param("auto", marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("", 2), (" \n\n\t\n", 2), ("one", 0), ("one two three four five\n" * 500, 0)],
+    ids=["empty", "blank", "one_token", "one_sentence"],
+)
+def test_calibration_text(
+    text: str, code: int, method: str, dense: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, data = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(dense("half_least"), folder)
+    save_tokenizer(folder)
+    data.write_text(text, encoding="utf-8")
+    options = ("--method", method, "--target", "0.5", "--calib", data, "-o", tmp_path / "out")
+    done = run("convert", folder, *options)
+    assert (done.code, "unexpected" in done.err) == (code, False), done.err
+    assert (tmp_path / "out").is_dir() is (code == 0)
+    if code == 0:
+        assert _is_finite(tmp_path / "out")
+
+
+def test_scores_that_overflow(dense: Callable[[str], Path], tmp_path: Path) -> None:
+    """The command line says so in a line, and leaves nothing."""
+    model: Any = BertForMaskedLM.from_pretrained(dense("rank2"))
+    with torch.no_grad():
+        model.cls.predictions.bias.fill_(3e38)
+        model.cls.predictions.transform.LayerNorm.bias.fill_(3e38)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    for method in ("svd", "auto"):
+        options = ("--method", method, "--target", "0.5", "--calib", "builtin")
+        done = run("convert", tmp_path / "model", *options, "-o", tmp_path / "out")
+        assert done.code == 2
+        assert "error: what the model puts out on the calibration data holds NaN" in done.err
+        assert not (tmp_path / "out").exists()

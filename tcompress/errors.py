@@ -85,6 +85,11 @@ class TrainingError(TCompressError, ArithmeticError):
     exit_code = 2
 
 
+def first_line(error: Exception) -> str:
+    """Returns what an error says, without its hint, to be quoted in another one."""
+    return str(error).partition("\n")[0]
+
+
 def refuse_replica(module: object) -> NoReturn:
     """Stands in modules for what `nn.DataParallel` calls; it would lose what layers share.
 

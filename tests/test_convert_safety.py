@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,4 +323,29 @@ def test_a_writer_that_errs_publishes_nothing(
     assert said in refused.value.message, refused.value.message
     assert refused.value.exit_code == 1
     assert "nothing was published" in (refused.value.hint or "")
+    assert_nothing_left(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("embeddings.position_embeddings.weight", float("inf"), "holds NaN or infinity"),
+        ("embeddings.LayerNorm.weight", 1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.bias", -1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.weight", 3e38, r"does not fit into torch\.float16"),
+    ],
+)
+def test_numbers_that_the_dtype_does_not_hold(
+    name: str, value: float, words: str, source: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    key = next(key for key in tensors if key == name or key.endswith(name))
+    tensors[key].view(-1)[3] = value
+    folder = tmp_path / "changed"
+    shutil.copytree(source, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FitError, match=words) as failed:
+        run(folder, tmp_path / "out", changes={"dtype": "float16"})
+    assert key.rpartition(".")[0] in failed.value.message
+    assert failed.value.hint
     assert_nothing_left(tmp_path / "out")

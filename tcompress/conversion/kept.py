@@ -16,6 +16,7 @@ from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.files import beside, remove, write_text
+from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
 TRIALS = "trials"
@@ -85,7 +86,7 @@ class FitWorkplace(Workplace):
 
     def _keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
         (self.folder / kind).mkdir(exist_ok=True)
-        tensors = {name: item.float() for name, item in moments.items()}
+        tensors = {name: _narrowed(item) for name, item in moments.items()}
         _save(tensors, self.folder / kind / f"{block}.safetensors")
 
     def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
@@ -208,3 +209,10 @@ def _read(path: Path, meaning: Callable[[str], _T]) -> _T | None:
         return meaning(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _narrowed(moment: Tensor) -> Tensor:
+    """A moment as float32, unless its range is too small for it."""
+    largest = float(moment.abs().amax()) if moment.numel() else 0.0
+    narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
+    return moment.float() if narrow else moment

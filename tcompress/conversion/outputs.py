@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
-from tcompress.conversion.fit import FittedLayer
+from tcompress.conversion.fit import WIDER, FittedLayer
 from tcompress.conversion.start import generator_of
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
@@ -176,6 +177,8 @@ def layer_values(
     values[entry.parameter] = torch.empty(0, dtype=dtype)  # the guard under the dense name
     if bias is not None:
         values["bias"] = bias.to(dtype)
+        if not bool(torch.isfinite(values["bias"]).all()):
+            raise FitError(f"the bias of layer `{entry.name}` does not fit into {dtype}", WIDER)
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
@@ -204,15 +207,20 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
         key: Its name in the source, where that is another.
 
     Raises:
-        FitError: It holds NaN; infinities may be masks.
+        FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
+            hold minus infinity, as masks do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
     if tensor.is_floating_point() and tensor.numel():
-        low, high = torch.aminmax(tensor)
-        if bool(torch.isnan(low)) or bool(torch.isnan(high)):
-            name = source.store.name_inside(key)
+        low, high = map(float, torch.aminmax(tensor))
+        largest = max(high, -low) if key.endswith(".weight") else high
+        name = source.store.name_inside(key)
+        if isnan(largest) or largest == inf:
             raise FitError(
-                f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
+                f"tensor `{name}` of the source holds NaN or infinity",
+                "repair the checkpoint first",
             )
+        if largest > torch.finfo(item.dtype).max:
+            raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
     return tensor.to(item.dtype)

@@ -1,7 +1,7 @@
 """From exceptions to messages and exit codes.
 
 Exit codes: 0 done, 1 unexpected failure, 2 bad option, recipe or input, 3 a declared threshold
-was missed, 130 interrupted.
+was missed, 130 interrupted, 143 by a SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from tcompress.cli.output import notices, print_json
 from tcompress.errors import TCompressError
 
-UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED = 1, 2, 3, 130
+UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 _NUMBERS = {"int": "integer", "float": "number"}
 
@@ -95,10 +95,11 @@ def suggestion(word: str, known: Iterable[str]) -> str | None:
 
     A word that goes on where a known one ends, such as `--calibration` for `--calib`, means it.
     """
-    words = list(known)
-    begun = sorted((name for name in words if len(name) > 4 and word.startswith(name)), key=len)
-    close = begun[-1:] or difflib.get_close_matches(word, words, 1)
-    return f"did you mean `{close[0]}`?" if close else None
+    words = {name.lower(): name for name in known}
+    typed = word.lower()
+    begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
+    close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
+    return f"did you mean `{words[close[0]]}`?" if close and words[close[0]] != word else None
 
 
 def _print(failure: Failure) -> None:

@@ -251,7 +251,7 @@ def resumable(output: Path) -> Iterator[None]:
 def show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
     from tcompress.cli.job import relative
-    from tcompress.cli.output import print_json, results, table
+    from tcompress.cli.output import print_json, results, table, typed
 
     facts, name = done.facts, relative(done.folder)
     if as_json:
@@ -279,7 +279,8 @@ def show_result(done: Finetuned, *, as_json: bool) -> None:
     if not facts.best_step and facts.steps:
         screen.print(_START_KEPT, soft_wrap=True)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
-    screen.print(f"Next: `tcompress evaluate {name} --task {measured} --data ...`", soft_wrap=True)
+    following = f"tcompress evaluate {typed(name)} --task {measured} --data ..."
+    screen.print(f"Next: `{following}`", soft_wrap=True)
 
 
 def _shown(curve: list[Any], most: int = 12) -> list[Any]:
@@ -292,16 +293,20 @@ def _shown(curve: list[Any], most: int = 12) -> list[Any]:
 def _in_words(error: Any) -> RecipeError:
     """Names options, where validation names fields, and says what they take."""
     from tcompress.recipe import json_schema
-    from tcompress.recipe.words import describe, inside
+    from tcompress.recipe.words import describe, inside, meant
 
     schema = json_schema()
     lines = []
     for item in error.errors(include_url=False):
+        if item["type"] == "value_error":  # it says itself what is wrong
+            lines.append(str(item["ctx"]["error"]))
+            continue
         # Keys and indices inside a field come after it.
         of_data = item["loc"][0] == "data" and len(item["loc"]) > 1
         place, *steps = item["loc"][of_data:]
         fields = schema["$defs"]["TrainingData" if of_data else "Finetune"]["properties"]
-        allowed = describe(inside(fields[place], steps, schema), schema)
+        fragment = inside(fields[place], steps, schema)
+        allowed = describe(fragment, schema) + meant(item["input"], fragment, schema)
         option = _FLAGS.get(place, "--" + place.replace("_", "-"))
         lines.append(f"`{option}` is `{item['input']}`, allowed is {allowed}")
     return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

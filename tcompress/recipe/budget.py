@@ -19,11 +19,11 @@ _BYTES = {
 
 Parameters = (
     Annotated[int, Field(gt=0)]
-    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMB]?$", examples=["30M"])]
+    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?[KMB]?$", examples=["30M"])]
 )
 Bytes = (
     Annotated[int, Field(gt=0)]
-    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMG]i?)?B$", examples=["60MB"])]
+    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([KMG]i?)?B$", examples=["60MB"])]
 )
 
 

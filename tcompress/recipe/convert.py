@@ -28,7 +28,8 @@ DType = Literal["float32", "float16", "bfloat16"]
 Device = Annotated[
     str,
     Field(
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:[0-9]{1,3})?)$",
+        examples=["auto", "cpu", "cuda", "cuda:1", "mps"],
         description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
     ),
 ]
@@ -133,7 +134,10 @@ class Convert(Section):
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
     device: Device = "auto"
     max_shard_size: str = Field(
-        "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
+        "2GB",
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?[KMG]i?B$",
+        examples=["2GB", "500MB"],
+        description="largest weight file of the output",
     )
 
     @model_validator(mode="after")

@@ -57,6 +57,12 @@ ALIASES: dict[str, str] = {
 }
 """Short names for well-known models."""
 
+NO_GGUF = (
+    "a GGUF file holds weights that are quantised for another program: give the model that it was "
+    "made from, a hub id or a folder written by `save_pretrained`"
+)
+"""What to do instead of giving such a file."""
+
 
 def resolve(
     name: str, revision: str | None = None, token: str | None = None, *, weights: bool = True
@@ -131,9 +137,14 @@ def _missing_path(name: str) -> SourceError:
         )
     path = Path(name).expanduser()
     if path.exists():
+        beside = (path.parent / "config.json").is_file()
         return SourceError(
             f"`{name}` is a file, but a model is a folder with `config.json` and weights",
-            hint=f"give the folder `{path.parent}`",
+            hint=NO_GGUF
+            if path.suffix.lower() == ".gguf"
+            else f"give the folder `{path.parent}`"
+            if beside
+            else "give a folder written by `save_pretrained`, or a hub id",
         )
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:

@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,8 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
         traceback.print_exception(error, file=sys.stderr)
     if as_json:
         facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
-        print_json({"error": facts})
+        with suppress(OSError):  # where stdout is what is wrong
+            print_json({"error": facts})
     _print(failure)
     return failure.code
 

@@ -63,12 +63,13 @@ class Problems:
         Raises:
             InputError: The only one, or one that lists all of them, with their hints.
         """
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            lines = "".join(f"\n  - {error.message}" for error in self.found)
+        found = {error.message: error for error in self.found}
+        if len(found) == 1:
+            raise next(iter(found.values()))
+        if found:
+            lines = "".join(f"\n  - {message}" for message in found)
             hints = dict.fromkeys(error.hint for error in self.found if error.hint)
-            raise InputError(f"{len(self.found)} problems:{lines}", "; ".join(hints) or None)
+            raise InputError(f"{len(found)} problems:{lines}", "; ".join(hints) or None)
 
 
 class SourceError(InputError):

@@ -13,7 +13,7 @@ from tcompress.errors import PlanError
 from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.schema import Calibration, Convert
-from tcompress.reporting.describe import describe_attention, describe_parts
+from tcompress.reporting.describe import describe_attention, describe_entry
 from tcompress.source import SourceModel, WeightStore, resolve
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -145,7 +145,10 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
         converted=True,
         parameters=_stored(artifact.store),
         blocks=_blocks((*artifact.attention, *artifact.layers)),
-        layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
+        layers=tuple(
+            _facts(entry, manifest.plan.method if manifest else "", converted=True)
+            for entry in artifact.layers
+        ),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
         attention=describe_attention(artifact.attention),
@@ -164,7 +167,7 @@ def _refused(left: tuple[Left, ...]) -> tuple[RefusedFacts, ...]:
     return tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left)
 
 
-def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
+def _facts(entry: LayerPlan, method: str = "", *, converted: bool) -> LayerFacts:
     single = entry.parameter == "weight"
     return LayerFacts(
         name=entry.name if single else f"{entry.name}.{entry.parameter}",
@@ -177,5 +180,5 @@ def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
         experts=entry.experts,
         dense_parameters=entry.dense_parameters,
         parameters=entry.parameters if converted else entry.dense_parameters,
-        structure=describe_parts(entry.parts) if converted else None,
+        structure=describe_entry(entry, method) if converted else None,
     )

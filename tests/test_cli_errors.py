@@ -51,6 +51,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "see `tcompress recipes --help`",
         ),
         (["convert"], "missing argument `MODEL`", SEE),
+        (["convert", "~nobody-at-all/m"], "a path begins with `~` and a user that there is not",
+         "write the path in full, or `./~name` for a file of that name"),
         (["convert", "m", "--tagret"], "unknown option `--tagret`", "did you mean `--target`?"),
         (["convert", "m", "--calibration", "x"], "unknown option `--calibration`",
          "did you mean `--calib`?"),

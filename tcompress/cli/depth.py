@@ -10,7 +10,7 @@ from tcompress.cli.names import DIGITS
 from tcompress.errors import RecipeError
 
 _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
-_MOST_BLOCKS = 10_000  # no model has as many; a run to a million would be written out
+_MOST_BLOCKS = 1000  # no model has as many; a run to a million would be written out
 
 
 def kept_blocks(texts: Sequence[str]) -> Any:

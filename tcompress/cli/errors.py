@@ -26,6 +26,8 @@ UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 _NUMBERS = {"int": "integer", "float": "number"}
 
+_NO_HOME = "write the path in full, or `./~name` for a file of that name"
+
 TRACEBACK = "TCOMPRESS_TRACEBACK"
 """Environment variable that asks for tracebacks."""
 
@@ -66,6 +68,8 @@ def describe(error: BaseException) -> Failure:
         return Failure("UsageError", message, hint, USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `~name`
+        return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
     lines = str(error).strip().splitlines()
     message = f"unexpected `{kind}`" + (f": {lines[0]}" if lines else "")
     return Failure(kind, message, _unexpected_hint(error), UNEXPECTED)

@@ -143,11 +143,12 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
     """
     from pydantic import ValidationError
 
+    from tcompress.cli.settings import refuse_huge
     from tcompress.recipe import find_recipe, parse_recipe
     from tcompress.recipe.schema import Finetune
 
     data: dict[str, Any] = {}
-    if given.get("recipe"):
+    if given.get("recipe") is not None:
         text, origin = find_recipe(given["recipe"])
         said = parse_recipe(text, origin).finetune
         if said is None:
@@ -157,6 +158,7 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
         data = said.model_dump()
     # A list that is not given is None or empty, by version of the parser.
     said_now = {name: value for name, value in given.items() if value not in (None, [], ())}
+    refuse_huge(said_now)
     if {"steps", "epochs"} <= said_now.keys():
         raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
     if "epochs" in said_now:
@@ -184,7 +186,10 @@ def pairs(option: str, given: list[str], example: str) -> dict[str, str]:
     for word in ",".join(given).split(","):
         name, equals, value = word.partition("=")
         if not (name.strip() and equals and value.strip()):
-            raise RecipeError(f"`{option}` is `{word}`, expected a pair such as `{example}`")
+            raise RecipeError(
+                f"`{option}` is `{word}`, expected a pair such as `{example}`",
+                f"write, for example, `{option} {example}`",
+            )
         found[name.strip()] = value.strip()
     return found
 

@@ -120,8 +120,10 @@ def show_plan(job: Job) -> None:
     """Prints what a conversion would do, and what it would cost."""
     from tcompress.conversion.estimate import estimate
     from tcompress.planning.planner import make_plan
+    from tcompress.reading.tables import check_data
     from tcompress.reporting.console import render_plan
 
+    check_data([job.convert.calibration.source])
     source = open_job(job)
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)

@@ -59,6 +59,10 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     from tcompress.recipe import Convert
 
     given = {name: value for name, value in options.items() if value not in (None, [], ())}
+    empty = [name for name, value in given.items() if isinstance(value, str) and not value.strip()]
+    if empty:  # a variable of the shell that is not set, most likely
+        raise RecipeError(f"{_flags(empty)} has no value", "give one, or leave it out")
+    refuse_huge(given)
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
     if isinstance(given.get("modes"), str):
@@ -113,6 +117,22 @@ def _numbers(option: str, text: str) -> int | tuple[int, ...]:
         )
     found = tuple(map(int, words))
     return found if len(found) > 1 else found[0]
+
+
+def refuse_huge(given: Mapping[str, Any]) -> None:
+    """Refuses whole numbers that are larger than any size.
+
+    Raises:
+        RecipeError: There are some; names all of them.
+    """
+    huge = [
+        name for name, value in given.items() if type(value) is int and abs(value) >= 10**DIGITS
+    ]
+    if huge:
+        raise RecipeError(
+            f"{_flags(huge)} {'is' if len(huge) == 1 else 'are'} larger than any size",
+            f"allowed are up to {DIGITS} digits",
+        )
 
 
 def _is_whole(word: str) -> bool:

@@ -23,7 +23,7 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
     from tcompress.recipe.schema import Bench, Sweep
     from tcompress.sweeping.cells import default_methods
 
-    text, origin = find_recipe(given["recipe"]) if given["recipe"] else (None, "sweep")
+    text, origin = find_recipe(given["recipe"]) if given["recipe"] is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)
     names = ("allocation", "keep", "calib", "calib_samples", "calib_columns", "dtype", "device")
     settled = conversion({name: given[name] for name in names}, base)

@@ -35,8 +35,9 @@ Device = Annotated[
 ]
 
 
-BlockIndex = Annotated[int, Field(ge=0)]
-BlockCount = Annotated[int, Field(gt=0)]
+# No model has as many, and a list of all of them would not end.
+BlockIndex = Annotated[int, Field(ge=0, lt=1000)]
+BlockCount = Annotated[int, Field(gt=0, lt=1000)]
 
 
 class Convert(Section):

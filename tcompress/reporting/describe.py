@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tcompress.mechanisms.base import MechanismLayout
-from tcompress.planning.entries import AttentionPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.structures.base import Layout
 from tcompress.structures.linear import PartLayout
 from tcompress.structures.lowrank import LowRankLayout
@@ -35,6 +35,19 @@ def describe_parts(parts: Sequence[PartLayout]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
+
+
+def describe_entry(entry: LayerPlan, method: str) -> str:
+    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
+
+    Args:
+        entry: The layer.
+        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
+    """
+    words = method.split(" + ")
+    own = entry.kind == "embedding" and not {"lowrank", "auto"} & {*words}
+    text = describe_parts(entry.parts)
+    return text.replace("lowrank", "svd") if own or "svd" in words else text
 
 
 def describe_layout(layout: Layout) -> str:

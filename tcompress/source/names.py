@@ -105,8 +105,11 @@ def local_folder(name: str) -> Path | None:
     """Give the local folder that `name` means, or None if it is not one."""
     if not name.strip():
         return None
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else None
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):  # longer than names may be
+        return None
 
 
 def default_output_name(name: str, suffix: str) -> str:

@@ -36,8 +36,8 @@ from tcompress.source.text import first_line
 from tcompress.sweeping import records
 from tcompress.sweeping.cells import Cell, cells_of
 from tcompress.sweeping.outcome import Done, Stopped, Swept, fallback_metric
-from tcompress.training.setup import check_run
 from tcompress.sweeping.records import Record, Stage
+from tcompress.training.setup import check_run
 
 STATE = ".sweep"
 """Folder inside the output with what is known so far."""

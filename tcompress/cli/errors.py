@@ -24,6 +24,7 @@ from tcompress.errors import TCompressError
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
+_BOUNDS = {"ge": "minimum", "le": "maximum"}
 _NUMBERS = {"int": "integer", "float": "number"}
 
 _NO_HOME = "write the path in full, or `./~name` for a file of that name"
@@ -158,13 +159,14 @@ def _wrong_value(error: Any) -> str | None:
     cause = error.__cause__
     if isinstance(cause, ValidationError):
         (item,), kind = cause.errors(include_url=False)[:1], cause.title
-        value, least = item["input"], item.get("ctx", {}).get("ge")
+        value, bounds = item["input"], item.get("ctx", {})
     elif found := re.search(r"'(.*)' is not a valid (float|int)", str(error.message)):
-        value, kind, least = found[1], found[2], None  # the words of older parsers
+        value, kind, bounds = found[1], found[2], {}  # the words of older parsers
     else:
         return None
     name = next((name for word, name in _NUMBERS.items() if word in kind), None)
     if name is None:
         return None
-    fragment = {"type": name, **({} if least is None else {"minimum": least})}
+    fragment = {"type": name}
+    fragment |= {word: bounds[key] for key, word in _BOUNDS.items() if key in bounds}
     return f"`{value}`, allowed is {describe(fragment, {})}"

@@ -48,7 +48,7 @@ class Convert(Section):
         description="`pretrained`: weights are fitted to those of the model; `random`: none are "
         "read, all are drawn anew, to train from scratch",
     )
-    seed: int = Field(0, ge=0, description="seed of the weights, with `init: random`")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of the weights, with `init: random`")
     method: AnyMethod | None = Field(
         None,
         description="structure of the rewritten layers, or `auto`, which chooses one for each; "

@@ -136,7 +136,9 @@ class Finetune(Section):
     trackers: tuple[str, ...] = Field(
         (), description="loggers of accelerate, such as `tensorboard` or `wandb`"
     )
-    seed: int = Field(0, ge=0, description="seed of the order of examples, new heads and dropout")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="seed of the order of examples, new heads and dropout"
+    )
     device: Device = "auto"
 
     @field_validator("objectives")
@@ -186,8 +188,8 @@ class Evaluate(Section):
     )
     dtype: DType | None = Field(None, description="dtype of the run; default as stored")
     device: Device = "auto"
-    seed: int = Field(0, ge=0, description="seed of all draws")
-    bootstrap: int = Field(1000, ge=0, description="resamples for intervals; 0 for none")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of all draws")
+    bootstrap: int = Field(1000, ge=0, le=10**6, description="resamples for intervals; 0 for none")
     threshold: str | None = Field(
         None, description="worst allowed number, or share of the dense model's such as `0.95x`"
     )
@@ -206,8 +208,10 @@ class Bench(Section):
     batch: tuple[int, ...] = Field((1, 8, 32), description="sizes of batches")
     length: tuple[int, ...] = Field((), description="tokens in a sequence; default 32 and 128")
     mode: tuple[Literal["eager", "compiled"], ...] = Field(("eager",), description="how to run")
-    repeats: int = Field(7, gt=0, description="timed passes; medians count")
-    threads: int | None = Field(None, gt=0, description="threads on a CPU; default PyTorch's")
+    repeats: int = Field(7, gt=0, le=10**6, description="timed passes; medians count")
+    threads: int | None = Field(
+        None, gt=0, le=4096, description="threads on a CPU; default PyTorch's"
+    )
     keep_weights: bool = Field(
         False, description="whether converted layers keep a dense weight; for eager passes only"
     )

@@ -278,7 +278,7 @@ def test_interrupted_conversion_goes_on(
 def test_interrupted_elsewhere(by: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         signal.raise_signal(by)
 
     monkeypatch.setattr("tcompress.inspection.inspect_model", stop)

@@ -321,7 +321,7 @@ def test_json_on_failure(arguments: list[str], kind: str, message: str) -> None:
 
 
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("lost\nmore")
 
     monkeypatch.setattr("tcompress.inspection.inspect_model", fail)

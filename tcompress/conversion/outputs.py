@@ -14,8 +14,9 @@ from tcompress.conversion.start import generator_of
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
+from tcompress.integration.forms import first_table
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel
 from tcompress.source.keymap import FACTOR_PREFIX
 
@@ -45,6 +46,7 @@ class Outputs:
         made: Clusters by the names of the tensors they yield.
         started: Attentions by the names of the tensors that their mechanisms store.
         moved: Checkpoint names of dense tensors by the name under which they are stored.
+        positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
     """
 
@@ -54,6 +56,7 @@ class Outputs:
     made: dict[str, Cluster] = field(default_factory=dict)
     started: dict[str, AttentionPlan] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
 
     @classmethod
@@ -63,9 +66,11 @@ class Outputs:
         layers: Sequence[LayerPlan],
         dtype: torch.dtype | None,
         attention: Sequence[AttentionPlan] = (),
+        forms: Sequence[FormPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
+        self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
         replaced: dict[str, Cluster] = {}
         for cluster in clusters_of(layers):
             for entry in cluster:
@@ -80,8 +85,9 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store = source.store
+        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused or key in source.keymap.stale:
+            if key in useless:
                 continue
             if key in guarded:
                 guard = guarded[key].guard
@@ -98,6 +104,23 @@ class Outputs:
         for other in attention:
             self._add_mechanism(other)
         return self
+
+    def given(self, item: Stored) -> Tensor | None:
+        """Makes the value of a tensor that is not fitted; None for one that is.
+
+        Raises:
+            FitError: It is carried over and holds NaN.
+        """
+        if item.key in self.positions:
+            drawn = self.source.store.tensor(item.key)
+            return first_table(self.positions[item.key], drawn).to(item.dtype)
+        if item.key in self.copied:
+            return copied_value(self.source, item)
+        if item.key in self.moved:
+            return copied_value(self.source, item, self.moved[item.key])
+        if item.key in self.started:
+            return started_value(self.started[item.key], item, self.source.seed)
+        return None
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import tcompress
 from tcompress.artifact.manifest import environment
+from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.compare import Baseline, Measured
 from tcompress.evaluation.scores import ModelScores, store
@@ -124,9 +125,7 @@ def evaluate(
     sources: dict[str, SourceModel] = {}
     for name in names:
         with problems.collected():
-            sources[name] = SourceModel.open(
-                name, token=token, trust_remote_code=trust_remote_code, converted=True
-            )
+            sources[name] = open_checked(name, token=token, trust=trust_remote_code)
     with problems.collected():
         check_data([str(data)])
     with problems.collected():

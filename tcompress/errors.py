@@ -15,6 +15,8 @@ TCompressError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -41,6 +43,35 @@ class InputError(TCompressError, ValueError):
     """What the user gave cannot be used; nothing was written."""
 
     exit_code = 2
+
+
+class Problems:
+    """Collects what is wrong with several things, to say all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[InputError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps the error of the block, if it raises one about what the user gave."""
+        try:
+            yield
+        except InputError as error:
+            self.found.append(error)
+
+    def report(self) -> None:
+        """Raises what was collected.
+
+        Raises:
+            InputError: The only one, or one that lists all of them, with their hints.
+        """
+        found = {error.message: error for error in self.found}
+        if len(found) == 1:
+            raise next(iter(found.values()))
+        if found:
+            lines = "".join(f"\n  - {message}" for message in found)
+            hints = dict.fromkeys(error.hint for error in self.found if error.hint)
+            raise InputError(f"{len(found)} problems:{lines}", "; ".join(hints) or None)
 
 
 class SourceError(InputError):

@@ -109,11 +109,15 @@ class Speed(_Section):
         mode: `eager` or `compiled`.
         milliseconds: Median time.
         tokens_per_second: Throughput at that time.
-        peak_bytes: Peak memory of the pass, where it is known.
+        peak_bytes: Peak memory of the pass, weights not counted, where it is known.
         baseline: Name of the baseline.
         baseline_milliseconds: Its median time.
         baseline_peak_bytes: Its peak memory, where it is known.
         ratio: Time of the baseline over that of the model; above 1 the model is faster.
+        spread: Distance of the quartiles of its times, relative to the median.
+        baseline_spread: That of the baseline's.
+        weight_bytes: What its weights take in memory, kept ones included.
+        baseline_weight_bytes: What the baseline's take.
         protocol: Device, threads, dtype, repeats, versions.
     """
 
@@ -127,7 +131,16 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float
+    spread: float | None = None
+    baseline_spread: float | None = None
+    weight_bytes: int | None = None
+    baseline_weight_bytes: int | None = None
     protocol: dict[str, Any]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the middle half of either's times differs by more than a fifth of the median."""
+        return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
 class CurvePoint(_Section):

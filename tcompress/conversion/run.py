@@ -336,7 +336,8 @@ class _Job:
         for note in place.notes("fit"):
             self.errors[note["layer"]] = note["errors"]
         total = sum(item.nbytes for shard in shards for item in shard.tensors)
-        self.progress.stage("writing", total, "bytes")
+        fits = self.data is None and self.plan.changes_model  # values are made as they are written
+        self.progress.stage("fitting and writing" if fits else "writing", total, "bytes")
         for shard in shards:
             if is_whole(place.model / shard.file, done.get(shard.file)):
                 self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "linalg": {"errors"},
     "structures": {"errors", "linalg"},
-    "mechanisms": {"errors", "structures"},
+    "mechanisms": {"errors", "linalg", "structures"},
     "source": {"errors"},
     "anatomy": {"errors"},
     "recipe": {"errors", "structures", "mechanisms"},

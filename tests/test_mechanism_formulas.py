@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tcompress.mechanisms import Host, MechanismSpec, Visible, mechanism, mechanism_of
+from tcompress.mechanisms.base import QueryKeyMoments
 from tcompress.mechanisms.graph import GraphSpec
 from tcompress.mechanisms.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
 from tcompress.mechanisms.multilinear import MultilinearSpec
@@ -257,6 +258,30 @@ def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
     own = {key: value.double() for key, value in values.items()}
     mixed = kind.apply(q, k, v, own, layout, Visible())
     torch.testing.assert_close(mixed, sdpa(q, k, v), atol=0.02, rtol=0)
+
+
+def test_a_small_tucker_core_loses_what_the_best_one_must() -> None:
+    """E (q^T (I - P R^T) k)^2 comes to the squares of the smallest singular values."""
+    kind, host = mechanism("tam"), Host(HEADS, 1, WIDTH)
+    layout = kind.layout(TamSpec(core="tucker", rank=2), host)
+    q, k = randn(HEADS, 50, WIDTH), randn(1, 60, WIDTH, seed=1) * torch.tensor([3.0, 2, 1, 0.1])
+    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k))
+    for head in range(HEADS):
+        scores = q[head] @ k[0].mT
+        low = q[head] @ found["factor_q"][head] @ found["factor_k"][head].mT @ k[0].mT
+        least = torch.linalg.svdvals(scores)[2:].square().sum()
+        torch.testing.assert_close((scores - low).square().sum(), least, rtol=1e-4, atol=0)
+    assert kind.centres_keys(layout) is True
+    assert kind.centres_keys(kind.layout(TamSpec(core="tucker"), host)) is None
+
+
+def test_many_diagonal_cores_are_one_with_their_mean() -> None:
+    q, k, s, g = randn(5, 3), randn(4, 3, seed=1), randn(1, 1, 3, seed=2), randn(4, 1, 3, seed=3)
+    for core in ("cp", "aligned"):
+        own = (q[None, None], k[None, None], s[0][None])
+        many = tam_scores(*own, {"core": g}, _tam(core, cores=4))
+        one = tam_scores(*own, {"core": g.mean(0, keepdim=True)}, _tam(core))
+        torch.testing.assert_close(many, one)
 
 
 def test_semantics_leave_padding_out() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcompress.artifact.shards import Stored
 from tcompress.conversion.fit import FittedLayer
-from tcompress.conversion.start import generator_of
+from tcompress.conversion.start import generator_of, projection_moments
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
@@ -156,20 +156,23 @@ def layer_values(
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def started_value(entry: AttentionPlan, item: Stored, seed: int | None = None) -> Tensor:
-    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight.
+def started_values(
+    source: SourceModel, entry: AttentionPlan, fitted: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Makes the tensors of a mechanism, and empty ones under the names of dense weights.
 
     Args:
+        source: The dense model; with a seed it is trained from scratch.
         entry: The attention.
-        item: What is stored.
-        seed: Seed of a model that is trained from scratch; None beside pretrained weights.
+        fitted: Tensors of the block's mechanisms that calibration data told, by name.
     """
-    if item.key in entry.guards:
-        return torch.empty(0, dtype=item.dtype)
-    if seed is None:
-        return first_values(entry)[item.key].to(item.dtype)
-    own = generator_of(seed, entry.name).initial_seed()
-    return first_values(entry, own, pretrained=False)[item.key].to(item.dtype)
+    guards = {key: torch.empty(0) for key in entry.guards}
+    if source.seed is None:
+        if fitted:
+            return guards | first_values(entry) | dict(fitted)
+        return guards | first_values(entry, moments=projection_moments(source, entry))
+    own = generator_of(source.seed, entry.name).initial_seed()
+    return guards | first_values(entry, own, pretrained=False)
 
 
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:

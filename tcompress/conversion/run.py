@@ -35,7 +35,7 @@ from tcompress.conversion.outputs import (
     Outputs,
     copied_value,
     layer_values,
-    started_value,
+    started_values,
 )
 from tcompress.conversion.probe import OutputProbe, probe_of
 from tcompress.conversion.shared import Banks
@@ -296,7 +296,7 @@ class _Job:
             place: Where the fits are kept.
             probe: Measures the change of the output on data held out, which is returned.
         """
-        if self.data is None or not (self.plan.layers or probe):
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
             return None
         anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
@@ -356,15 +356,15 @@ class _Job:
         if item.key in self.positions:
             drawn = self.source.store.tensor(item.key)
             return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.outputs.copied:
-            return copied_value(self.source, item)
-        if item.key in self.outputs.moved:
-            return copied_value(self.source, item, self.outputs.moved[item.key])
-        if item.key in self.outputs.started:
-            return started_value(self.outputs.started[item.key], item, self.source.seed)
+        if item.key in self.outputs.copied | self.outputs.moved.keys():
+            return copied_value(self.source, item, self.outputs.moved.get(item.key))
+        entry = self.outputs.started.get(item.key)
+        if entry is not None and item.key not in self.values:
+            result = place.block(self.source.keymap.runtime_name(entry.block) or "")
+            self.values |= started_values(self.source, entry, result and result.attention)
         if item.key not in self.values:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
-        return self.values.pop(item.key)
+        return self.values.pop(item.key).to(item.dtype)
 
     def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
         block = self.block_of[self.outputs.runtime_name(cluster[0])]

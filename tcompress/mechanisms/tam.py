@@ -10,17 +10,21 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tcompress.linalg.curvature import damped_curvature, fit_lowrank_curved
 from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
     MechanismSpec,
+    QueryKeyMoments,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.memory import add_context, gru_macs, gru_tensors, start_gru
 from tcompress.mechanisms.visible import Visible
 from tcompress.structures.base import Shapes, Tensors
+
+RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
 
 Core = Literal["aligned", "cp", "tucker"]
 Normalize = Literal["softmax", "none"]
@@ -165,15 +169,22 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         core[..., 0] = torch.eye(layout.rank) / width
         values = {"core": core}
         for name in ("factor_q", "factor_k"):
-            if layout.rank == width:
-                values[name] = torch.eye(width).expand(shapes[name]).clone()
-            else:  # the same for both, so that scores are those of a random part of the features
-                seeded = torch.Generator().manual_seed(0)
-                drawn = torch.randn(layout.heads, width, width, generator=seeded)
-                values[name] = torch.linalg.qr(drawn)[0][..., : layout.rank].contiguous()
+            values[name] = torch.eye(width, layout.rank).expand(shapes[name]).clone()
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
         return {**values, "factor_s": factor}
+
+    def centres_keys(self, layout: TamLayout) -> bool | None:
+        if layout.core != "tucker" or layout.rank == layout.head_dim:
+            return None
+        return layout.normalize == "softmax"
+
+    def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
+        """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
+        queries = damped_curvature(moments.queries, RIDGE)
+        keys = repeat_heads(damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
+        left, right = fit_lowrank_curved(keys, keys, queries, layout.rank)
+        return {"factor_q": left, "factor_k": right.mT}
 
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.mechanisms import Host, MechanismSpec, Visible, mechanism, mechanism_of
 from tcompress.mechanisms.base import QueryKeyMoments
@@ -30,6 +32,19 @@ from tests.support.mechanisms import (
     run,
     tensors_of,
 )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_multiply_adds_are_those_that_torch_counts(name: str) -> None:
+    layout = layout_of(name)
+    kind = mechanism(layout.mechanism)
+    tensors = tensors_of(name) | {k: t.double() for k, t in kind.constants(layout).items()}
+    for tokens in {CASES[name][2], 5 if CASES[name][1].tokens is None else CASES[name][2]}:
+        own = [x[:1, :, :tokens] for x in inputs_of(name)]
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            kind.apply(*own, tensors, layout, Visible())
+        assert counted.get_total_flops() == 2 * kind.macs(layout, tokens)
+
 
 # ---------------------------------------------------------------- graph
 
@@ -128,10 +143,11 @@ def test_special_tokens_see_all_and_are_gated_in() -> None:
     torch.testing.assert_close(mixed[:, :, 2:], gate * grid + (1 - gate) * special)
 
 
-def test_the_gate_starts_at_the_share_of_the_grid() -> None:
-    kind, layout = mechanism("kronecker"), layout_of("hot-image")
+@pytest.mark.parametrize(("name", "share"), [("hot-image", 6 / 7), ("hot-two-special", 6 / 8)])
+def test_the_gate_starts_at_the_share_of_the_grid(name: str, share: float) -> None:
+    kind, layout = mechanism("kronecker"), layout_of(name)
     values = kind.start(layout, torch.Generator(), pretrained=True)
-    torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), 6 / 7))
+    torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), share))
 
 
 def test_random_features_come_near_to_softmax() -> None:

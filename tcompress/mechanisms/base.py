@@ -168,7 +168,7 @@ class Mechanism(ABC, Generic[S, L]):
 
     @abstractmethod
     def macs(self, layout: L, tokens: int) -> int:
-        """Multiply-adds of a pass over so many tokens."""
+        """Multiply-adds of matrix products in a pass over so many tokens, none of them padding."""
 
     @abstractmethod
     def start(

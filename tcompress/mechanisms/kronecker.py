@@ -121,14 +121,17 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
         return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
 
     def macs(self, layout: KroneckerLayout, tokens: int) -> int:
-        special, width = layout.special, layout.heads * layout.head_dim
+        special, width = layout.special, layout.head_dim
         sizes = layout.sizes(tokens - special)
+        cells = prod(sizes)
+        columns = width + (cells > tokens - special)  # a last row of the fold that is not full
         if layout.kernel == "favor":
-            mixed = sum(2 * prod(sizes) + 4 * size for size in sizes) * layout.features
+            each = (2 * cells * columns + size * (2 * width + 1) for size in sizes)
+            mixed = sum(each) * layout.features
         else:
-            mixed = sum(prod(sizes) * size + size**2 for size in sizes)
-        between = 2 * tokens * special + (prod(sizes) * 2 * special if special > 1 else 0)
-        return width * (mixed + between)
+            mixed = sum(cells * size * columns + size**2 * width for size in sizes)
+        between = 2 * tokens * special + (cells * 2 * special if special > 1 else 0)
+        return layout.heads * (mixed + width * between)
 
     def ordered(self, layout: KroneckerLayout) -> bool:
         return layout.fold is not None

@@ -115,7 +115,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
 
     def macs(self, layout: TamLayout, tokens: int) -> int:
         width, rank = layout.head_dim, layout.rank
-        scored = tokens**2 * (rank or width)
+        scored = 0 if layout.core == "aligned" else tokens**2 * (rank or width)
         if layout.core == "tucker":
             scored += 2 * tokens * width * rank + tokens * rank**2
             scored += width * layout.semantic_rank + rank**2 * layout.semantic_rank

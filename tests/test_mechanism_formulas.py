@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -170,6 +171,34 @@ def test_random_features_come_near_to_softmax() -> None:
 
     assert error(many) < 0.01
     assert error(many) < error(few) < 0.5
+
+
+def test_the_regularised_kernel_written_out() -> None:
+    """The paper's Eq. 10 with directions of one length and sums as pools, in numpy."""
+    grid, width, features = (4, 3), 8, 20
+    host = Host(1, 1, width, tokens=12, grid=grid)
+    spec = KroneckerSpec(kernel="smreg", pool="sum", features=features)
+    kind, layout = mechanism("kronecker"), mechanism("kronecker").layout(spec, host)
+    own = {key: value.double() for key, value in kind.constants(layout).items()}
+    directions = own["directions"].numpy()
+    np.testing.assert_allclose(np.linalg.norm(directions, axis=1), width**0.5, rtol=1e-5)
+    first = directions[:width] @ directions[:width].T
+    np.testing.assert_allclose(first, width * np.eye(width), atol=1e-4)
+    q, k, v = (0.3 * randn(1, 1, 12, width, seed=s) for s in range(3))
+    tensors = {**own, "scale": torch.zeros(2, 1).double()}
+    found = kind.apply(q, k, v, tensors, layout, Visible())[0, 0].numpy()
+
+    def maps(x: Any) -> Any:
+        x = x / width**0.25
+        return np.exp(x @ directions.T - (x**2).sum(1, keepdims=True) / 2)
+
+    factors = []
+    for axis in (1, 0):
+        pooled = (x[0, 0].numpy().reshape(*grid, width).sum(axis) for x in (q, k))
+        left, right = (maps(x) for x in pooled)
+        kernel = left @ right.T
+        factors.append(kernel / kernel.sum(1, keepdims=True))
+    np.testing.assert_allclose(found, np.kron(*factors) @ v[0, 0].numpy(), rtol=1e-8)
 
 
 @pytest.mark.parametrize(

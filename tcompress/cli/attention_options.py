@@ -57,8 +57,9 @@ Kernel = Annotated[
     str | None,
     typer.Option(
         "--kernel",
-        metavar="softmax|favor",
-        help="hot: `favor` needs time linear in each axis. Default `softmax`.",
+        metavar="softmax|favor|smreg",
+        help="hot: `favor` and `smreg` (the paper's) are random features, and need time linear in "
+        "each axis. Default `softmax`.",
         rich_help_panel=METHOD,
         autocompletion=complete.kernels,
     ),

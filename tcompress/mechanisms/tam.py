@@ -37,10 +37,16 @@ class TamSpec(MechanismSpec):
     name: Literal["tam"] = "tam"
     core: Core = Field(
         "cp",
-        description="`aligned`: the paper's, along positions of queries; `cp`: along features; "
-        "`tucker`: a full core with factors",
+        description="`aligned`: the paper's, along positions of queries; `cp`: along features, the "
+        "paper's without query alignment; `tucker`: a full core with factors",
     )
-    cores: int = Field(1, gt=0, le=64, description="number of cores, which are averaged")
+    cores: int = Field(
+        1,
+        gt=0,
+        le=64,
+        description="number of cores, which are averaged: several compute what one with their mean "
+        "does, and differ in training alone",
+    )
     rank: int | None = Field(
         None, gt=0, description="size of the core `tucker`; default the head's width"
     )
@@ -48,8 +54,9 @@ class TamSpec(MechanismSpec):
     normalize: Normalize = Field("softmax", description="`none` uses scores as in the paper")
     memory: Memory = Field(
         "states",
-        description="where keys and values come from: the model's `states`, or also a `gru` over "
-        "them, as in the paper",
+        description="where keys and values come from: the model's `states`, or also a `gru`: k + "
+        "g GRU(k) and v + h GRU(k) with gates g and h in every layer (the paper has GRU(e) W of "
+        "the word embeddings e in their place)",
     )
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
+from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.conversion.start import generator_of, projection_moments
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
+from tcompress.integration.forms import first_table
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel
 from tcompress.source.keymap import FACTOR_PREFIX
 
@@ -45,7 +47,9 @@ class Outputs:
         made: Clusters by the names of the tensors they yield.
         started: Attentions by the names of the tensors that their mechanisms store.
         moved: Checkpoint names of dense tensors by the name under which they are stored.
+        positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
+        adapted: First values of mechanisms that calibration data told, by checkpoint name.
     """
 
     source: SourceModel
@@ -54,7 +58,9 @@ class Outputs:
     made: dict[str, Cluster] = field(default_factory=dict)
     started: dict[str, AttentionPlan] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
+    adapted: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -63,9 +69,11 @@ class Outputs:
         layers: Sequence[LayerPlan],
         dtype: torch.dtype | None,
         attention: Sequence[AttentionPlan] = (),
+        forms: Sequence[FormPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
+        self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
         replaced: dict[str, Cluster] = {}
         for cluster in clusters_of(layers):
             for entry in cluster:
@@ -80,8 +88,9 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store = source.store
+        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused or key in source.keymap.stale:
+            if key in useless:
                 continue
             if key in guarded:
                 guard = guarded[key].guard
@@ -98,6 +107,35 @@ class Outputs:
         for other in attention:
             self._add_mechanism(other)
         return self
+
+    def take(self, block: Callable[[str], BlockResult | None]) -> None:
+        """Takes over what calibration data told of the first values of mechanisms.
+
+        Args:
+            block: Reads the fits of a block by its name in the model.
+        """
+        for name in dict.fromkeys(entry.block for entry in self.started.values()):
+            result = block(self.source.keymap.runtime_name(name) or name)
+            self.adapted |= result.attention if result is not None else {}
+
+    def given(self, item: Stored) -> Tensor | None:
+        """Makes the value of a tensor that is not fitted; None for one that is.
+
+        Raises:
+            FitError: It is carried over and holds NaN.
+        """
+        if item.key in self.positions:
+            drawn = self.source.store.tensor(item.key)
+            return first_table(self.positions[item.key], drawn).to(item.dtype)
+        if item.key in self.copied:
+            return copied_value(self.source, item)
+        if item.key in self.moved:
+            return copied_value(self.source, item, self.moved[item.key])
+        if item.key in self.started:
+            entry = self.started[item.key]
+            values = started_values(self.source, entry) | self.adapted
+            return values[item.key].to(item.dtype)
+        return None
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""
@@ -156,20 +194,15 @@ def layer_values(
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def started_values(
-    source: SourceModel, entry: AttentionPlan, fitted: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
     """Makes the tensors of a mechanism, and empty ones under the names of dense weights.
 
     Args:
         source: The dense model; with a seed it is trained from scratch.
         entry: The attention.
-        fitted: Tensors of the block's mechanisms that calibration data told, by name.
     """
     guards = {key: torch.empty(0) for key in entry.guards}
     if source.seed is None:
-        if fitted:
-            return guards | first_values(entry) | dict(fitted)
         return guards | first_values(entry, moments=projection_moments(source, entry))
     own = generator_of(source.seed, entry.name).initial_seed()
     return guards | first_values(entry, own, pretrained=False)

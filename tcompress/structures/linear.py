@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,7 +28,7 @@ class PartLayout(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    terms: tuple[AnyLayout, ...]
+    terms: tuple[AnyLayout, ...] = Field(min_length=1)
 
     @property
     def out_features(self) -> int:
@@ -229,7 +229,7 @@ class StructuredLinear(nn.Module):
         if kept is None or self.training:
             return None
         if torch.is_grad_enabled():
-            if any(tensor.requires_grad for m in self._owners() for tensor in m.parameters(False)):
+            if any(tensor.requires_grad for m in self.owners() for tensor in m.parameters(False)):
                 kept.drop()
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
@@ -238,10 +238,10 @@ class StructuredLinear(nn.Module):
         if weight is None:
             stored = next(self.parameters(recurse=False)).dtype
             accurate = torch.promote_types(stored, torch.float32)
-            weight = kept.renew(self._owners(), lambda: self.dense_weight(accurate).to(stored))
+            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
         return weight
 
-    def _owners(self) -> list[nn.Module]:
+    def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
         owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "linalg": {"errors"},
     "structures": {"errors", "linalg"},
-    "mechanisms": {"errors", "structures"},
+    "mechanisms": {"errors", "linalg", "structures"},
     "source": {"errors", "files"},
     "anatomy": {"errors"},
     "recipe": {"errors", "files", "structures", "mechanisms"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -27,10 +29,13 @@ from tcompress.linalg.rotation import (
 )
 from tcompress.linalg.slices import (
     Problem,
+    _input_objective,
+    _output_objective,
     diagonal_blocks,
     fit_rotation,
     fit_slices,
     fit_truncated_slices,
+    turn_rows,
 )
 from tcompress.linalg.tdomain import fit_conjugate_slices
 from tcompress.structures import Site, structure
@@ -438,3 +443,24 @@ def _check_prediction(
         predicted = inputs @ torch.block_diag(*fit_slices(product, gram, p)).T
         error = (outputs - predicted).square().sum() / outputs.square().sum()
         assert float(error) == pytest.approx(1 - share, abs=1e-6)
+
+
+@pytest.mark.parametrize("output", [False, True], ids=["in", "out"])
+def test_a_transform_is_judged_by_what_slices_explain_of_each_weight(output: bool) -> None:
+    """The mean of R^2 over weights, large or small: slices of raw rows regressed on slices."""
+    p, x, z, stages = 4, _rows()[0], TUBES["dct"](4, 0), Stages(WIDTH, 4, 2)
+    weights = [randn(WIDTH, WIDTH, seed=1), 100 * randn(WIDTH, WIDTH, seed=2)]
+    outputs = [x @ weight.T for weight in weights]
+    gram = x.T @ x / ROWS
+    scales = [float(y.square().sum() / ROWS) for y in outputs]
+    own = [Problem(w @ gram, gram, s) for w, s in zip(weights, scales, strict=True)]
+    blocks = build_blocks(0.5 * randn(*stages.generators_shape), 4)
+    turn = partial(turn_rows, z=z.float(), count=p)
+    found = (_output_objective if output else _input_objective)(own, p, turn)(blocks.float())
+    explained = []
+    for y in outputs:
+        left, right = (x, turn_rows(y, blocks, z, p)) if output else (turn_rows(x, blocks, z, p), y)
+        pairs = zip(left.chunk(p, 1), right.chunk(p, 1), strict=True)
+        fits = [a @ torch.linalg.lstsq(a, b).solution for a, b in pairs]
+        explained.append(sum(fit.square().sum() for fit in fits) / y.square().sum())
+    assert float(found) == pytest.approx(float(sum(explained) / 2), rel=1e-3)

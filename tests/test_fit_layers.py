@@ -17,7 +17,7 @@ from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.linear import PartLayout, StructuredLinear, tensor_prefix
 from tests.support.structures import make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
@@ -356,3 +356,31 @@ def test_an_expert_without_tokens_does_not_choose_the_transform() -> None:
         dense = _layer(entry, _fit(entry, weight, *moments, damping=0.01)).dense_weight()
         errors.append([moments[e].train.error(weight[e], dense[e]) for e in (0, 2)])  # type: ignore[union-attr]
     assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
+def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
+    """Fused q, k and v come out as three layers that each have their block of the curvature."""
+    sizes = (6, 4, 6)
+    weight = randn(16, WIDTH, seed=1)
+    roots = randn(16, 16, seed=2) * torch.linspace(1, 30, 16).double()[:, None]
+    curvature = roots @ roots.T
+    moments = [LayerMoments(Rows.drawn().moments(centred=False))]
+    options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
+    entry = _plan([LOW], sizes)
+    given = {"curvatures": {"b.q": curvature}, **options}
+    fused = fit_layers([entry], [weight], [moments], **given)[0]
+    start = 0
+    for index, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        single = _plan([LOW], (size,))
+        given = {"curvatures": {"b.q": curvature[rows, rows]}, **options}
+        alone = fit_layers([single], [weight[rows]], [moments], **given)[0]
+        found = [
+            fitted.tensors[f"{prefix}a"] @ fitted.tensors[f"{prefix}b"]
+            for fitted, prefix in (
+                (fused, tensor_prefix(entry.parts, index, 0)),
+                (alone, tensor_prefix(single.parts, 0, 0)),
+            )
+        ]
+        assert_close(*found)
+        start += size

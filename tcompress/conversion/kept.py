@@ -42,6 +42,7 @@ class FitWorkplace(Workplace):
         for name, fitted in result.layers.items():
             tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
         tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
+        tensors |= {f"attention/{name}": value for name, value in result.attention.items()}
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
         _save(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
         self.note("block", name=result.block)
@@ -53,6 +54,7 @@ class FitWorkplace(Workplace):
             return None
         layers: dict[str, dict[str, Tensor]] = {}
         biases: dict[str, Tensor] = {}
+        attention: dict[str, Tensor] = {}
         try:
             with safe_open(path, "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
@@ -60,13 +62,15 @@ class FitWorkplace(Workplace):
                     kind, _, rest = key.partition("/")
                     if kind == "bias":
                         biases[rest] = file.get_tensor(key)
+                    elif kind == "attention":
+                        attention[rest] = file.get_tensor(key)
                     else:
                         layer, _, tensor = rest.partition("/")
                         layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ValueError):
             return None  # cut off by a kill: fitted again
         fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
-        return BlockResult(name, fitted, biases)
+        return BlockResult(name, fitted, biases, attention)
 
     def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
         """Stores moments of the output gradients of a block's layers."""

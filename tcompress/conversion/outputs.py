@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
+from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import WIDER, FittedLayer
-from tcompress.conversion.start import generator_of
+from tcompress.conversion.start import generator_of, projection_moments
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
@@ -49,6 +50,7 @@ class Outputs:
         moved: Checkpoint names of dense tensors by the name under which they are stored.
         positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
+        adapted: First values of mechanisms that calibration data told, by checkpoint name.
     """
 
     source: SourceModel
@@ -59,6 +61,7 @@ class Outputs:
     moved: dict[str, str] = field(default_factory=dict)
     positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
+    adapted: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -106,6 +109,16 @@ class Outputs:
             self._add_mechanism(other)
         return self
 
+    def take(self, block: Callable[[str], BlockResult | None]) -> None:
+        """Takes over what calibration data told of the first values of mechanisms.
+
+        Args:
+            block: Reads the fits of a block by its name in the model.
+        """
+        for name in dict.fromkeys(entry.block for entry in self.started.values()):
+            result = block(self.source.keymap.runtime_name(name) or name)
+            self.adapted |= result.attention if result is not None else {}
+
     def given(self, item: Stored) -> Tensor | None:
         """Makes the value of a tensor that is not fitted; None for one that is.
 
@@ -120,7 +133,9 @@ class Outputs:
         if item.key in self.moved:
             return copied_value(self.source, item, self.moved[item.key])
         if item.key in self.started:
-            return started_value(self.started[item.key], item, self.source.seed)
+            entry = self.started[item.key]
+            values = started_values(self.source, entry) | self.adapted
+            return values[item.key].to(item.dtype)
         return None
 
     def _key(self, name: str, leaf: str) -> str:
@@ -182,20 +197,18 @@ def layer_values(
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def started_value(entry: AttentionPlan, item: Stored, seed: int | None = None) -> Tensor:
-    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight.
+def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
+    """Makes the tensors of a mechanism, and empty ones under the names of dense weights.
 
     Args:
+        source: The dense model; with a seed it is trained from scratch.
         entry: The attention.
-        item: What is stored.
-        seed: Seed of a model that is trained from scratch; None beside pretrained weights.
     """
-    if item.key in entry.guards:
-        return torch.empty(0, dtype=item.dtype)
-    if seed is None:
-        return first_values(entry)[item.key].to(item.dtype)
-    own = generator_of(seed, entry.name).initial_seed()
-    return first_values(entry, own, pretrained=False)[item.key].to(item.dtype)
+    guards = {key: torch.empty(0) for key in entry.guards}
+    if source.seed is None:
+        return guards | first_values(entry, moments=projection_moments(source, entry))
+    own = generator_of(source.seed, entry.name).initial_seed()
+    return guards | first_values(entry, own, pretrained=False)
 
 
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:

@@ -296,7 +296,7 @@ class _Job:
             place: Where the fits are kept.
             probe: Measures the change of the output on data held out, which is returned.
         """
-        if self.data is None or not (self.plan.layers or probe):
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
             return None
         anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
@@ -331,6 +331,7 @@ class _Job:
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""
+        self.outputs.take(place.block)
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
         for note in place.notes("fit"):

@@ -27,7 +27,22 @@ RANK, VOCAB, WIDTH, HEADS, HEAD = 2, 128, 64, 4, 16
 LARGEST = 12_000_000
 
 # Which of a family's classes is built: the first that it has.
-_KINDS = ["SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "MASKED_LM", "CAUSAL_LM", "OBJECT_DETECTION", "IMAGE_CLASSIFICATION", "CTC", "RNNT", "TDT", "SEQUENCE_CLASSIFICATION", "RETRIEVAL", "TIME_SERIES_PREDICTION"]
+_KINDS = [
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "OBJECT_DETECTION",
+    "IMAGE_CLASSIFICATION",
+    "CTC",
+    "RNNT",
+    "TDT",
+    "SEQUENCE_CLASSIFICATION",
+    "RETRIEVAL",
+    "TIME_SERIES_PREDICTION",
+]
 
 # Options where the rules of names do not lead to a model.
 _RESNET = {

@@ -6,9 +6,9 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,8 +49,8 @@ def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-@lru_cache(maxsize=None)
-def computes_linear(kind: type[nn.Module]) -> bool:
+@cache
+def computes_linear(kind: Any) -> bool:
     """Tell by trial whether a subclass of `nn.Linear` computes what `nn.Linear` does.
 
     Args:
@@ -61,7 +61,7 @@ def computes_linear(kind: type[nn.Module]) -> bool:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             torch.manual_seed(0)
-            layer = kind(6, 4).float().eval()
+            layer: Any = kind(6, 4).float().eval()  # type: ignore[call-arg]
             layer.weight.normal_()
             x = torch.randn(2, 3, 6) * torch.tensor([0.01, 1.0, 300.0]).view(3, 1)
             want = functional.linear(x, layer.weight, layer.bias)
@@ -80,7 +80,7 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> Iterator[nn.Module]:
         yield from _at(child, steps[1:])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
     """Find what the methods of a class, its own and inherited ones, read of other modules."""
     found: dict[_Use, None] = {}
@@ -110,9 +110,10 @@ def _read_in(method: FunctionType) -> Iterator[tuple[str, ...]]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "weight":
-            if not _is_harmless(node, parents):
-                yield from (steps for steps in _steps(node.value, known) if steps)
+        if not isinstance(node, ast.Attribute) or node.attr != "weight":
+            continue
+        if not _is_harmless(node, parents):
+            yield from (steps for steps in _steps(node.value, known) if steps)
 
 
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -33,7 +33,6 @@ from tcompress.conversion.methods import candidates_of, choose_method
 from tcompress.conversion.outputs import (
     Cluster,
     Outputs,
-    copied_value,
     layer_values,
     started_value,
 )
@@ -356,10 +355,9 @@ class _Job:
         if item.key in self.positions:
             drawn = self.source.store.tensor(item.key)
             return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.outputs.copied:
-            return copied_value(self.source, item)
-        if item.key in self.outputs.moved:
-            return copied_value(self.source, item, self.outputs.moved[item.key])
+        carried = self.outputs.carried(item)
+        if carried is not None:
+            return carried
         if item.key in self.outputs.started:
             return started_value(self.outputs.started[item.key], item, self.source.seed)
         if item.key not in self.values:

@@ -30,7 +30,7 @@ from tcompress.artifact.verify import verify_headers
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
-from tcompress.source.keymap import KeyMap
+from tcompress.source.keymap import KeyMap, without_fusing
 from tcompress.source.names import METHOD
 from tcompress.structures.linear import StructuredLinear
 
@@ -102,6 +102,9 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         model.is_quantized = False
         for part in model.modules():
             vars(part).pop("_init_weights", None)
+        names = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, StructuredLinear)]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)

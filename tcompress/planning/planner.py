@@ -111,11 +111,10 @@ class _Planner:
         """Name of a layer in the checkpoint, and what it becomes."""
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
-            converted = self.source.keymap.sources(layer.weight_name).converter is not None
+            self.source.keymap.sources(layer.weight_name)
+            self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        if converted and layer.kind != "experts":
-            raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
         choice = self._choice(names_of(self.source, layer))
         if choice is None:

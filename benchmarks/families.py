@@ -53,12 +53,15 @@ class _Failed(Exception):
         self.outcome, self.reason = outcome, reason
 
 
-def examine(family: str, folder: Path) -> dict[str, Any]:
-    """Converts one family in all ways.
+def examine(
+    family: str, folder: Path, methods: Mapping[str, Mapping[str, Any]] = METHODS
+) -> dict[str, Any]:
+    """Converts one family in several ways.
 
     Args:
         family: Its model type.
         folder: An empty folder.
+        methods: Options of the conversions by name.
 
     Returns:
         `outcome`, and as far as it went `class`, `fraction` and `error` by method, `dense` (inside
@@ -79,7 +82,7 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
     except Exception as error:
         return row | {"outcome": "not reloaded by Transformers", "reason": _said(error)}
     want = None if inputs is None else zoo.outputs(model, inputs)
-    for name, options in METHODS.items():
+    for name, options in methods.items():
         try:
             row |= _method(model, absent, folder, name, options, inputs, want, row)
         except _Failed as error:

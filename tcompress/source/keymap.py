@@ -163,8 +163,7 @@ class KeyMap:
         """Find what is stored fused with given parameters, which shall no longer be stored so.
 
         Returns:
-            Names of the other parameters made of the same checkpoint tensors, by names under which
-            each loads back by itself.
+            Other parameters made of the same tensors, by names under which each loads by itself.
 
         Raises:
             SourceError: If Transformers would not load one of them so.

@@ -14,9 +14,10 @@ from tcompress.conversion.start import generator_of
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
+from tcompress.integration.forms import first_table
 from tcompress.planning.disk import rewritten_names
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.source.keymap import FACTOR_PREFIX
 
@@ -48,6 +49,7 @@ class Outputs:
         moved: Checkpoint names of dense tensors by the name under which they are stored.
         parts: Dense parameters of the model by the name under which they are stored, where the
             checkpoint has them fused with what is rewritten.
+        positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
     """
 
@@ -58,6 +60,7 @@ class Outputs:
     started: dict[str, AttentionPlan] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
 
     @classmethod
@@ -67,9 +70,11 @@ class Outputs:
         layers: Sequence[LayerPlan],
         dtype: torch.dtype | None,
         attention: Sequence[AttentionPlan] = (),
+        forms: Sequence[FormPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
+        self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
         replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
         for cluster in clusters_of(layers):
             for entry in cluster:
@@ -85,8 +90,9 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store = source.store
+        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused or key in source.keymap.stale:
+            if key in useless:
                 continue
             if key in guarded:
                 guard = guarded[key].guard
@@ -109,6 +115,24 @@ class Outputs:
             self._add_mechanism(other)
         return self
 
+    def given(self, item: Stored) -> Tensor | None:
+        """Makes the value of a tensor that is not fitted; None for one that is.
+
+        Raises:
+            FitError: It is carried over and holds NaN.
+        """
+        if item.key in self.positions:
+            drawn = self.source.store.tensor(item.key)
+            return first_table(self.positions[item.key], drawn).to(item.dtype)
+        if item.key in self.parts:
+            keymap = self.source.keymap
+            return read_finite(self.source.store, keymap, self.parts[item.key]).to(item.dtype)
+        if item.key in self.copied or item.key in self.moved:
+            return copied_value(self.source, item, self.moved.get(item.key))
+        if item.key in self.started:
+            return started_value(self.started[item.key], item, self.source.seed)
+        return None
+
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""
         path = self.source.keymap.runtime_name(name) or name
@@ -129,19 +153,6 @@ class Outputs:
             yield from (key for keys in tied for key in keys)
         if entry.bias and entry.kind != "experts":
             yield from keymap.sources(f"{self.runtime_name(entry)}.bias").keys
-
-    def carried(self, item: Stored) -> Tensor | None:
-        """Reads a tensor that stays dense; None for one that a fit or a mechanism yields.
-
-        Raises:
-            FitError: It holds NaN.
-        """
-        if item.key in self.parts:
-            keymap = self.source.keymap
-            return read_finite(self.source.store, keymap, self.parts[item.key]).to(item.dtype)
-        if item.key in self.copied or item.key in self.moved:
-            return copied_value(self.source, item, self.moved.get(item.key))
-        return None
 
     def runtime_name(self, entry: LayerPlan) -> str:
         """Returns the module path of a planned layer in the source model."""

@@ -11,6 +11,7 @@ from torch import nn
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.attention import plan_attention, with_guard
+from tcompress.planning.coverage import coverage_of, note_of_coverage
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
@@ -254,9 +255,12 @@ def make_plan(
             check_patterns(recipe, cut.meta_model(), cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label, choices), depth, source)
-    return plan_within(
+    plan = plan_within(
         recipe, source, lambda target: _plan(recipe.at(target), source, model, label, choices)
     )
+    plan = plan.model_copy(update={"coverage": coverage_of(plan, source, model)})
+    notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
+    return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
 def _plan(
@@ -279,7 +283,13 @@ def _plan(
         left=exchanged.left
         + tuple(planner.left)
         + tuple(
-            Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
+            Left(
+                name=item.name,
+                block="",
+                role="",
+                parameters=_matrices(model, item.name),
+                reason=item.reason,
+            )
             for item in (anatomy.refused if recipe.method else ())
         ),
         source=source.id,
@@ -292,12 +302,21 @@ def _plan(
             for parameter in model.get_submodule(name).parameters()
         ),
         warnings=(
+            *source.notes,
             *anatomy.warnings,
             *exchanged.notes,
             *note_of(planner.layers),
             *_note_of_ranks(planner.clipped),
         ),
     )
+
+
+def _matrices(model: nn.Module, name: str) -> int:
+    """Parameters of the weights, without biases, that a module or a parameter of it holds."""
+    path, _, leaf = name.rpartition(".")
+    own = getattr(model.get_submodule(path), leaf)
+    held = own.named_parameters(recurse=False) if isinstance(own, nn.Module) else [(leaf, own)]
+    return sum(item.numel() for key, item in held if item.ndim > 1 and not key.endswith("bias"))
 
 
 def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:

@@ -325,6 +325,30 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     return tensor
 
 
+def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> torch.Size | None:
+    """Give the shape that a runtime parameter has by the headers of a checkpoint's files.
+
+    Args:
+        store: The checkpoint.
+        keymap: Names of checkpoint and model.
+        param_name: Runtime name of a parameter or buffer.
+
+    Returns:
+        The shape; None if only reading tells it, or if nothing can be made of what is stored.
+    """
+    sources = keymap.sources(param_name)
+    if sources.converter is None:
+        return store.shape(sources.keys[0])
+
+    def empty(key: str) -> Tensor:
+        return torch.empty(store.shape(key), dtype=store.dtype(key), device="meta")
+
+    try:
+        return _converted(empty, keymap, param_name, sources).shape
+    except (SourceError, NotImplementedError):
+        return None
+
+
 def require_finite(tensor: Tensor, name: str) -> Tensor:
     """Return the tensor if it holds neither NaN nor infinity.
 

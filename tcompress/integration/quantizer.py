@@ -28,7 +28,7 @@ from tcompress.artifact.verify import verify_headers
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
-from tcompress.source.keymap import KeyMap
+from tcompress.source.keymap import KeyMap, SparingConverter, WeightConverter
 from tcompress.source.names import METHOD
 
 
@@ -85,10 +85,26 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         verify_headers(layers, [str(file) for file in files], needed, attention)
         place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
         install_layers(model, layers, keymap.runtime_name, **place)
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in layers
+            if entry.name in needed
+        }
         install_attention(model, attention, keymap.runtime_name, **place)
         forms = parse_forms(self.quantization_config.plan)
         install_forms(model, forms, keymap.runtime_name, **place)
         return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        guards = getattr(self, "_guards", None)
+        return [
+            SparingConverter.of(item, guards)
+            if guards and isinstance(item, WeightConverter)
+            else item
+            for item in updated
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an

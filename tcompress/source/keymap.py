@@ -10,7 +10,7 @@ verified with 5.17 and 5.23.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -252,7 +253,24 @@ class KeyMap:
             while "." in prefix:
                 prefix = prefix.rpartition(".")[0]
                 yield prefix
-        yield module_name
+        yield self._saved_name(module_name)
+
+    def _saved_name(self, module_name: str) -> str:
+        """The name under which Transformers saves a module, whatever the checkpoint calls it."""
+        name = f"{module_name}.{_LEAVES[0]}"
+        for renaming in self._savers:
+            name, _ = renaming.rename_source_key(name)
+        return name.removesuffix(f".{_LEAVES[0]}")
+
+    @cached_property
+    def _savers(self) -> tuple[Any, ...]:
+        """What Transformers renames on saving: all but prefixes and names of old checkpoints."""
+        transforms = get_model_conversion_mapping(self.model, add_legacy=False)
+        return tuple(
+            item.reverse_transform()
+            for item in transforms[::-1]
+            if isinstance(item, WeightRenaming) and not isinstance(item, PrefixChange)
+        )
 
     def _loads_back(self, prefix: str, module_name: str) -> bool:
         probe = _Probe(self._modules)
@@ -260,6 +278,43 @@ class KeyMap:
             self._rename(f"{prefix}.{leaf}", probe) == (f"{module_name}.{leaf}", None)
             for leaf in _LEAVES
         )
+
+
+class SparingConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that lets empty tensors under dense names through, on loading and on saving."""
+
+    __slots__ = ("spared",)
+
+    @classmethod
+    def of(cls, converter: WeightConverter, spared: Collection[str]) -> SparingConverter:
+        """Makes one of another.
+
+        Args:
+            converter: The other.
+            spared: Runtime names of the empty tensors.
+        """
+        old = converter._original_source_patterns, converter._original_target_patterns
+        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
+        made.scope_prefix, made.base_model_prefix = (
+            converter.scope_prefix,
+            converter.base_model_prefix,
+        )
+        made.spared = spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
+        key = f".{source_key}"
+        for name in self.spared:
+            if key.endswith(f".{name}") or f".{name}".endswith(key):
+                return source_key, None
+        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
+
+    def copy(self, *args: Any, **kwargs: Any) -> SparingConverter:
+        """Makes one with other patterns, such as the reverse ones."""
+        made: SparingConverter = super().copy(*args, **kwargs)
+        made.spared = self.spared
+        return made
 
 
 def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 from tcompress.anatomy.data import GROUP_OF_ROLE, Anatomy, Block, Layer, Part, Refusal, Role
 from tcompress.anatomy.families import (
     FAMILIES,
-    REFUSED_FAMILIES,
     REFUSED_MODULES,
     Style,
     calls_of,
@@ -23,12 +22,17 @@ from tcompress.anatomy.families import (
 from tcompress.anatomy.heads import head_width
 from tcompress.anatomy.projections import (
     Shape,
+    is_block,
     projections,
     reason_to_refuse,
     shape_of,
     shapes_of,
 )
+from tcompress.anatomy.uses import direct_uses
 from tcompress.errors import InputError
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"no transformer block was found in this `{type(model).__name__}`",
             "give the whole model, with its blocks in a ModuleList",
         )
-    shared = _shared(model)
+    reasons = {module: "several blocks share it" for module in _shared(model)}
+    reasons |= direct_uses(model)
     blocks: list[Block] = []
     refused: list[Refusal] = []
     for site in sites:
-        layers, left = _read(site, shared)
+        layers, left = _read(site, reasons)
         refused.extend(left)
         if layers:
             blocks.append(Block(site.name, layers))
@@ -93,18 +98,18 @@ def _family(module: nn.Module) -> str | None:
 
 
 def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_Site]:
-    """Yield the items of the outermost module lists that hold projections."""
+    """Yield the items of the outermost lists that hold blocks."""
     if own := _family(module):
         family, config = own, getattr(module, "config", None)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if not isinstance(child, nn.ModuleList):
-            yield from _sites(child, child_path, family, config)
-            continue
-        for index, item in child.named_children():
-            # A list of bare linear layers is a list of heads, not of blocks.
-            if projections(item):
-                yield _Site(f"{child_path}.{index}", item, family, config)
+        if isinstance(module, nn.ModuleList):
+            below = []  # all that is below an item is part of the block
+        else:
+            below = list(_sites(child, child_path, family, config))
+        yield from below
+        if not below and isinstance(module, _LISTS) and is_block(child):
+            yield _Site(child_path, child, family, config)
 
 
 def _shared(model: nn.Module) -> frozenset[nn.Module]:
@@ -114,17 +119,18 @@ def _shared(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def _read(
-    site: _Site, shared: Collection[nn.Module]
+    site: _Site, known: Mapping[nn.Module, str]
 ) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
     """Sort the projections of one block into layers and refusals."""
     modules = projections(site.block)
-    reasons = {name: reason_to_refuse(name, site.block, shared) for name in modules}
+    reasons = {
+        name: reason_to_refuse(name, site.block) or known.get(module)
+        for name, module in modules.items()
+    }
     if site.family in FAMILIES:
         style, roles = _match(site, list(modules))
         layers = [_layer(site, role, name, style) for role, name in roles.items()]
         default = f"the table of family `{site.family}` gives it no role"
-    elif site.family in REFUSED_FAMILIES:
-        layers, default = [], REFUSED_FAMILIES[site.family]
     else:
         plain = [name for name, reason in reasons.items() if reason is None]
         layers, default = [layer for name in plain for layer in _scanned(site, name)], ""
@@ -210,14 +216,17 @@ def _embeddings(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, transformers.PreTrainedModel):
             try:
                 found.append(module.get_input_embeddings())
-            except NotImplementedError:  # two towers, no embedding of its own
+            except (NotImplementedError, AttributeError):  # no embedding of its own
                 continue
     wanted = {module for module in found if isinstance(module, nn.Embedding)}
     return tuple(name for name, module in model.named_modules() if module in wanted)
 
 
 def _output_head(model: nn.Module) -> str | None:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    try:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
@@ -227,12 +236,7 @@ def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) 
         f"family `{name}` has no table of roles: its linear layers were found by their place in a"
         " numbered list, so that roles, shared inputs and order of execution are unknown"
         for name in families
-        if name not in FAMILIES and name not in REFUSED_FAMILIES
-    ]
-    warnings += [
-        f"family `{name}` is left alone: {REFUSED_FAMILIES[name]}"
-        for name in families
-        if name in REFUSED_FAMILIES
+        if name not in FAMILIES
     ]
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
 from tcompress.anatomy.data import Kind, Role
+from tcompress.anatomy.uses import computes_linear
 from tcompress.errors import InputError
 
 _UNREADABLE = "its forward pass does not say how it multiplies by its 3-D weights"
@@ -91,13 +92,25 @@ def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
     return found
 
 
-def reason_to_refuse(name: str, block: nn.Module, shared: Collection[nn.Module] = ()) -> str | None:
+def is_block(module: nn.Module) -> bool:
+    """Tell whether an item of a list is a block, and not a head.
+
+    Heads are nothing but linear layers, and do not end in the width that they begin with.
+    """
+    found = list(projections(module).values())
+    owners = [part for part in module.modules() if any(True for _ in part.parameters(False))]
+    plain = [part for part in owners if isinstance(part, nn.Linear)]
+    if len(plain) < len(owners):
+        return bool(found)
+    return len(plain) > 1 and plain[0].in_features == plain[-1].out_features
+
+
+def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     """Say why a projection without a known role must be left alone, if it must.
 
     Args:
         name: Path of the projection below the block.
         block: The block.
-        shared: Modules that the model reaches by several paths.
 
     Returns:
         The reason, or None if the projection is an ordinary layer.
@@ -112,12 +125,10 @@ def reason_to_refuse(name: str, block: nn.Module, shared: Collection[nn.Module] 
         unread = [parameter for parameter in stacks if parameter not in ways]
         if unread:
             return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
-    elif type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+    elif type(module).forward is not Conv1D.forward and not computes_linear(type(module)):
         return f"its class `{type(module).__name__}` has a forward pass of its own"
     if isinstance(parent, nn.MultiheadAttention):
         return "`nn.MultiheadAttention` uses its weight directly"
-    if module in shared:
-        return "several blocks share it"
     return None
 
 

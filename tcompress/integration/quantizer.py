@@ -7,9 +7,11 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -30,6 +32,7 @@ from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
 from tcompress.source.keymap import KeyMap, SparingConverter, WeightConverter
 from tcompress.source.names import METHOD
+from tcompress.structures.linear import StructuredLinear
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -93,6 +96,9 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         install_attention(model, attention, keymap.runtime_name, **place)
         forms = parse_forms(self.quantization_config.plan)
         install_forms(model, forms, keymap.runtime_name, **place)
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):
+                part._init_weights = partial(_initialise, part._init_weights)
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
@@ -110,10 +116,32 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        for part in model.modules():
+            vars(part).pop("_init_weights", None)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+
+    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+    """
+    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
+    guards = [layer._buffers.get("weight") for layer in layers]
+    for layer, guard in zip(layers, guards, strict=True):
+        if guard is not None:
+            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+            whole._is_hf_initialized = True  # type: ignore[attr-defined]
+            layer._buffers["weight"] = whole
+    try:
+        original(module)
+    finally:
+        for layer, guard in zip(layers, guards, strict=True):
+            if guard is not None:
+                layer._buffers["weight"] = guard
 
 
 def register() -> None:

@@ -125,6 +125,8 @@ class StructuredLinear(nn.Module):
         if bias:
             empty = torch.empty(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty)
+        # Some families draw first values for whatever has `Linear` in its class's name.
+        self._is_hf_initialized = True
         self._build_sides(input_of, readers, dtype, device)
         # In a dict, banks of other layers stay out of this one's children: they are stored once.
         self.banks: dict[str, BankModule] = {}

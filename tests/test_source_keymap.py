@@ -278,7 +278,7 @@ def test_a_module_that_transformers_would_not_fill_is_refused(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swallowed = [WeightRenaming(r"self\.query", "self.key")]
-    monkeypatch.setattr(keymap, "get_model_conversion_mapping", lambda _: swallowed)
+    monkeypatch.setattr(keymap, "get_model_conversion_mapping", lambda _, **__: swallowed)
     _, keys = map_as(saved("bert_base")[0], "BertModel")
     with pytest.raises(SourceError) as caught:
         keys.checkpoint_prefix("encoder.layer.0.attention.self.query")

@@ -10,11 +10,12 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tcompress.structures import Site, structure
-from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import PartLayout, keep_weights
 from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12
+BOTH = ("gate_up_proj", "down_proj")
 
 METHODS = {
     "lowrank": [("lowrank", {"rank": 3})],
@@ -63,7 +64,7 @@ def _parts(method: str, name: str) -> tuple[PartLayout, ...]:
     return tuple(PartLayout(name=part, terms=tuple(terms)) for part in names)
 
 
-def _structured(method: str, rewritten: tuple[str, ...] = tuple(CHILD_OF)) -> StructuredExperts:
+def _structured(method: str, rewritten: tuple[str, ...] = BOTH) -> StructuredExperts:
     experts = StructuredExperts(_host())
     for name in rewritten:
         experts.rewrite(name, _parts(method, name), dtype=torch.float64)
@@ -74,8 +75,8 @@ def _structured(method: str, rewritten: tuple[str, ...] = tuple(CHILD_OF)) -> St
 def _weights(experts: StructuredExperts) -> dict[str, Tensor]:
     """Dense weights of both stacks."""
     found = {}
-    for name, child in CHILD_OF.items():
-        stack = getattr(experts, child, None)
+    for name in BOTH:
+        stack = experts.stacks.get(name)
         found[name] = getattr(experts, name) if stack is None else stack.dense_weight()
     return found
 
@@ -116,8 +117,8 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
         wanted = experts(*call)
         assert keep_weights(experts) == 8 * EXPERTS * 3 * UNITS * WIDTH
         assert_close(experts(*call), wanted)
-        for child in CHILD_OF.values():
-            weight = getattr(experts, child).kept_weight()
+        for stack in experts.stacks.values():
+            weight = stack.kept_weight()
             assert weight is not None
             weight.zero_()
         assert not bool(experts(*call).any())  # they are what is applied
@@ -136,7 +137,7 @@ def test_equals_the_transformers_module(routing: str) -> None:
 def test_weights_that_are_not_rewritten_stay_dense(rewritten: tuple[str, ...]) -> None:
     experts, call = _structured("fitted", rewritten), _call("unbalanced")
     assert_close(experts(*call), _loop(_weights(experts), *call))
-    for name in CHILD_OF:  # what is rewritten leaves nothing under the dense name
+    for name in BOTH:  # what is rewritten leaves nothing under the dense name
         assert bool(getattr(experts, name).numel()) == (name not in rewritten)
 
 

@@ -220,7 +220,7 @@ def parts_of(
     Raises:
         InputError: The config's head counts do not add up to the layer's width.
     """
-    if role in ("gate_up", "experts_gate_up"):
+    if role == "gate_up":
         return Part("gate", out_features // 2), Part("up", out_features // 2)
     if role != "qkv" or style.interleaved_qkv:
         return (Part(role, out_features),)

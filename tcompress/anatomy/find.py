@@ -20,7 +20,14 @@ from tcompress.anatomy.families import (
     parts_of,
 )
 from tcompress.anatomy.heads import head_width
-from tcompress.anatomy.projections import is_block, projections, reason_to_refuse, shape_of
+from tcompress.anatomy.projections import (
+    Shape,
+    is_block,
+    projections,
+    reason_to_refuse,
+    shape_of,
+    shapes_of,
+)
 from tcompress.anatomy.uses import direct_uses
 from tcompress.errors import InputError
 
@@ -125,7 +132,7 @@ def _read(
         default = f"the table of family `{site.family}` gives it no role"
     else:
         plain = [name for name, reason in reasons.items() if reason is None]
-        layers, default = [_layer(site, "linear", name, None) for name in plain], ""
+        layers, default = [layer for name in plain for layer in _scanned(site, name)], ""
     taken = {layer.name for layer in layers}
     refused = [
         Refusal(site.path(name), REFUSED_MODULES.get(_last(name)) or reason or default)
@@ -165,13 +172,24 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _layer(site: _Site, role: Role, name: str, style: Style | None) -> Layer:
+def _scanned(site: _Site, name: str) -> Iterator[Layer]:
+    """Yield the layers of a module of which only the structure is known."""
+    for shape in shapes_of(site.block.get_submodule(name)):
+        yield _layer(site, shape.role, name, None, shape)
+
+
+def _layer(
+    site: _Site, role: Role, name: str, style: Style | None, shape: Shape | None = None
+) -> Layer:
     path = site.path(name)
-    shape = shape_of(site.block.get_submodule(name), role, path)
+    shape = shape or shape_of(site.block.get_submodule(name), role, path)
     parts: tuple[Part, ...] = (Part(role, shape.out_features),)
-    group, calls = path, 1
+    group, calls = path if shape.experts is None else f"{path}.{shape.parameter}", 1
+    if shape.halves:
+        parts = Part("gate", shape.out_features // 2), Part("up", shape.out_features // 2)
     if style is not None:
-        parts = parts_of(path, role, shape.out_features, style, site.config)
+        if shape.experts is None:
+            parts = parts_of(path, role, shape.out_features, style, site.config)
         group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
     return Layer(
         name=path,
@@ -184,6 +202,7 @@ def _layer(site: _Site, role: Role, name: str, style: Style | None) -> Layer:
         group=group,
         experts=shape.experts,
         parameter=shape.parameter,
+        transposed=shape.transposed,
         calls=calls,
         head=head_width(site.block, name, role, site.config),
     )

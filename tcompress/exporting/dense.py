@@ -115,7 +115,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             f"the weight of layer `{entry.name}` is not finite in {dtype}",
             "convert the model again, with `--dtype float32`",
         )
-    return weight.mT.contiguous() if entry.kind == "conv1d" else weight
+    return weight.mT.contiguous() if entry.is_flipped else weight
 
 
 def _multiplied(
@@ -209,8 +209,8 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
 
 def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
     shape = (entry.out_features, entry.in_features)
-    if entry.kind == "conv1d":
-        return shape[::-1]
+    if entry.is_flipped:
+        shape = shape[::-1]
     return shape if entry.experts is None else (entry.experts, *shape)
 
 

@@ -28,7 +28,7 @@ from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
-from tcompress.source.keymap import KeyMap, without_fusing
+from tcompress.source.keymap import KeyMap, SparingConverter, WeightConverter, without_fusing
 from tcompress.source.names import METHOD
 from tcompress.source.text import listed
 from tcompress.structures.linear import StructuredLinear
@@ -92,6 +92,11 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             verify_headers(plan, shapes, needed)
             self._check = partial(_require_all, folder, section, plan, shapes)
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in plan.layers
+            if entry.name in needed
+        }
         for part in model.modules():
             if hasattr(part, "_init_weights"):
                 part._init_weights = partial(_initialise, part._init_weights)
@@ -107,13 +112,28 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             check()
         return []
 
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        guards = getattr(self, "_guards", None)
+        return [
+            SparingConverter.of(item, guards)
+            if guards and isinstance(item, WeightConverter)
+            else item
+            for item in updated
+        ]
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
         for part in model.modules():
             vars(part).pop("_init_weights", None)
-        names = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, StructuredLinear)]
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
         conversions = getattr(model, "_weight_conversions", None)
         model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):

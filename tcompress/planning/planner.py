@@ -112,10 +112,13 @@ class _Planner:
         """Name of a layer in the checkpoint, and what it becomes."""
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
-            self.source.keymap.sources(layer.weight_name)
-            self.source.keymap.apart([layer.weight_name])
+            converter = self.source.keymap.sources(layer.weight_name).converter
+            if layer.kind != "experts":
+                self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
+        if converter and layer.kind == "experts" and len(converter.target_patterns) > 1:
+            raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
         choice = self._choice(names_of(self.source, layer))
         if choice is None:
@@ -143,6 +146,7 @@ class _Planner:
             kind=layer.kind,
             bias=layer.bias,
             experts=layer.experts,
+            transposed=layer.transposed,
             parts=parts,
         )
         share = kept_share(entry, sharing)
@@ -307,6 +311,7 @@ def _plan(
             *exchanged.notes,
             *note_of(planner.layers),
             *_note_of_ranks(planner.clipped),
+            *_note_of_experts(planner),
         ),
     )
 
@@ -325,6 +330,17 @@ def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:
         name, note = next(iter(clipped.items()))
         layers = "1 layer" if len(clipped) == 1 else f"{len(clipped)} layers, such as"
         yield f"ranks are more than shapes admit in {layers} `{name}`: {note}"
+
+
+def _note_of_experts(planner: _Planner) -> Iterator[str]:
+    """Says which experts calibration does not reach."""
+    dark = [e.name for e in planner.layers if e.kind == "experts" and e.role == "linear"]
+    if dark and planner.recipe.calibration.source != "none":
+        names = ", ".join(f"`{name}`" for name in dark[:2]) + (", ..." if len(dark) > 2 else "")
+        yield (
+            f"{len(dark)} stacks of experts ({names}) are fitted without data: their module routes"
+            " tokens in a way of its own"
+        )
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:

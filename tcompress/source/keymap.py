@@ -10,7 +10,7 @@ verified with 5.17 and 5.23.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,7 +24,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    apply_converters,
     apply_renamings,
     dot_natural_key,
     rename_source_key,
@@ -288,10 +287,49 @@ def without_fusing(conversions: Iterable[Any], names: Sequence[str]) -> list[Any
     """Leave out of a model's conversions those that would fuse given parameters on saving."""
 
     def fuses(item: Any) -> bool:
-        back = [item.reverse_transform()] if isinstance(item, WeightConverter) else []
-        return any(apply_converters(name, back)[1] for name in names)
+        if not isinstance(item, WeightConverter):
+            return False
+        back = item.reverse_transform()
+        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
 
     return [item for item in conversions if not fuses(item)]
+
+
+class SparingConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that lets empty tensors under dense names through, on loading and on saving."""
+
+    __slots__ = ("spared",)
+
+    @classmethod
+    def of(cls, converter: WeightConverter, spared: Collection[str]) -> SparingConverter:
+        """Makes one of another.
+
+        Args:
+            converter: The other.
+            spared: Runtime names of the empty tensors.
+        """
+        old = converter._original_source_patterns, converter._original_target_patterns
+        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
+        made.scope_prefix, made.base_model_prefix = (
+            converter.scope_prefix,
+            converter.base_model_prefix,
+        )
+        made.spared = spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
+        key = f".{source_key}"
+        for name in self.spared:
+            if key.endswith(f".{name}") or f".{name}".endswith(key):
+                return source_key, None
+        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
+
+    def copy(self, *args: Any, **kwargs: Any) -> SparingConverter:
+        """Makes one with other patterns, such as the reverse ones."""
+        made: SparingConverter = super().copy(*args, **kwargs)
+        made.spared = self.spared
+        return made
 
 
 def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:

@@ -26,7 +26,7 @@ WHOLE += ["data2vec-audio", "deformable_detr", "detr", "dinov2", "electra", "fal
 WHOLE += ["focalnet", "funnel", "gpt2", "gptj", "granite", "gte", "hubert", "jina_embeddings_v3"]
 WHOLE += ["layoutlm", "led", "longformer", "mgp-str", "mobilebert", "molmo2_text", "mpt"]
 WHOLE += ["nomic_bert", "olmo2", "patchtst", "pegasus_x", "radio", "roformer", "rt_detr_v2"]
-WHOLE += ["sam3_video", "sapiens2", "swinv2", "t5", "wav2vec2", "xglm", "xlm", "yolos"]
+WHOLE += ["sam3_video", "sapiens2", "smollm3", "t5", "wav2vec2", "xglm", "xlm", "yolos"]
 
 
 @pytest.mark.parametrize("family", [*WHOLE, *PARTLY])

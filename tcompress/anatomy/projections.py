@@ -225,6 +225,8 @@ def _behind(node: ast.expr, seen: Mapping[str, set[str]]) -> Iterator[str]:
         yield from seen.get(node.id, ())
     elif isinstance(node, ast.Subscript):
         yield from _behind(node.value, seen)
+    elif isinstance(node, ast.IfExp):
+        yield from (*_behind(node.body, seen), *_behind(node.orelse, seen))
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         if node.value.id == "self":
             yield node.attr

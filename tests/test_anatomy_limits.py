@@ -173,8 +173,8 @@ def test_unknown_model_is_scanned_by_structure() -> None:
     assert {refusal.name: refusal.reason for refusal in anatomy.refused} == {
         "layers.0.attention.out_proj": "`nn.MultiheadAttention` uses its weight directly",
         "layers.1.gate": "it routes tokens to experts, which a small error changes",
-        "layers.1.experts": "its forward pass does not say how it multiplies by its 3-D weights:"
-        " `w1`",
+        "layers.1.experts": "its forward pass does not say how it multiplies by its stacked"
+        " weights: `w1`",
     }
     assert anatomy.warnings[0].startswith("family `_Scanned` has no table of roles")
 

@@ -118,6 +118,24 @@ def test_a_few_tokens_suffice(layout: str, by_loss: bool, tmp_path: Path) -> Non
     assert len(dark) == (layout in ("a module for each weight", "one product for all"))
 
 
+@pytest.mark.parametrize(("layout", "only"), [("chunked", "*.0.*"), ("latent attention", "*down*")])
+def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
+    layout: str, only: str, tmp_path: Path
+) -> None:
+    """Transformers stores the experts of these families one by one."""
+    dense = _thin(EXPERTS[layout])
+    dense.save_pretrained(tmp_path / "dense")
+    recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD, "only": [only]})
+    converted = convert(str(tmp_path / "dense"), recipe, tmp_path / "small")
+    assert any(entry.experts for entry in converted.manifest.plan.layers)
+    model = type(dense).from_pretrained(converted.folder)
+    model.save_pretrained(tmp_path / "again")
+    again, info = type(dense).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert {name: found for name, found in info.items() if found} == {}
+    inputs = EXPERTS[layout].inputs(2, 6, 50)
+    assert distance(outputs(again, inputs), outputs(dense, inputs)) < 1e-4
+
+
 @pytest.mark.parametrize("layout", ["chunked", "transposed, biased, interleaved"])
 def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Path) -> None:
     dense = EXPERTS[layout].build()

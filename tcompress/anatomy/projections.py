@@ -18,7 +18,7 @@ from tcompress.anatomy.data import Kind, Role
 from tcompress.anatomy.uses import computes_linear
 from tcompress.errors import InputError
 
-_UNREADABLE = "its forward pass does not say how it multiplies by its 3-D weights"
+_UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
@@ -68,7 +68,7 @@ def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
     if isinstance(module, Conv1D):
         return (Shape("conv1d", module.nx, module.nf, True),)
     stacks = _stacks(module)
-    ways = _described(module) or _read(type(module))
+    ways = _ways(module)
     found = [(order, name) for order, name in enumerate(ways) if name in stacks]
     return tuple(_stack(module, name, transposed=ways[name]) for _, name in sorted(found))
 
@@ -116,17 +116,17 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
         The reason, or None if the projection is an ordinary layer.
     """
     modules = dict(block.named_modules())
-    module = modules[name]
+    module, kind = modules[name], type(modules[name])
     parent = modules[name.rpartition(".")[0]]
     if reason := _chooses(name, modules):
         return reason
     if stacks := _stacks(module, name):
-        ways = _described(module) or _read(type(module))
+        ways = _ways(module)
         unread = [parameter for parameter in stacks if parameter not in ways]
         if unread:
             return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
-    elif type(module).forward is not Conv1D.forward and not computes_linear(type(module)):
-        return f"its class `{type(module).__name__}` has a forward pass of its own"
+    elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
+        return f"its class `{kind.__name__}` has a forward pass of its own"
     if isinstance(parent, nn.MultiheadAttention):
         return "`nn.MultiheadAttention` uses its weight directly"
     return None
@@ -137,16 +137,18 @@ def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
 
     These are the ones that a forward pass multiplies by, and all that experts have.
     """
-    if isinstance(module, (_ConvNd, nn.Bilinear, ParametrizationList)):
+    if isinstance(module, (nn.Linear, nn.Embedding, _ConvNd, nn.Bilinear, ParametrizationList)):
         return ()
-    large = [
-        name
+    own = [
+        (name, parameter)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+        if parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1 and "bias" not in name
     ]
-    ways = _described(module) or _read(type(module)) if large else {}
-    known = "expert" in f"{path} {type(module).__name__}".lower()
-    return tuple(name for name in large if name in ways or known)
+    deep = [name for name, parameter in own if parameter.ndim == 3]
+    if "expert" in f"{path.rpartition('.')[2]} {type(module).__name__}".lower():
+        return tuple(deep or (name for name, _ in own))  # some stack them one below the other
+    ways = _ways(module) if deep else {}
+    return tuple(name for name in deep if name in ways)
 
 
 def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
@@ -177,9 +179,13 @@ def _described(module: nn.Module) -> dict[str, bool]:
     return dict.fromkeys(names, bool(module.is_transposed))
 
 
+def _ways(module: nn.Module) -> Mapping[str, bool]:
+    """Tell which attributes a forward pass multiplies by, and whether they are (in, out)."""
+    return _described(module) or _read(type(module))  # type: ignore[arg-type]
+
+
 @cache
 def _read(kind: type[nn.Module]) -> Mapping[str, bool]:
-    """Read in a forward pass which attributes it multiplies by, and whether as (in, out)."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
         tree = ast.parse(source)
@@ -219,6 +225,8 @@ def _behind(node: ast.expr, seen: Mapping[str, set[str]]) -> Iterator[str]:
         yield from seen.get(node.id, ())
     elif isinstance(node, ast.Subscript):
         yield from _behind(node.value, seen)
+    elif isinstance(node, ast.IfExp):
+        yield from (*_behind(node.body, seen), *_behind(node.orelse, seen))
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         if node.value.id == "self":
             yield node.attr
@@ -254,7 +262,8 @@ def _chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
         gate = step == "gate" or step.endswith("_gate") or _scores(module, beside)
         if "router" in label or (beside is not None and beside is not module and gate):
             return _ROUTES
-        if _takes_best(type(module)) and "attention" not in label and not _has_experts(module):
+        best = _takes_best(type(module))  # type: ignore[arg-type]
+        if best and "attention" not in label and not _has_experts(module):
             return _ROUTES
     return None
 

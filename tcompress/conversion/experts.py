@@ -54,12 +54,12 @@ class Routing:
             hook = partial(self._replay, path)
             new.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _record(self, path: str, _: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
+    def _record(self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
         _, index, weights = routed_arguments(*args, **kwargs)
         self._routes[path, self.current] = (index, weights)
 
     def _replay(
-        self, path: str, _: nn.Module, args: Arguments, kwargs: dict[str, Any]
+        self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]
     ) -> tuple[Arguments, dict[str, Any]]:
         hidden, _, _ = routed_arguments(*args, **kwargs)
         return (hidden, *self._routes[path, self.current]), {}

@@ -3,14 +3,14 @@
 A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
 model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
 where the model has one tensor of three dimensions. Transformers translates on loading; this file
-asks it how. It is the only one that uses `transformers.core_model_loading`, which is internal:
-verified with 5.17 and 5.23.
+asks it how. It and `integration/quantizer.py` alone use `transformers.core_model_loading`, which is
+internal: verified with 5.17 and 5.23.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -281,55 +281,6 @@ class KeyMap:
             self._rename(f"{prefix}.{leaf}", probe) == (f"{module_name}.{leaf}", None)
             for leaf in _LEAVES
         )
-
-
-def without_fusing(conversions: Iterable[Any], names: Sequence[str]) -> list[Any]:
-    """Leave out of a model's conversions those that would fuse given parameters on saving."""
-
-    def fuses(item: Any) -> bool:
-        if not isinstance(item, WeightConverter):
-            return False
-        back = item.reverse_transform()
-        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
-
-    return [item for item in conversions if not fuses(item)]
-
-
-class SparingConverter(WeightConverter):  # type: ignore[misc]
-    """A converter that lets empty tensors under dense names through, on loading and on saving."""
-
-    __slots__ = ("spared",)
-
-    @classmethod
-    def of(cls, converter: WeightConverter, spared: Collection[str]) -> SparingConverter:
-        """Makes one of another.
-
-        Args:
-            converter: The other.
-            spared: Runtime names of the empty tensors.
-        """
-        old = converter._original_source_patterns, converter._original_target_patterns
-        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
-        made.scope_prefix, made.base_model_prefix = (
-            converter.scope_prefix,
-            converter.base_model_prefix,
-        )
-        made.spared = spared
-        return made
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
-        key = f".{source_key}"
-        for name in self.spared:
-            if key.endswith(f".{name}") or f".{name}".endswith(key):
-                return source_key, None
-        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
-
-    def copy(self, *args: Any, **kwargs: Any) -> SparingConverter:
-        """Makes one with other patterns, such as the reverse ones."""
-        made: SparingConverter = super().copy(*args, **kwargs)
-        made.spared = self.spared
-        return made
 
 
 def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:

@@ -64,6 +64,7 @@ class ExpertStack(StructuredLinear):
     ) -> None:
         super().__init__(parts, **options)
         self.parameter, self.transposed = parameter, transposed
+        self.copies = self.experts or 1
 
     def forward(  # type: ignore[override]
         self, encoded: Sequence[Tensor], expert: int | None = None
@@ -212,7 +213,7 @@ class _Stack:
         if self._layer is None:
             dense = getattr(host, name)
             self._weight = kept if kept is not None else dense.mT if host.is_transposed else dense
-        self.experts = len(self._weight) if self._layer is None else self._layer.experts
+        self.experts = len(self._weight) if layer is None or kept is not None else layer.copies
 
     def encode(self, x: Tensor) -> list[Tensor]:
         return [x] if self._layer is None else self._layer.encode(x)  # type: ignore[no-any-return]
@@ -272,7 +273,7 @@ class _Product:
         like = next(self._stack.parameters())
         rows = torch.eye(self._stack.in_features, dtype=like.dtype, device=like.device)
         if self._expert is None:
-            rows = rows.expand(self._stack.experts or 1, -1, -1)
+            rows = rows.expand(self._stack.copies, -1, -1)
         made = self._stack.applied(rows, self._expert).to(like.dtype)
         return made if self._flipped else made.mT
 
@@ -280,7 +281,7 @@ class _Product:
     def shape(self) -> torch.Size:
         """Shape of the weights as they are seen."""
         own = (self._stack.out_features, self._stack.in_features)
-        lead = (self._stack.experts or 1,) if self._expert is None else ()
+        lead = (self._stack.copies,) if self._expert is None else ()
         return torch.Size((*lead, *(own[::-1] if self._flipped else own)))
 
     @property
@@ -326,7 +327,7 @@ class _Product:
         x, weight = (*args, None, None)[:2]
         if isinstance(x, Tensor) and isinstance(weight, _Product) and len(args) + len(kwargs) < 4:
             stack, expert = weight._stack, weight._expert
-            fits = expert is not None or (x.dim() == 3 and len(x) == stack.experts)
+            fits = expert is not None or (x.dim() == 3 and len(x) == stack.copies)
             name = getattr(func, "__name__", "")
             if func is linear and fits and not weight._flipped:
                 bias = (*args, kwargs.get("bias"))[2]

@@ -258,11 +258,16 @@ class _Job:
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
         self.outputs = Outputs.of(self.source, *parts)
         self.proof = Proof(self.outputs, self.plan)
-        self.block_of = {
-            layer.name: block.name
-            for block in anatomy_of(self.source.meta_model()).blocks
-            for layer in block.layers
-        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+        names = map(self.outputs.runtime_name, self.plan.layers)  # some outside of blocks
+        self.block_of = (
+            {name: name for name in names}
+            | {
+                layer.name: block.name
+                for block in anatomy_of(self.source.meta_model()).blocks
+                for layer in block.layers
+            }
+            | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+        )
 
     def fit_embeddings(self, place: FitWorkplace) -> None:
         """Fits tables of word embeddings on the words of the calibration data, if there is any."""
@@ -324,7 +329,7 @@ class _Job:
         blind = [
             entry.name
             for entry in self.plan.layers
-            if self.block_of[self.outputs.runtime_name(entry)] in fitter.unreached
+            if self.block_of.get(self.outputs.runtime_name(entry)) in fitter.unreached
         ]
         self.plan = with_unreached(self.plan, blind)
         return fitter.change
@@ -363,8 +368,8 @@ class _Job:
         return self.values.pop(item.key)
 
     def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
-        block = self.block_of[self.outputs.runtime_name(cluster[0])]
-        result = place.block(block) if self.data is not None else None
+        block = self.block_of.get(self.outputs.runtime_name(cluster[0]))  # None outside of them
+        result = place.block(block) if self.data is not None and block is not None else None
         return result or fit_without_data(self.outputs, cluster, self.banks, self.device)
 
     def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:

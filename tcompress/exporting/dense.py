@@ -119,7 +119,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             f"the weight of layer `{entry.name}` is not finite in {dtype}",
             "convert the model again, with `--dtype float32`",
         )
-    return weight.mT.contiguous() if entry.kind == "conv1d" else weight
+    return weight.mT.contiguous() if entry.is_flipped else weight
 
 
 def _multiplied(
@@ -214,8 +214,8 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
 
 def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
     shape = (entry.out_features, entry.in_features)
-    if entry.kind == "conv1d":
-        return shape[::-1]
+    if entry.is_flipped:
+        shape = shape[::-1]
     return shape if entry.experts is None else (entry.experts, *shape)
 
 
@@ -243,7 +243,7 @@ def _prove(artifact: Artifact, folder: Path) -> None:
         rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
         wanted = applied(structured.layer(entry), rows)
         stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
-        weight = stored.double().mT if entry.kind == "conv1d" else stored.double()
+        weight = stored.double().mT if entry.is_flipped else stored.double()
         change = (rows @ weight.mT).reshape(wanted.shape) - wanted
         if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
             raise differs(entry.name, "its dense weight computes something else")

@@ -7,11 +7,13 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -29,6 +31,7 @@ from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
+from tcompress.structures.linear import StructuredLinear
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -89,6 +92,14 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
                 _require_all, folder, section, plan, shapes, model.is_remote_code()
             )
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in plan.layers
+            if entry.name in needed
+        }
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):
+                part._init_weights = partial(_initialise, part._init_weights)
         return model
 
     def get_weight_conversions(self) -> list[Any]:
@@ -101,14 +112,48 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             check()
         return []
 
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        return _sparing(updated, getattr(self, "_guards", ()))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        for part in model.modules():
+            vars(part).pop("_init_weights", None)
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = _without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+
+    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+    """
+    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
+    guards = [layer._buffers.get("weight") for layer in layers]
+    for layer, guard in zip(layers, guards, strict=True):
+        if guard is not None:
+            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+            whole._is_hf_initialized = True  # type: ignore[attr-defined]
+            layer._buffers["weight"] = whole
+    try:
+        original(module)
+    finally:
+        for layer, guard in zip(layers, guards, strict=True):
+            if guard is not None:
+                layer._buffers["weight"] = guard
 
 
 def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
@@ -154,6 +199,68 @@ def _require_all(
             f"{', '.join(sorted(problems)[:8])}{more}",
             "copy the folder again, or convert the model again",
         )
+
+
+def _without_fusing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
+    """Leave out of a model's conversions those that would fuse given parameters on saving."""
+
+    def fuses(item: Any) -> bool:
+        if not isinstance(item, WeightConverter):
+            return False
+        back = item.reverse_transform()
+        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
+
+    return [item for item in conversions if not fuses(item)]
+
+
+def _sparing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
+    """Make a model's conversions let empty tensors under dense names through.
+
+    Args:
+        conversions: What Transformers does on loading, and in reverse on saving.
+        names: Runtime names of the empty tensors.
+    """
+    return [
+        _SparingConverter.of(item, names) if names and isinstance(item, WeightConverter) else item
+        for item in conversions
+    ]
+
+
+class _SparingConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that lets empty tensors under dense names through, on loading and on saving."""
+
+    __slots__ = ("spared",)
+
+    @classmethod
+    def of(cls, converter: WeightConverter, spared: Collection[str]) -> _SparingConverter:
+        """Makes one of another.
+
+        Args:
+            converter: The other.
+            spared: Runtime names of the empty tensors.
+        """
+        old = converter._original_source_patterns, converter._original_target_patterns
+        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
+        made.scope_prefix, made.base_model_prefix = (
+            converter.scope_prefix,
+            converter.base_model_prefix,
+        )
+        made.spared = spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
+        key = f".{source_key}"
+        for name in self.spared:
+            if key.endswith(f".{name}") or f".{name}".endswith(key):
+                return source_key, None
+        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
+
+    def copy(self, *args: Any, **kwargs: Any) -> _SparingConverter:
+        """Makes one with other patterns, such as the reverse ones."""
+        made: _SparingConverter = super().copy(*args, **kwargs)
+        made.spared = self.spared
+        return made
 
 
 def register() -> None:

@@ -151,6 +151,7 @@ def class_of(family: str) -> type[Any] | None:
         for model in members:
             if (
                 isinstance(model, type)
+                and getattr(transformers, model.__name__, None) is model
                 and issubclass(model, transformers.PreTrainedModel)
                 and model.__dict__.get("config_class") is kind
                 and not model.__name__.endswith("PreTrainedModel")

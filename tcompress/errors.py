@@ -7,6 +7,7 @@ TCompressError
 │   ├── PlanError                  the recipe does not fit the model
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
+├── WriteError                     what was written is not what was fitted: exit code 1
 ├── FitError (ArithmeticError)     a factorisation failed: names the layer
 └── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
@@ -59,6 +60,10 @@ class DataError(InputError):
 
 class ArtifactError(InputError):
     """A converted model is damaged, incomplete or of a newer format."""
+
+
+class WriteError(TCompressError):
+    """What was written does not load, or is not what was fitted; it was not published."""
 
 
 class FitError(TCompressError, ArithmeticError):

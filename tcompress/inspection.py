@@ -115,7 +115,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
     anatomy = anatomy_of(source.meta_model())
     layers: tuple[LayerPlan, ...] = ()
     left = tuple(RefusedFacts(name=item.name, reason=item.reason) for item in anatomy.refused)
-    warnings = anatomy.warnings
+    warnings = (*source.notes, *anatomy.warnings)
     # What even the smallest structure is refused for, every method is refused for.
     smallest = Convert(method=LowRankSpec(rank=1), calibration=Calibration(source="none"))
     try:

@@ -56,6 +56,8 @@ _SMALL = {
         ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2}, {"out_proj"}),
         ("WavLM", {}, {"q_proj", "k_proj", "v_proj", "out_proj"}),
         ("Albert", {}, set()),
+        ("Bloom", {}, set()),
+        ("Bloom", {"pretraining_tp": 2, "slow_but_exact": True}, {"dense", "dense_4h_to_h"}),
         ("T5", {"d_model": 32, "num_layers": 2}, set()),  # reads no more than a dtype
     ],
 )

@@ -116,7 +116,7 @@ def test_heads_and_bare_models_read_each_others_checkpoints(
         ("mixtral", "model.layers.0.mlp", "model.layers.0.block_sparse_moe"),
         ("qwen3_moe", "model.layers.1.mlp.experts", "model.layers.1.mlp.experts"),
         ("gpt2", "transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
-        # A third of a stored tensor has no stored name; that which saving gives it is free to use.
+        # A third of a stored tensor has no stored name: what saving would call it is free to use.
         ("nomic_bert", "layers.0.self_attn.q_proj", "encoder.layers.0.self_attn.q_proj"),
         ("nomic_bert", "layers.0.self_attn.o_proj", "encoder.layers.0.attn.out_proj"),
     ],
@@ -194,6 +194,15 @@ def test_a_fused_tensor_is_taken_apart(saved: Saved) -> None:
     for part in ("q", "k", "v"):
         assert keys.sources(f"layers.0.self_attn.{part}_proj.weight").keys == (stored,)
     assert keys.module_key(stored) == "layers.0.self_attn.q_proj.weight"
+
+
+def test_what_is_fused_with_rewritten_layers_is_found(saved: Saved) -> None:
+    keys = SourceModel.open(str(saved("nomic_bert")[0])).keymap
+    one, rest = "layers.0.self_attn.q_proj.weight", ("k", "v")
+    names = [f"layers.0.self_attn.{part}_proj.weight" for part in rest]
+    assert keys.apart([one]) == {f"encoder.{name}": name for name in names}
+    assert keys.apart([one, *names]) == {}
+    assert keys.apart(["layers.0.self_attn.o_proj.weight"]) == {}
 
 
 def test_tied_parameters_share_their_source(saved: Saved) -> None:

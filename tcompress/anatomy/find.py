@@ -31,7 +31,6 @@ from tcompress.anatomy.projections import (
 from tcompress.anatomy.uses import direct_uses
 from tcompress.errors import InputError
 
-
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -72,7 +71,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"no transformer block was found in this `{type(model).__name__}`",
             "give the whole model, with its blocks in a ModuleList",
         )
-    reasons = {module: "several blocks share it" for module in _shared(model)}
+    reasons = dict.fromkeys(_shared(model), "several blocks share it")
     reasons |= direct_uses(model)
     blocks: list[Block] = []
     refused: list[Refusal] = []

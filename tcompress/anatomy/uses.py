@@ -6,9 +6,9 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,10 +22,14 @@ _ANY = "*"
 
 
 class _Use(NamedTuple):
-    """Steps from a module to one whose weight is read (`*` for all children), and where."""
+    """Steps from a module to one whose weight is read (`*` for all children), where, and when.
+
+    Conditions are expressions of `self` alone, with what they must be; all hold where it is read.
+    """
 
     steps: tuple[str, ...]
     method: str
+    conditions: tuple[tuple[str, bool], ...] = ()
 
 
 def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
@@ -43,14 +47,16 @@ def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         for use in _uses(type(module)):
+            if not all(_may_be(module, *condition) for condition in use.conditions):
+                continue
             reason = f"`{type(module).__name__}.{use.method}` uses its weight directly"
             for child in _at(module, use.steps):
                 found.setdefault(child, reason)
     return found
 
 
-@lru_cache(maxsize=None)
-def computes_linear(kind: type[nn.Module]) -> bool:
+@cache
+def computes_linear(kind: Any) -> bool:
     """Tell by trial whether a subclass of `nn.Linear` computes what `nn.Linear` does.
 
     Args:
@@ -61,7 +67,7 @@ def computes_linear(kind: type[nn.Module]) -> bool:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             torch.manual_seed(0)
-            layer = kind(6, 4).float().eval()
+            layer: Any = kind(6, 4).float().eval()  # type: ignore[call-arg]
             layer.weight.normal_()
             x = torch.randn(2, 3, 6) * torch.tensor([0.01, 1.0, 300.0]).view(3, 1)
             want = functional.linear(x, layer.weight, layer.bias)
@@ -80,7 +86,7 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> Iterator[nn.Module]:
         yield from _at(child, steps[1:])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
     """Find what the methods of a class, its own and inherited ones, read of other modules."""
     found: dict[_Use, None] = {}
@@ -91,8 +97,8 @@ def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
             continue
         if method.__module__.startswith("torch.") or not _names(method.__code__, "weight"):
             continue
-        for steps in _read_in(method):
-            found.setdefault(_Use(steps, name))
+        for steps, conditions in _read_in(method):
+            found.setdefault(_Use(steps, name, conditions))
     return tuple(found)
 
 
@@ -101,8 +107,10 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(each, name) for each in inner)
 
 
-def _read_in(method: FunctionType) -> Iterator[tuple[str, ...]]:
-    """Yield the steps to every module whose weight one method reads."""
+def _read_in(
+    method: FunctionType,
+) -> Iterator[tuple[tuple[str, ...], tuple[tuple[str, bool], ...]]]:
+    """Yield the steps to every module whose weight one method reads, and the conditions."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):  # no source, such as in a console
@@ -110,9 +118,33 @@ def _read_in(method: FunctionType) -> Iterator[tuple[str, ...]]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "weight":
-            if not _is_harmless(node, parents):
-                yield from (steps for steps in _steps(node.value, known) if steps)
+        if not isinstance(node, ast.Attribute) or node.attr != "weight":
+            continue
+        if not _is_harmless(node, parents):
+            conditions = tuple(_conditions(node, parents))
+            yield from ((steps, conditions) for steps in _steps(node.value, known) if steps)
+
+
+def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[str, bool]]:
+    """Yield what the fields of a module must be for an expression to be reached."""
+    while (parent := parents.get(node)) is not None:
+        if isinstance(parent, ast.If | ast.IfExp) and node is not parent.test:
+            names = {part.id for part in ast.walk(parent.test) if isinstance(part, ast.Name)}
+            fields = {
+                part.attr for part in ast.walk(parent.test) if isinstance(part, ast.Attribute)
+            }
+            if names == {"self"} and "training" not in fields:
+                body = parent.body if isinstance(parent, ast.If) else [parent.body]
+                yield ast.unparse(parent.test), node in body
+        node = parent
+
+
+def _may_be(module: nn.Module, condition: str, wanted: bool) -> bool:
+    """Tell whether a condition of the model's own code can be so for a module."""
+    try:
+        return bool(eval(condition, {"__builtins__": {}}, {"self": module})) is wanted
+    except Exception:  # not known before a pass
+        return True
 
 
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -14,9 +14,11 @@ from tcompress.conversion.start import generator_of
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
+from tcompress.integration.forms import first_table
+from tcompress.planning.disk import rewritten_names
 from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import AttentionPlan, LayerPlan
-from tcompress.source import SourceModel
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
+from tcompress.source import SourceModel, read_finite
 from tcompress.source.keymap import FACTOR_PREFIX
 
 Cluster = tuple[LayerPlan, ...]
@@ -45,6 +47,9 @@ class Outputs:
         made: Clusters by the names of the tensors they yield.
         started: Attentions by the names of the tensors that their mechanisms store.
         moved: Checkpoint names of dense tensors by the name under which they are stored.
+        parts: Dense parameters of the model by the name under which they are stored, where the
+            checkpoint has them fused with what is rewritten.
+        positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
     """
 
@@ -54,6 +59,8 @@ class Outputs:
     made: dict[str, Cluster] = field(default_factory=dict)
     started: dict[str, AttentionPlan] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
 
     @classmethod
@@ -63,15 +70,18 @@ class Outputs:
         layers: Sequence[LayerPlan],
         dtype: torch.dtype | None,
         attention: Sequence[AttentionPlan] = (),
+        forms: Sequence[FormPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
-        replaced: dict[str, Cluster] = {}
+        self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
+        replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
         for cluster in clusters_of(layers):
             for entry in cluster:
                 for key in self._sources(entry):
-                    replaced[key] = cluster
+                    replaced.setdefault(key, []).append(cluster)
         done: set[int] = set()
+        self.parts = source.keymap.apart(rewritten_names(source, layers))
         guarded = {self._key(e.guard.name, "weight"): e for e in attention if e.guard}
         unused = {
             self._key(layer.name, leaf)
@@ -80,8 +90,9 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store = source.store
+        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            if key in unused or key in source.keymap.stale:
+            if key in useless:
                 continue
             if key in guarded:
                 guard = guarded[key].guard
@@ -92,12 +103,35 @@ class Outputs:
             elif key not in replaced:
                 self.copied.add(key)
                 self.tensors.append(Stored(key, tuple(store.shape(key)), self._cast(key)))
-            elif id(replaced[key]) not in done:
-                done.add(id(replaced[key]))
-                self._add_cluster(replaced[key])
+            for cluster in replaced.get(key, ()):
+                if id(cluster) not in done:
+                    done.add(id(cluster))
+                    self._add_cluster(cluster)
+        for name, path in self.parts.items():
+            shape = tuple(source.keymap.model.get_parameter_or_buffer(path).shape)
+            dtype = self._cast(source.keymap.sources(path).keys[0])
+            self.tensors.append(Stored(name, shape, dtype))
         for other in attention:
             self._add_mechanism(other)
         return self
+
+    def given(self, item: Stored) -> Tensor | None:
+        """Makes the value of a tensor that is not fitted; None for one that is.
+
+        Raises:
+            FitError: It is carried over and holds NaN.
+        """
+        if item.key in self.positions:
+            drawn = self.source.store.tensor(item.key)
+            return first_table(self.positions[item.key], drawn).to(item.dtype)
+        if item.key in self.parts:
+            keymap = self.source.keymap
+            return read_finite(self.source.store, keymap, self.parts[item.key]).to(item.dtype)
+        if item.key in self.copied or item.key in self.moved:
+            return copied_value(self.source, item, self.moved.get(item.key))
+        if item.key in self.started:
+            return started_value(self.started[item.key], item, self.source.seed)
+        return None
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""

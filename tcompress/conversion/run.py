@@ -17,7 +17,7 @@ from tcompress.artifact.shards import Stored, plan_shards, write_index, write_sh
 from tcompress.artifact.workplace import check_output
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
-from tcompress.conversion.blocks import BlockFitter
+from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.datafree import fit_without_data
 from tcompress.conversion.depth import choose_blocks, dropping
 from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed
@@ -30,21 +30,15 @@ from tcompress.conversion.finish import (
 )
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.methods import candidates_of, choose_method
-from tcompress.conversion.outputs import (
-    Cluster,
-    Outputs,
-    copied_value,
-    layer_values,
-    started_value,
-)
+from tcompress.conversion.outputs import Cluster, Outputs, layer_values
 from tcompress.conversion.probe import OutputProbe, probe_of
+from tcompress.conversion.proof import Proof
 from tcompress.conversion.shared import Banks
 from tcompress.conversion.start import start_banks
 from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device, pick_dtype
-from tcompress.integration.forms import first_table
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
@@ -100,6 +94,7 @@ def convert(
     Raises:
         InputError: The model, the recipe, the data or the output folder cannot be used.
         FitError: A weight or a fit is not finite; the message names the layer.
+        WriteError: What was written does not load, or is not what was fitted.
     """
     start = time.perf_counter()
     output = Path(output).expanduser().absolute()
@@ -126,6 +121,7 @@ def convert(
         job.fit_blocks(place)
         checksums = job.write(place)
         manifest = job.finish(place, checksums, time.perf_counter() - start)
+        job.prove(place)
         place.publish(force=force)
     return Converted(output, manifest, place.resumed)
 
@@ -256,8 +252,9 @@ class _Job:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
-        self.outputs = Outputs.of(self.source, self.plan.entries, dtype, self.plan.attention)
-        self.positions = {f"{e.name}.weight": e for e in self.plan.forms if e.kind == "positions"}
+        parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
+        self.outputs = Outputs.of(self.source, *parts)
+        self.proof = Proof(self.outputs, self.plan)
         self.block_of = {
             layer.name: block.name
             for block in anatomy_of(self.source.meta_model()).blocks
@@ -353,24 +350,21 @@ class _Job:
 
     def value(self, item: Stored, place: FitWorkplace) -> Tensor:
         """Makes the value of one output tensor."""
-        if item.key in self.positions:
-            drawn = self.source.store.tensor(item.key)
-            return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.outputs.copied:
-            return copied_value(self.source, item)
-        if item.key in self.outputs.moved:
-            return copied_value(self.source, item, self.outputs.moved[item.key])
-        if item.key in self.outputs.started:
-            return started_value(self.outputs.started[item.key], item, self.source.seed)
+        given = self.outputs.given(item)
+        if given is not None:
+            return given
         if item.key not in self.values:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
         return self.values.pop(item.key)
 
-    def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
+    def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
         block = self.block_of[self.outputs.runtime_name(cluster[0])]
         result = place.block(block) if self.data is not None else None
-        if result is None:
-            result = fit_without_data(self.outputs, cluster, self.banks, self.device)
+        return result or fit_without_data(self.outputs, cluster, self.banks, self.device)
+
+    def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
+        result = self._fitted(cluster, place)
+        self.proof.keep(cluster, result)
         values: dict[str, Tensor] = {}
         for entry in cluster:
             key = f"{entry.name}.{entry.parameter}"
@@ -397,3 +391,7 @@ class _Job:
         )
         write_rest(place.model, self.source, manifest, self.recipe.dtype)
         return manifest
+
+    def prove(self, place: FitWorkplace) -> None:
+        """Makes sure that what was written loads, and holds what was fitted."""
+        self.proof.check(place.model, lambda group: self._fitted(group, place), self.banks)

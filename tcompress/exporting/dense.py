@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tcompress.artifact.format import CARD
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
@@ -52,6 +52,7 @@ def export_dense(
         InputError: `output` cannot be written, or the model has another attention mechanism.
         FitError: A weight is not finite in the dtype that the layer is stored in.
     """
+    check_files(Path(folder).expanduser())
     artifact = Artifact.open(folder)
     if artifact.attention:
         kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))

@@ -7,12 +7,12 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -21,18 +21,17 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import (
-    check_format_version,
-    parse_attention,
-    parse_forms,
-    parse_layers,
-)
-from tcompress.artifact.verify import verify_headers
+from tcompress.artifact.format import Rebuilt, check_format_version, parse_plan
+from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.verify import stored_shapes, verify_headers
+from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
+from tcompress.source.conversions import sparing, without_fusing
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
+from tcompress.source.text import listed
 from tcompress.structures.linear import StructuredLinear
 
 
@@ -54,6 +53,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds structured layers before the weights are loaded."""
 
     requires_calibration = True
+    _check: Callable[[], None] | None = None
 
     def is_serializable(self) -> bool:
         """Converted models save like others."""
@@ -79,33 +79,44 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         check_format_version(self.quantization_config.format_version)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        folder = files[0].parent if files else None
+        manifest = None if folder is None else read_manifest(folder)
+        section = vars(self.quantization_config)
+        plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        layers = parse_layers(self.quantization_config.plan)
-        attention = parse_attention(self.quantization_config.plan)
-        names = {entry.name for entry in layers} | {entry.name for entry in attention}
+        names = {entry.name for entry in (*plan.layers, *plan.attention)}
         needed = {name for name in names if keymap.runtime_name(name) is not None}
-        files: Iterable[str] = kwargs.get("checkpoint_files") or ()
-        verify_headers(layers, [str(file) for file in files], needed, attention)
-        place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
-        install_layers(model, layers, keymap.runtime_name, **place)
+        shapes = stored_shapes([str(file) for file in files])
+        if folder is not None and shapes:
+            verify_headers(plan, shapes, needed)
+            self._check = partial(_require_all, folder, section, plan, shapes)
+        _install(model, plan, keymap, dtype=kwargs.get("dtype"))
         self._guards = {
             f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
-            for entry in layers
+            for entry in plan.layers
             if entry.name in needed
         }
-        install_attention(model, attention, keymap.runtime_name, **place)
-        forms = parse_forms(self.quantization_config.plan)
-        install_forms(model, forms, keymap.runtime_name, **place)
         for part in model.modules():
             if hasattr(part, "_init_weights"):
                 part._init_weights = partial(_initialise, part._init_weights)
         return model
 
+    def get_weight_conversions(self) -> list[Any]:
+        """Compares the weights with the model that they were saved from; converts nothing.
+
+        Transformers asks once it has left the contexts in which it builds models without ties.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+        return []
+
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Keeps Transformers from converting the empty tensors under dense names."""
         updated = super().update_weight_conversions(weight_conversions, model)
-        return _sparing(updated, getattr(self, "_guards", ()))
+        return sparing(updated, getattr(self, "_guards", ()))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
@@ -113,6 +124,13 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         model.is_quantized = False
         for part in model.modules():
             vars(part).pop("_init_weights", None)
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
@@ -139,54 +157,36 @@ def _initialise(original: Callable[[Any], None], module: Any) -> None:
                 layer._buffers["weight"] = guard
 
 
-def _sparing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
-    """Make a model's conversions let empty tensors under dense names through.
+def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
+    place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    install_layers(model, plan.layers, keymap.runtime_name, **place)
+    install_attention(model, plan.attention, keymap.runtime_name, **place)
+    install_forms(model, plan.forms, keymap.runtime_name, **place)
 
-    Args:
-        conversions: What Transformers does on loading, and in reverse on saving.
-        names: Runtime names of the empty tensors.
+
+def _require_all(
+    folder: Path, section: Mapping[str, Any], plan: Rebuilt, stored: Collection[str]
+) -> None:
+    """Refuses weights that lack tensors which the class that they were saved from has.
+
+    Transformers would draw them at random, as it has to for a new head, and only print a note.
     """
-    return [
-        _SparingConverter.of(item, names) if names and isinstance(item, WeightConverter) else item
-        for item in conversions
-    ]
+    from tcompress.source import SourceModel  # Transformers may be half loaded above
 
-
-class _SparingConverter(WeightConverter):  # type: ignore[misc]
-    """A converter that lets empty tensors under dense names through, on loading and on saving."""
-
-    __slots__ = ("spared",)
-
-    @classmethod
-    def of(cls, converter: WeightConverter, spared: Collection[str]) -> _SparingConverter:
-        """Makes one of another.
-
-        Args:
-            converter: The other.
-            spared: Runtime names of the empty tensors.
-        """
-        old = converter._original_source_patterns, converter._original_target_patterns
-        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
-        made.scope_prefix, made.base_model_prefix = (
-            converter.scope_prefix,
-            converter.base_model_prefix,
+    source = SourceModel.open(str(folder), converted=True)
+    # Of older artefacts nothing says which head, or pooler, is not there on purpose.
+    known = "digest" in section
+    if known and not section.get("stored_as"):
+        source = source.as_named()
+    model = source.meta_model()
+    _install(model, plan, KeyMap(model, ()))
+    missing = set(KeyMap(model, stored).missing) - set(section.get("absent") or ())
+    missing = {name for name in missing if known or "pooler" not in name}
+    if missing:
+        raise ArtifactError(
+            f"the weights in `{folder}` lack {listed(missing)} of `{type(model).__name__}`",
+            "copy the folder again, or convert the model again",
         )
-        made.spared = spared
-        return made
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
-        key = f".{source_key}"
-        for name in self.spared:
-            if key.endswith(f".{name}") or f".{name}".endswith(key):
-                return source_key, None
-        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
-
-    def copy(self, *args: Any, **kwargs: Any) -> _SparingConverter:
-        """Makes one with other patterns, such as the reverse ones."""
-        made: _SparingConverter = super().copy(*args, **kwargs)
-        made.spared = self.spared
-        return made
 
 
 def register() -> None:

@@ -216,6 +216,47 @@ class Left(_Entry):
     reason: str
 
 
+class Dense(_Entry):
+    """Weights of one kind that stay as they are.
+
+    Attributes:
+        name: Their role, or the module that they belong to.
+        parameters: How many they have together.
+        reason: Why they stay dense; empty outside the blocks.
+    """
+
+    name: str
+    parameters: int
+    reason: str = ""
+
+
+class Coverage(_Entry):
+    """What becomes of the parameters of the whole dense model; the parts add up to the total.
+
+    Attributes:
+        total: All of them; tied ones count once.
+        rewritten: Weights that get a structure, as they are in the dense model.
+        replaced: Projections that another attention has no use for.
+        dropped: Blocks that are dropped.
+        embeddings: Tables that stay as they are.
+        norms: Norms, biases and other single vectors.
+        left: Other weights that stay dense, the largest first.
+    """
+
+    total: int
+    rewritten: int = 0
+    replaced: int = 0
+    dropped: int = 0
+    embeddings: int = 0
+    norms: int = 0
+    left: tuple[Dense, ...] = ()
+
+    def without(self, dropped: int) -> Coverage:
+        """The same of a model that had more blocks, with so many parameters."""
+        total = self.total - self.dropped + dropped
+        return self.model_copy(update={"total": total, "dropped": dropped})
+
+
 class BudgetPlan(_Entry):
     """What a conversion may keep, and how that was shared out.
 
@@ -264,6 +305,7 @@ class Plan(_Entry):
         dropped_parameters: Those of them in blocks that are dropped.
         depth: Which blocks stay, where some are dropped.
         budget: What may be kept, where something limits it.
+        coverage: How much of the whole model is rewritten; None in plans of older versions.
         warnings: What the user should know.
     """
 
@@ -280,6 +322,7 @@ class Plan(_Entry):
     dropped_parameters: int = 0
     depth: DepthPlan | None = None
     budget: BudgetPlan | None = None
+    coverage: Coverage | None = None
     warnings: tuple[str, ...] = Field(default=())
 
     @property

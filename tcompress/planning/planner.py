@@ -11,6 +11,7 @@ from torch import nn
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.planning.attention import plan_attention, with_guard
+from tcompress.planning.coverage import coverage_of, note_of_coverage
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
@@ -112,9 +113,11 @@ class _Planner:
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
             converter = self.source.keymap.sources(layer.weight_name).converter
+            if layer.kind != "experts":
+                self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        if converter and (layer.kind != "experts" or len(converter.target_patterns) > 1):
+        if converter and layer.kind == "experts" and len(converter.target_patterns) > 1:
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
         choice = self._choice(names_of(self.source, layer))
@@ -256,9 +259,12 @@ def make_plan(
             check_patterns(recipe, cut.meta_model(), cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label, choices), depth, source)
-    return plan_within(
+    plan = plan_within(
         recipe, source, lambda target: _plan(recipe.at(target), source, model, label, choices)
     )
+    plan = plan.model_copy(update={"coverage": coverage_of(plan, source, model)})
+    notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
+    return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
 def _plan(
@@ -281,7 +287,13 @@ def _plan(
         left=exchanged.left
         + tuple(planner.left)
         + tuple(
-            Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
+            Left(
+                name=item.name,
+                block="",
+                role="",
+                parameters=_matrices(model, item.name),
+                reason=item.reason,
+            )
             for item in (anatomy.refused if recipe.method else ())
         ),
         source=source.id,
@@ -294,6 +306,7 @@ def _plan(
             for parameter in model.get_submodule(name).parameters()
         ),
         warnings=(
+            *source.notes,
             *anatomy.warnings,
             *exchanged.notes,
             *note_of(planner.layers),
@@ -301,6 +314,14 @@ def _plan(
             *_note_of_experts(planner),
         ),
     )
+
+
+def _matrices(model: nn.Module, name: str) -> int:
+    """Parameters of the weights, without biases, that a module or a parameter of it holds."""
+    path, _, leaf = name.rpartition(".")
+    own = getattr(model.get_submodule(path), leaf)
+    held = own.named_parameters(recurse=False) if isinstance(own, nn.Module) else [(leaf, own)]
+    return sum(item.numel() for key, item in held if item.ndim > 1 and not key.endswith("bias"))
 
 
 def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:

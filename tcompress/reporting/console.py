@@ -29,6 +29,7 @@ from tcompress.reporting.rows import (
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 from tcompress.reporting.words import (
     bytes_text,
+    coverage_text,
     error_name,
     error_text,
     short_blocks,
@@ -98,6 +99,8 @@ def render_plan(
     layers = [layer_report(entry) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
     parts: list[RenderableType] = [title, table]
+    if plan.coverage is not None:
+        parts.append(Text(coverage_text(plan.coverage)))
     if layers:
         parts.append(layer_table(layers, per_layer=per_layer))
     if plan.left:
@@ -227,6 +230,8 @@ def _single(report: ModelReport) -> RenderableType:
     if report.source is not None and report.method != "dense" and report.init == "pretrained":
         parts.append(Text(f"from {report.source}", style="dim"))
     parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
+    if report.coverage is not None:
+        parts.append(Text(coverage_text(report.coverage)))
     return Group(*parts)
 
 

@@ -37,6 +37,7 @@ def _template() -> Template:
     environment.filters |= {
         "bytes": words.bytes_text,
         "count": words.count_text,
+        "coverage": words.coverage_text,
         "duration": words.time_text,
         "error": words.error_text,
         "interval": words.interval_text,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tcompress.artifact.manifest import Interval, Metric, Speed
+    from tcompress.planning.entries import Coverage
     from tcompress.reporting.tree import LayerReport
 
 _ERROR_NAMES = {
@@ -14,6 +15,8 @@ _ERROR_NAMES = {
     "calibration": "calibration error",
     "weight": "weight error",
 }
+
+_MOST_DENSE = 6  # kinds of dense weights that one line names
 
 
 def error_name(kind: str) -> str:
@@ -42,6 +45,33 @@ def count_text(number: float) -> str:
         if number >= 0.9995 * size:  # a little less would be written as 1e+03
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def coverage_text(coverage: Coverage) -> str:
+    """Says in a line how much of a whole model is rewritten, and what the rest of it is."""
+    whole = max(1, coverage.total)
+    share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
+    parts = [
+        f"{name} {count_text(number)}"
+        for name, number in (
+            ("dropped with blocks", coverage.dropped),
+            ("replaced by another attention", coverage.replaced),
+            ("embeddings", coverage.embeddings),
+            ("norms and biases", coverage.norms),
+        )
+        if number
+    ]
+    sizes: dict[str, int] = {}
+    for item in coverage.left:
+        sizes[item.name] = sizes.get(item.name, 0) + item.parameters
+    dense = [f"{name} {count_text(size)}" for name, size in list(sizes.items())[:_MOST_DENSE]]
+    if rest := sum(list(sizes.values())[_MOST_DENSE:]):
+        dense.append(f"others {count_text(rest)}")
+    parts += [f"left dense: {', '.join(dense)}"] if dense else []
+    return (
+        f"rewritten: {count_text(coverage.rewritten)} of {count_text(whole)} parameters ({share})"
+        + (f"; {', '.join(parts)}" if parts else "")
+    )
 
 
 def time_text(seconds: float) -> str:

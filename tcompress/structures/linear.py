@@ -234,7 +234,7 @@ class StructuredLinear(nn.Module):
         if kept is None or self.training:
             return None
         if torch.is_grad_enabled():
-            if any(tensor.requires_grad for m in self._owners() for tensor in m.parameters(False)):
+            if any(tensor.requires_grad for m in self.owners() for tensor in m.parameters(False)):
                 kept.drop()
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
@@ -243,10 +243,10 @@ class StructuredLinear(nn.Module):
         if weight is None:
             stored = next(self.parameters(recurse=False)).dtype
             accurate = torch.promote_types(stored, torch.float32)
-            weight = kept.renew(self._owners(), lambda: self.dense_weight(accurate).to(stored))
+            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
         return weight
 
-    def _owners(self) -> list[nn.Module]:
+    def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
         owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]

@@ -74,6 +74,11 @@ from tests/gpt2
  perplexity                    12.35
 """
 
+COVERED = """\
+rewritten: 12.3 k of 22.4 k parameters (55 %); embeddings 5.25 k, norms and biases 768, left dense:
+up 2.05 k, down 2.05 k
+"""
+
 LAYERS = """\
                                                                     held-out
  block  role  structure                    in → out  params   kept     error
@@ -133,7 +138,9 @@ NARROW = """\
 
 
 def test_one_model(reports: dict[str, ModelReport]) -> None:
-    assert shown(render([reports["small"]])) == TOTALS + LAYERS + LEFT
+    assert shown(render([reports["small"]])) == TOTALS + COVERED + LAYERS + LEFT
+    older = reports["small"].model_copy(update={"coverage": None})  # of a version without it
+    assert shown(render([older])) == TOTALS + LAYERS + LEFT
 
 
 def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
@@ -188,6 +195,8 @@ tests/mixtral · mixtral · lprod
  bytes on disk     248.4 kB        100.9 kB  40.6%
  peak memory                 about 376.8 kB
  time                         roughly 2.0 h
+rewritten: 49.2 k of 62.1 k parameters (79 %); embeddings 3.2 k, norms and biases 160, left dense:
+lm_head 3.2 k, q 2.05 k, o 2.05 k, k 1.02 k, v 1.02 k, gate 256
  block     role             structure            in → out  params   kept
  ───────────────────────────────────────────────────────────────────────
  layers.0  experts_gate_up  lprod p=4 dct  4 x (32 → 128)   4,096  25.0%

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import CARD
 from tcompress.artifact.reader import Artifact, check_files
@@ -17,8 +18,10 @@ from tcompress.artifact.shards import Stored, plan_shards, write_index, write_sh
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.integration.build import stored_name
+from tcompress.integration.reopen import Reopened, applied, differs, unloadable
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
+from tcompress.source import SourceModel
 from tcompress.source.companions import companion_files
 from tcompress.source.names import local_folder
 from tcompress.structures.bank import BankModule, bank_module
@@ -51,6 +54,7 @@ def export_dense(
         ArtifactError: `folder` holds no converted model, or a damaged one.
         InputError: `output` cannot be written, or the model has another attention mechanism.
         FitError: A weight is not finite in the dtype that the layer is stored in.
+        WriteError: What was written does not load, or computes something else.
     """
     check_files(Path(folder).expanduser())
     artifact = Artifact.open(folder)
@@ -79,6 +83,7 @@ def export_dense(
     try:
         _write_weights(artifact, place.model, progress or Silent())
         _write_rest(artifact, place.model)
+        _prove(artifact, place.model)
         place.publish(force=force)
     except BaseException:
         place.discard()
@@ -224,6 +229,26 @@ def _write_rest(artifact: Artifact, folder: Path) -> None:
     (folder / CARD).write_text(_card(artifact), encoding="utf-8")
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _prove(artifact: Artifact, folder: Path) -> None:
+    """Opens what was written, and compares a layer of each kind with the converted model."""
+    kind = artifact.config.get("model_type")
+    if artifact.config.get("auto_map") and kind not in CONFIG_MAPPING:
+        return  # that would run code which came with the model
+    with unloadable():
+        plain = SourceModel.open(str(folder))
+        dense = Reopened(folder, plain.model_class, plain.keymap.missing)
+        structured = Reopened(artifact.folder, plain.model_class, plain.keymap.missing)
+    generator = torch.Generator().manual_seed(0)
+    for entry in {entry.kind: entry for entry in artifact.layers}.values():
+        rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
+        wanted = applied(structured.layer(entry), rows)
+        stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
+        weight = stored.double().mT if entry.kind == "conv1d" else stored.double()
+        change = (rows @ weight.mT).reshape(wanted.shape) - wanted
+        if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
+            raise differs(entry.name, "its dense weight computes something else")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

@@ -38,6 +38,7 @@ class Reopened:
     Attributes:
         model: The model, all tensors on the meta device.
         store: Its weights.
+        keymap: Names of the weights and of the model.
 
     Raises:
         WriteError: It does not load, or tensors are missing, unexpected or of another shape.
@@ -51,7 +52,7 @@ class Reopened:
             options: dict[str, Any] = {"device_map": "meta", "dtype": "auto"}
             self.model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
             self.store = WeightStore.open(folder)
-            self._keymap = KeyMap(self.model, self.store.keys())
+            self.keymap = KeyMap(self.model, self.store.keys())
         remove_hook_from_submodules(self.model)  # they would send inputs to the meta device
         problems = [str(text) for text in info.get("error_msgs", ())]
         for key, what in (
@@ -67,7 +68,7 @@ class Reopened:
 
     def tensor(self, name: str) -> Tensor:
         """Reads a parameter or buffer by its name in the model."""
-        return read_parameter(self.store, self._keymap, name)
+        return read_parameter(self.store, self.keymap, name)
 
     def layer(self, entry: LayerPlan) -> StructuredLinear:
         """Loads a rewritten layer with all that it uses, in float64.
@@ -75,7 +76,7 @@ class Reopened:
         Raises:
             WriteError: There is no such layer in the model.
         """
-        path = self._keymap.runtime_name(entry.name)
+        path = self.keymap.runtime_name(entry.name)
         path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
         modules = dict(self.model.named_modules())
         layer = modules.get(path or "")
@@ -130,7 +131,7 @@ def unloadable() -> Iterator[None]:
 
 def differs(layer: str, reason: str) -> WriteError:
     """Makes an error about one layer."""
-    return WriteError(f"layer `{layer}` is not what was fitted once it is loaded: {reason}", _HINT)
+    return WriteError(f"`{layer}` is not what it was before it was written: {reason}", _HINT)
 
 
 @contextmanager

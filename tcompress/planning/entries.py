@@ -55,7 +55,7 @@ class LayerPlan(_Entry):
     bias: bool
     experts: int | None = None
     transposed: bool = False
-    parts: tuple[PartLayout, ...]
+    parts: tuple[PartLayout, ...] = Field(min_length=1)
     input_of: str | None = None
     readers: int = 1
     bank_of: dict[str, str] = Field(default={})

@@ -91,7 +91,8 @@ def _missing(keymap: KeyMap) -> tuple[list[str], list[str]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             needed |= {f"{path}.running_mean", f"{path}.running_var"}
-    lost, unset = [], []
+    lost: list[str] = []
+    unset: list[str] = []
     for name in keymap.missing:
         if name in needed:
             # Poolers that nobody trained, and vectors that mask inputs while training.

@@ -32,6 +32,7 @@ from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device
+from tcompress.integration.reopen import Reopened, differs, unloadable
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Finetune
@@ -45,6 +46,8 @@ from tcompress.training.setup import Setup, set_up
 from tcompress.training.teacher import find_teacher
 
 Say = Callable[[str], None]
+
+COMPARED = 24  # tensors of the written model that are read back
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def finetune(
     Raises:
         InputError: Model, teacher, data and task do not fit one another.
         TrainingError: Training diverged, or cannot go on.
+        WriteError: What was written does not load, or is not what was trained.
         KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     output = Path(output).expanduser().absolute()
@@ -219,9 +223,20 @@ class _Run:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.source.folder / path, target)
+        self._prove(folder, cast)
         manifest = self._manifest(facts)
         (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
+
+    def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Opens what was written, and compares some of the weights."""
+        written = Reopened(folder, type(self.setup.model))
+        names = list(weights)
+        for name in names[:: max(1, len(names) // COMPARED)]:
+            with unloadable():
+                found = written.tensor(name)
+            if not torch.equal(found, weights[name].cpu()):
+                raise differs(name, "its values are others")
 
     def _dtype(self) -> torch.dtype:
         """The dtype in which most of the source is stored."""

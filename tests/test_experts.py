@@ -100,8 +100,12 @@ def test_all_but_what_chooses_is_rewritten(layout: str, made: Callable[[str], An
         assert sum("indexer" in name for name in named) == 6
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
-@pytest.mark.parametrize("by_loss", [False, True])
+SIZED = ("shared expert", "list", "one product for all")
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_loss"), [*((name, False) for name in EXPERTS), *((name, True) for name in SIZED)]
+)
 def test_a_few_tokens_suffice(layout: str, by_loss: bool, tmp_path: Path) -> None:
     dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")

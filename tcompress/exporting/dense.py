@@ -245,7 +245,7 @@ def _prove(artifact: Artifact, folder: Path) -> None:
         rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
         wanted = applied(structured.layer(entry), rows)
         stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
-        weight = stored.double().mT if entry.kind == "conv1d" else stored.double()
+        weight = stored.double().mT if entry.is_flipped else stored.double()
         change = (rows @ weight.mT).reshape(wanted.shape) - wanted
         if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
             raise differs(entry.name, "its dense weight computes something else")

@@ -14,6 +14,7 @@ import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
+from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.run import Converted, Silent, convert
 from tcompress.errors import InputError
@@ -62,7 +63,7 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, ("writing", 40), True),  # inside a later file
     (False, "tcompress.conversion.run.write_index", True),
     (False, "tcompress.conversion.finish.write_manifest", True),
-    (False, "tcompress.conversion.finish.write_config", True),
+    (False, "tcompress.conversion.finish.config_text", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
     (True, "tcompress.artifact.workplace.Workplace.note", False),
@@ -268,3 +269,12 @@ def test_a_damaged_working_folder_is_no_obstacle(
     run(source, output, True)
     assert contents(output) == contents(uninterrupted(True).folder)
     assert Workplace(output, "x", force=True).notes("shard") == []
+
+
+def test_what_attention_began_with_is_kept(tmp_path: Path) -> None:
+    place = FitWorkplace(tmp_path / "out", "same")
+    place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
+    found = place.block("block")
+    place.discard()
+    assert found is not None
+    assert found.attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from tcompress.artifact import shards
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion.run import Converted, Silent
-from tcompress.errors import DiskError, FitError, InputError, PlanError, SourceError
+from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.errors import (
+    DiskError,
+    FitError,
+    InputError,
+    PlanError,
+    SourceError,
+    WriteError,
+)
+from tests.support.conversions import recipe
 from tests.support.interrupted import (
     assert_nothing_left,
     assert_nothing_loads,
@@ -233,3 +244,111 @@ def test_two_runs_give_the_same_files(
     assert {tuple(errors) for errors in again.manifest.fit.values()} == {
         ("calibration", "held_out") if aware else ("weight",)
     }
+
+
+def _swap(weights: dict[str, Tensor], end: str) -> None:
+    first, second = sorted(name for name in weights if name.endswith(end))[:2]
+    weights[first], weights[second] = weights[second], weights[first]
+
+
+def _first(weights: dict[str, Tensor], end: str) -> str:
+    return min(name for name in weights if name.endswith(end))
+
+
+LPROD = {"name": "lprod", "p": 4, "transform": "fitted"}
+Q0 = "encoder.layer.0.attention.self.query"
+BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = {
+    "a dense tensor dropped": (
+        "bert", {}, lambda w: w.pop(_first(w, "LayerNorm.weight")), "LayerNorm.weight` is missing"
+    ),
+    "a factor dropped": ("bert", {}, lambda w: w.pop(_first(w, "tc_a")), "dense.tc_a` is missing"),
+    "a wrong name": (
+        "bert",
+        {},
+        lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}),
+        "key.bias` is missing",
+    ),
+    "another shape": (
+        "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n][:-1]}), "does not load"
+    ),
+    "another type": (
+        "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n].half()}), "key.bias"
+    ),
+    "a swapped transform": (
+        "bert", {"method": LPROD}, lambda w: _swap(w, "0.generators"), "layer.0"
+    ),
+    "a zeroed factor": ("bert", {}, lambda w: w[_first(w, "query.tc_b")].zero_(), "off by 100.0%"),
+    "a bias of another layer": ("bert", {}, lambda w: _swap(w, "bias"), "layer.0"),
+    "a dense layer of a block": ("bert", {}, lambda w: _swap(w, "LayerNorm.weight"), "layer.0"),
+    "an expert": ("mixtral", {}, lambda w: w[_first(w, "tc_gate_a")][1].zero_(), "experts"),
+    "a table of words": (
+        "bert",
+        {"embeddings": {"method": {"name": "svd"}, "target": 0.5}},
+        lambda w: w[_first(w, "word_embeddings.tc_a")].zero_(),
+        "word_embeddings",
+    ),
+    "a mechanism": (
+        "bert",
+        {"method": None, "target": None, "attention": {"name": "tam"}},
+        lambda w: [w[name].add_(1) for name in w if ".tc_attn." in name],
+        "tc_attn",
+    ),
+    "a block that stays": (
+        "bert",
+        {"method": None, "target": None, "drop_layers": 1},
+        lambda w: w[_first(w, "query.weight")].zero_(),
+        Q0,
+    ),
+    "weights that are drawn": (
+        "bert", {"init": "random"}, lambda w: w[_first(w, "query.tc_b")].zero_(), Q0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_writer_that_errs_publishes_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, changes, change, said = BROKEN[case]
+    build(family).save_pretrained(tmp_path / "dense")
+    asked = recipe("svd", **changes)
+
+    def erring(folder: Path, shard: Any, *more: Any) -> str:
+        digest = shards.write_shard(folder, shard, *more)
+        weights = load_file(folder / shard.file)
+        change(weights)
+        save_file(weights, folder / shard.file, {"format": "pt"})
+        return digest
+
+    monkeypatch.setattr("tcompress.conversion.run.write_shard", erring)
+    with pytest.raises(WriteError) as refused:
+        convert(str(tmp_path / "dense"), asked, tmp_path / "out")
+    assert said in refused.value.message, refused.value.message
+    assert refused.value.exit_code == 1
+    assert "nothing was published" in (refused.value.hint or "")
+    assert_nothing_left(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("embeddings.position_embeddings.weight", float("inf"), "holds NaN or infinity"),
+        ("embeddings.LayerNorm.weight", 1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.bias", -1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.weight", 3e38, r"does not fit into torch\.float16"),
+    ],
+)
+def test_numbers_that_the_dtype_does_not_hold(
+    name: str, value: float, words: str, source: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    key = next(key for key in tensors if key == name or key.endswith(name))
+    tensors[key].view(-1)[3] = value
+    folder = tmp_path / "changed"
+    shutil.copytree(source, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FitError, match=words) as failed:
+        run(folder, tmp_path / "out", changes={"dtype": "float16"})
+    assert key.rpartition(".")[0] in failed.value.message
+    assert failed.value.hint
+    assert_nothing_left(tmp_path / "out")

@@ -13,8 +13,10 @@ import torch
 import transformers
 
 from tcompress.artifact.reader import Artifact
-from tcompress.errors import ArtifactError, FitError, InputError
+from tcompress.errors import ArtifactError, FitError, InputError, WriteError
+from tcompress.exporting import dense
 from tcompress.exporting.dense import dense_weight, export_dense
+from tcompress.planning.entries import LayerPlan
 from tests.support.conversions import few_steps
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
@@ -198,3 +200,28 @@ def test_a_weight_beyond_the_dtype_is_refused(
     monkeypatch.setattr(artifact.store, "tensor", lambda key: torch.full_like(read(key), 6e4))
     with pytest.raises(FitError, match=r"h\.0\.attn\.c_attn` is not finite in torch\.float16"):
         dense_weight(artifact, artifact.layers[0])
+
+
+@pytest.mark.parametrize(("family", "end"), [("gpt2", "c_fc.weight"), ("mixtral", "down_proj")])
+def test_a_writer_that_errs_publishes_nothing(
+    family: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = converted(family, tmp_path, method={"name": "svd"}, target=0.5).folder
+
+    def turned(artifact: Artifact, entry: LayerPlan) -> torch.Tensor:
+        return -dense_weight(artifact, entry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tcompress.exporting.dense.dense_weight", turned)
+        with pytest.raises(WriteError, match="dense weight computes something else"):
+            export_dense(folder, tmp_path / "out")
+    keep = dense._outputs
+
+    def fewer(*given: Any) -> list[Any]:
+        return [item for item in keep(*given) if not item.key.endswith(end)]
+
+    monkeypatch.setattr("tcompress.exporting.dense._outputs", fewer)
+    with pytest.raises(WriteError, match="nothing is stored for"):
+        export_dense(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()

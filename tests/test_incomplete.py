@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tcompress.conversion.backward import BackwardWalk
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.run import convert
-from tcompress.errors import PlanError
+from tcompress.errors import FitError, PlanError, SourceError
+from tcompress.inspection import inspect_model
 from tcompress.recipe.schema import Convert
+from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel
 from tests.support.conversions import calibration
 from tests.support.model_folders import save_tokenizer
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,6 +87,121 @@ def test_old_buffers_stay_behind(tmp_path: Path) -> None:
     assert done.manifest.plan.layers
 
 
+def _stored_otherwise(
+    folder: Path, family: str, change: Callable[[dict[str, Tensor]], object], **config: Any
+) -> str:
+    """Writes a tiny model with other tensors, and other words in its config."""
+    model = build(family)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return str(folder)
+
+
+def _one(weights: dict[str, Tensor], end: str) -> str:
+    return next(name for name in weights if name.endswith(end))
+
+
+def _cast(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], object]:
+    def change(weights: dict[str, Tensor]) -> None:
+        weights |= {key: item.to(dtype) for key, item in weights.items() if item.ndim == 2}
+
+    return change
+
+
+Q0, Q1 = (f"model.layers.{index}.self_attn.q_proj.weight" for index in range(2))
+WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, Any], list[str]]] = {
+    "tensors": (
+        "llama",
+        lambda weights: [weights.pop(key) for key in (Q0, Q1, "model.norm.weight")],
+        {},
+        ["`model.layers.0.self_attn.q_proj`", "layers.1.self_attn.q_proj`", "`model.norm` (3 te"],
+    ),
+    "blocks": (
+        "llama",
+        lambda _: None,
+        {"num_hidden_layers": 4},
+        ["nothing is stored for `model.layers.2`, `model.layers.3` (18 tensors)"],
+    ),
+    "head": (
+        "llama",
+        lambda weights: weights.pop("model.norm.weight"),
+        {},
+        ["nothing is stored for `model.norm`"],
+    ),
+    "shapes": ("llama", lambda _: None, {"intermediate_size": 48}, ["[64, 32], not [48, 32]"]),
+    "several": (
+        "llama",
+        lambda weights: (weights.pop(Q0), _cast(torch.int8)(weights)),
+        {"intermediate_size": 48},
+        [f"`{Q0[:-7]}", "[64, 32], not [48, 32]", "are stored as `int8`"],
+    ),
+    "experts": (
+        "mixtral",
+        lambda _: None,
+        {"intermediate_size": 48},
+        ["gate_up_proj` has shape [4, 128, 32], not [4, 96, 32]"],
+    ),
+    **{
+        str(dtype): ("llama", _cast(dtype), {}, ["and no `quantization_config` says what"])
+        for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    },
+    "class": (
+        "bert",
+        lambda _: None,
+        {"architectures": ["Foo"]},
+        ["`architectures` names `Foo`, which nobody knows, and a `BertModel`", "place for `cls` ("],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) -> None:
+    """All is said at once, before anything is done, by whatever opens the model."""
+    family, change, config, said = WRONG[case]
+    name = _stored_otherwise(tmp_path / "dense", family, change, **config)
+    data_free = _recipe(calibration={"source": "none"})
+    for use in (
+        lambda: inspect_model(name),
+        lambda: report_of(name),
+        lambda: SourceModel.open(name, converted=True),  # as `evaluate`, `bench`, `finetune` do
+        lambda: convert(name, data_free, tmp_path / "out"),
+    ):
+        with pytest.raises(SourceError) as refused:
+            use()
+        assert all(text in refused.value.message for text in said), refused.value.message
+        assert refused.value.hint
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
+    SourceModel.open(name, seed=0)  # weights do not count where they are drawn
+
+
+def test_weights_beyond_the_config_stay_behind_and_are_named(tmp_path: Path) -> None:
+    name = _stored_otherwise(tmp_path / "dense", "llama", lambda _: None, num_hidden_layers=1)
+    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    note = "has no place for `model.layers.1` (9 tensors)"
+    assert note in done.manifest.plan.warnings[0]
+    assert note in inspect_model(name).warnings[0]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if ".layers.1." in key]  # noqa: SIM118
+
+
+def test_a_class_that_nobody_knows(tmp_path: Path) -> None:
+    model: Any = build("bert").bert  # type: ignore[attr-defined]
+    model.save_pretrained(tmp_path)
+    _claims(tmp_path, "Foo")
+    (note,) = SourceModel.open(str(tmp_path)).notes[:1]
+    assert note == "nobody knows the class `Foo`: a `BertModel` is taken instead"
+
+
+@pytest.mark.parametrize("family", tiered(TINY, often=lambda row: row in ("bert", "mixtral")))
+def test_whole_models_are_whole(family: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
+    assert SourceModel.open(str(tmp_path)).notes == ()
+
+
 @pytest.mark.parametrize("changes", [SVD, {"target": None, "max_error": 0.1}])
 def test_budgets_by_loss_of_experts_alone(changes: dict[str, Any], tmp_path: Path) -> None:
     """Nothing predicts what they lose."""
@@ -136,6 +258,31 @@ def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
     )
     (note,) = done.manifest.plan.warnings
     assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_change_of_the_output_is_never_below_zero(independent: bool) -> None:
+    """Float32 has room for errors of 1e-7 in every logarithm; the divergences are far smaller."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(3, 50, generator=generator)
+    dense[0, 7] = -torch.inf  # ruled out
+    probe = OutputProbe(None, independent=independent)
+    assert probe.change(SimpleNamespace(logits=dense), SimpleNamespace(logits=dense), {}) == 0
+    moved = torch.randn(3, 50, generator=generator).double()
+    for size in (1e-1, 1e-4, 1e-7):
+        one = dense.double()
+        found = probe.change(
+            SimpleNamespace(logits=one), SimpleNamespace(logits=one + size * moved), {}
+        )
+        p = one.sigmoid() if independent else one.softmax(-1)
+        mean = 0 if independent else (p * moved).sum(-1, keepdim=True)
+        spread = p * (1 - p) * moved.square() if independent else p * (moved - mean).square()
+        assert found == pytest.approx(size**2 * float(spread.sum()), rel=3 * size + 1e-6)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            probe(SimpleNamespace(logits=torch.full((1, 3), wrong)), {})
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            probe.change(SimpleNamespace(logits=one), SimpleNamespace(logits=one * wrong), {})
 
 
 def test_scores_that_are_a_yes_or_no_each() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from tcompress.artifact.format import parse_layers, quantization_section
+from tcompress.artifact.format import parse_plan, quantization_section
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.planning.planner import make_plan
+from tcompress.planning.planner import _matrices, make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
 from tests.support.conversions import OPTIONS, Made, assert_wired, calibration, recipe
@@ -75,7 +75,7 @@ def test_no_weight_is_read(
         assert 0 < plan.kept < 1
         assert all(layer.macs(10) > 0 for layer in plan.layers)
         assert Plan.model_validate_json(plan.model_dump_json()) == plan
-        assert parse_layers(quantization_section(plan.layers)["plan"]) == plan.layers
+        assert parse_plan(quantization_section(plan.layers)).layers == plan.layers
 
 
 def test_a_plan_cannot_be_changed(planned: Planned) -> None:
@@ -388,3 +388,73 @@ def test_the_method_is_named(planned: Planned, sources: Callable[[str], SourceMo
 def test_the_default_transform_depends_on_data(source: str, wanted: str, planned: Planned) -> None:
     plan = planned("bert", method={"name": "lprod"}, calibration={"source": source})
     assert {layer.parts[0].terms[0].transform for layer in plan.layers} == {wanted}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_parameter_is_covered_once(
+    family: str, sources: Callable[[str], SourceModel], planned: Planned
+) -> None:
+    own = planned(family, "svd").coverage
+    assert own is not None
+    kept = own.embeddings + own.norms + sum(item.parameters for item in own.left)
+    assert own.rewritten + own.replaced + own.dropped + kept == own.total
+    model = sources(family).meta_model()
+    assert own.total == sum(item.numel() for item in model.parameters())
+    assert own.rewritten == planned(family, "svd").dense_rewritten
+    assert all(item.name and item.parameters for item in own.left)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "parts"),
+    [
+        ("bert", {}, {"rewritten": 16384, "embeddings": 5312}),
+        ("bert", {"keep": ["down"]}, {"rewritten": 12288, "embeddings": 5312}),
+        ("bert", {"drop_layers": 1}, {"dropped": 8544, "rewritten": 8192, "embeddings": 5312}),
+        (
+            "bert",
+            {"embeddings": {"method": {"name": "svd"}, "target": 0.5}},
+            {"rewritten": 16384 + 3200, "embeddings": 2112},
+        ),
+        (
+            "bert",
+            {"method": None, "target": None, "attention": {"name": "multilinear", "length": 8}},
+            {"rewritten": 0, "embeddings": 5312},
+        ),
+        ("mixtral", {"only": ["experts_*"]}, {"rewritten": 49152, "embeddings": 3200}),
+    ],
+)
+def test_what_a_plan_covers(
+    family: str, changes: dict[str, Any], parts: dict[str, int], planned: Planned
+) -> None:
+    plan = planned(family, "svd", **changes)
+    own = plan.coverage
+    assert own is not None
+    assert {name: getattr(own, name) for name in parts} == parts
+    kept = own.embeddings + own.norms + sum(item.parameters for item in own.left)
+    assert own.rewritten + own.replaced + own.dropped + kept == own.total == plan.parameters
+    assert own.replaced == sum(e.parameters for a in plan.attention for e in a.unused)
+    # Nobody is warned of what he asked for.
+    assert not [note for note in plan.warnings if "outside embeddings" in note]
+
+
+def test_a_model_that_is_mostly_left_dense(tmp_path: Path) -> None:
+    options = TINY["llama"].options | {"vocab_size": 3000}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).save_pretrained(tmp_path)
+    plan = make_plan(recipe("svd"), SourceModel.open(str(tmp_path)))
+    assert plan.warnings == (
+        "only 16% of the parameters outside embeddings can be rewritten; the largest part that "
+        "stays dense is `lm_head` (96,000 parameters), outside the blocks",
+    )
+
+
+def test_layers_that_are_refused_have_their_parameters(
+    sources: Callable[[str], SourceModel], planned: Planned
+) -> None:
+    """Routers, and experts where a family is not known."""
+    model = sources("mixtral").meta_model()
+    left = planned("mixtral", "svd").left
+    assert {item.parameters for item in left} == {4 * 32}
+    experts = next(m for n, m in model.named_modules() if n.endswith("experts"))
+    name = next(n for n, m in model.named_modules() if m is experts)
+    held = sum(item.numel() for item in experts.parameters())
+    assert _matrices(model, name) == held == _matrices(model, f"{name}.gate_up_proj") * 3 // 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -18,7 +19,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact
-from tcompress.errors import DataError
+from tcompress.errors import DataError, WriteError
 from tcompress.reporting.model import report_of
 from tests.support.evaluation import (
     classifier,
@@ -396,3 +397,30 @@ def test_a_folder_that_was_moved_trains_without_its_teacher(tmp_path: Path) -> N
     )
     assert done.facts.teacher is None
     assert done.facts.objectives == {"task": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kept: kept.pop(next(name for name in kept if ".tc_" in name)), "missing"),
+        (lambda kept: [item.zero_() for item in kept.values()], "its values are others"),
+    ],
+)
+def test_a_writer_that_errs_publishes_nothing(
+    change: Callable[[dict[str, torch.Tensor]], object],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = small_encoder(tmp_path)
+    save = transformers.PreTrainedModel.save_pretrained
+
+    def erring(model: Any, folder: Path, state_dict: dict[str, torch.Tensor], **more: Any) -> None:
+        kept = {name: item.clone() for name, item in state_dict.items()}
+        change(kept)
+        save(model, folder, state_dict=kept, **more)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", erring)
+    with pytest.raises(WriteError, match=said):
+        train(folder, tmp_path / "out", data=texts(tmp_path))
+    assert not (tmp_path / "out").exists()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
-from tcompress.artifact.format import MANIFEST, check_format_version
+from tcompress.artifact.checksums import ZEROS, read_sealed
+from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
 from tcompress.planning.entries import Plan
@@ -108,11 +109,15 @@ class Speed(_Section):
         mode: `eager` or `compiled`.
         milliseconds: Median time.
         tokens_per_second: Throughput at that time.
-        peak_bytes: Peak memory of the pass, where it is known.
+        peak_bytes: Peak memory of the pass, weights not counted, where it is known.
         baseline: Name of the baseline.
         baseline_milliseconds: Its median time.
         baseline_peak_bytes: Its peak memory, where it is known.
         ratio: Time of the baseline over that of the model; above 1 the model is faster.
+        spread: Distance of the quartiles of its times, relative to the median.
+        baseline_spread: That of the baseline's.
+        weight_bytes: What its weights take in memory, kept ones included.
+        baseline_weight_bytes: What the baseline's take.
         protocol: Device, threads, dtype, repeats, versions.
     """
 
@@ -126,7 +131,16 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float
+    spread: float | None = None
+    baseline_spread: float | None = None
+    weight_bytes: int | None = None
+    baseline_weight_bytes: int | None = None
     protocol: dict[str, Any]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the middle half of either's times differs by more than a fifth of the median."""
+        return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
 class CurvePoint(_Section):
@@ -188,9 +202,16 @@ class TrainingFacts(_Section):
 
 
 class Manifest(_Section):
-    """All that is recorded of a model, from its conversion to the last measurement."""
+    """All that is recorded of a model, from its conversion to the last measurement.
+
+    Attributes:
+        digest: SHA-256 of the file with zeros in the place of these digits; older ones have none.
+        checksums: SHA-256 of every other file by name; in older ones of weight files only.
+        sizes: Their bytes; older ones have none.
+    """
 
     format_version: int = 1
+    digest: str | None = None
     tool_version: str = Field(default_factory=lambda: tcompress.__version__)
     created: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     source: SourceFacts
@@ -199,12 +220,18 @@ class Manifest(_Section):
     calibration: CalibrationFacts
     fit: dict[str, dict[str, float]]
     checksums: dict[str, str]
+    sizes: dict[str, int] = Field(default_factory=dict)
     seconds: float
     environment: dict[str, str]
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
+
+    @property
+    def rebuilt(self) -> Rebuilt:
+        """What of the plan `config.json` holds too."""
+        return Rebuilt(self.plan.entries, self.plan.attention, self.plan.forms)
 
     @property
     def is_untrained(self) -> bool:
@@ -226,8 +253,10 @@ def environment() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest; a reader finds the old one or the new one."""
-    write_text(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    """Writes the manifest, with a digest of itself; a reader finds the old one or the new one."""
+    blank = manifest.model_copy(update={"digest": ZEROS}).model_dump_json(indent=1) + "\n"
+    digest = hashlib.sha256(blank.encode()).hexdigest()
+    write_text(folder / MANIFEST, blank.replace(ZEROS, digest, 1))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -236,16 +265,16 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         ArtifactError: It is of a newer format, or damaged.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_sealed(folder)
+        if raw is None:
+            return None
         check_format_version(raw.get("format_version"))
         return Manifest.model_validate(raw)
-    except (ValueError, AttributeError, ValidationError) as error:
-        if isinstance(error, ArtifactError):
-            raise
+    except ArtifactError:
+        raise
+    except ValueError as error:
         raise ArtifactError(
-            f"`{path}` is damaged: {error}", "convert the model again, or restore the file"
+            f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
+            "convert the model again, or restore the file",
         ) from error

@@ -158,14 +158,3 @@ def _header(tensors: Iterable[Stored]) -> bytes:
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
-
-
-def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_whole(path: Path, checksum: str | None) -> bool:
-    """Whether a file that an interrupted run had finished is still as it was."""
-    return checksum is not None and path.is_file() and digest_of(path) == checksum

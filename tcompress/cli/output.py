@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import StringIO
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -62,6 +65,66 @@ def _console(file: TextIO) -> Console:
 def visible(text: str) -> str:
     """Shows that there are commands to a terminal, in place of giving them."""
     return _COMMANDS.sub("\ufffd", text)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Lets work go on where nobody reads stdout or stderr any more, as behind `| head`.
+
+    What is still written is thrown away, here and when the program ends.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = streams = [*map(_outliving, before)]
+    try:
+        yield
+    finally:
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:  # said already
+                stream.throw_away()
+        sys.stdout, sys.stderr = before
+
+
+def _outliving(stream: TextIO | None) -> Any:
+    if stream is None:  # closed before the program began
+        return StringIO()
+    return _Outliving(stream)
+
+
+class _Outliving:
+    """A stream that ignores that its reader has gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self.throw_away()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self.throw_away()
+
+    def throw_away(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError):  # a stream without a file, as in notebooks
+            os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def typed(name: object) -> str:
+    """Writes a path or name as a shell takes it, to be copied into a command."""
+    text = shlex.quote(str(name))
+    return f"./{text}" if text.startswith("-") else text
 
 
 def table(*names: str, right: Collection[str] = ()) -> Table:

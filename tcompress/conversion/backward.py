@@ -28,6 +28,7 @@ from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Stream, intercept_blocks
 from tcompress.conversion.capture import first_tensor, token_rows
 from tcompress.errors import DataError, FitError
+from tcompress.linalg.moments import centre_of, row_products
 from tcompress.source import SourceModel
 
 Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
@@ -39,9 +40,10 @@ class Worth:
     """Second moments of a linear layer's input and of the gradients at its output, float64.
 
     Attributes:
-        gram: G, summed over rows.  # (in, in)
+        gram: G about the centre, summed over rows.  # (in, in)
         curvature: S, summed over rows.  # (out, out)
-        total: Sum of the inputs.  # (in,)
+        total: Sum of the inputs, less the centre.  # (in,)
+        centre: Mean of the first inputs, float32.  # (in,)
         rows: Tokens that were summed over; padding is left out.
         half: The same of every second batch alone, where that was asked for.
     """
@@ -49,6 +51,7 @@ class Worth:
     gram: Tensor
     curvature: Tensor
     total: Tensor
+    centre: Tensor
     rows: int = 0
     half: Worth | None = None
 
@@ -57,29 +60,39 @@ class Worth:
         """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
-        return cls(gram, curvature, torch.zeros(inputs, dtype=torch.float64, device=device))
+        total = torch.zeros(inputs, dtype=torch.float64, device=device)
+        return cls(gram, curvature, total, total.float())
 
     def add(self, x: Tensor, gradient: Tensor) -> None:
         """Adds rows.  # (rows, in), (rows, out)."""
-        x, gradient = x.float(), gradient.float()
-        self.gram += x.T @ x
-        self.curvature += gradient.T @ gradient
+        if not len(x):
+            return
+        if not self.rows:
+            self.centre = centre_of(x)
+        x = x.float() - self.centre
+        self.gram += row_products(x, x)
+        self.curvature += row_products(gradient, gradient)
         self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
 
     def include(self, other: Worth, sign: int = 1) -> Worth:
         """Returns the sums of both; without the other one where the sign is -1."""
+        apart = other.centre.double() - self.centre.double()
+        cross = torch.outer(other.total, apart)
+        gram = other.gram + cross + cross.mT + other.rows * torch.outer(apart, apart)
         return Worth(
-            self.gram + sign * other.gram,
+            self.gram + sign * gram,
             self.curvature + sign * other.curvature,
-            self.total + sign * other.total,
+            self.total + sign * (other.total + other.rows * apart),
+            self.centre,
             self.rows + sign * other.rows,
         )
 
     def moment(self, *, centred: bool) -> Tensor:
         """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
-        gram, mean = self.gram / self.rows, self.total / self.rows
-        return gram - torch.outer(mean, mean) if centred else gram
+        shift = self.total / self.rows
+        gram, mean = self.gram / self.rows - torch.outer(shift, shift), shift + self.centre
+        return gram if centred else gram + torch.outer(mean, mean)
 
 
 @dataclass
@@ -217,6 +230,11 @@ class BackwardWalk:
         item.visits.append(visit)
         with torch.no_grad():
             answer = self._own[call.block](*bare[0], **bare[1])
+        if not _finite(answer[0] if isinstance(answer, tuple | list) else answer):
+            raise FitError(
+                f"block `{call.block}` puts out NaN or infinity on the calibration data",
+                "repair the checkpoint, or convert this model without data: `--calib none`",
+            )
         item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
         if item.stream.call is None:  # before the next pass ends: outputs may be large
             self._start_backward(item)
@@ -298,8 +316,11 @@ class _Watch:
             def arrived(gradient: Tensor) -> None:
                 back = gradient.reshape(len(rows), -1)
                 kept = (rows, back) if mask is None else (rows[mask], back[mask])
-                if not all(bool(torch.isfinite(part.sum())) for part in kept):
-                    raise FitError(f"layer `{name}`: gradients hold NaN or infinity")
+                if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in kept):
+                    raise FitError(
+                        f"layer `{name}`: gradients hold NaN or infinity",
+                        "repair the checkpoint, or convert this model without data: `--calib none`",
+                    )
                 self.sums[name].add(*kept)
 
             if output.requires_grad:
@@ -348,6 +369,10 @@ def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+
+def _finite(state: Any) -> bool:
+    return not _floating(state) or bool(torch.isfinite(state.sum(dtype=torch.float64)))
 
 
 def _floating(value: Any) -> bool:

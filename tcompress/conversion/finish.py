@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tcompress
 from tcompress.artifact.card import model_card
+from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import CARD, quantization_section
 from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts, write_manifest
 from tcompress.artifact.workplace import identity_of
@@ -81,21 +83,28 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
     carry_files(source.folder, source.companion_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    write_manifest(folder, manifest)
     write_text(folder / CARD, model_card(manifest))
-    write_config(folder, source, manifest.plan, dtype)
+    config = config_text(source, manifest.plan, dtype)
+    sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
+    write_manifest(folder, manifest.model_copy(update=sealed))
+    write_text(folder / "config.json", config)
 
 
-def write_config(folder: Path, source: SourceModel, plan: Plan, dtype: str | None) -> None:
-    """Writes `config.json`; arguments as for `write_rest`."""
+def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
+    """Renders `config.json`; arguments as for `write_rest`."""
     raw = dict(source.settings)
     if dtype is not None:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
     if plan.changes_model:  # else it is a plain model
-        section = quantization_section(plan.entries, plan.attention, plan.forms)
+        facts: dict[str, Any] = {}
+        if source.model_class.__name__ not in (raw.get("architectures") or []):
+            facts["stored_as"] = source.model_class.__name__
+        if source.keymap.missing:
+            facts["absent"] = sorted(source.keymap.missing)
+        section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
         raw["quantization_config"] = section
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    return json.dumps(raw, indent=2) + "\n"
 
 
 def with_links(plan: Plan, source: SourceModel) -> Plan:

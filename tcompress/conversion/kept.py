@@ -16,6 +16,7 @@ from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.files import beside, remove, write_text
+from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
 TRIALS = "trials"
@@ -41,6 +42,7 @@ class FitWorkplace(Workplace):
         for name, fitted in result.layers.items():
             tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
         tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
+        tensors |= {f"attention/{name}": value for name, value in result.attention.items()}
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
         _save(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
         self.note("block", name=result.block)
@@ -52,6 +54,7 @@ class FitWorkplace(Workplace):
             return None
         layers: dict[str, dict[str, Tensor]] = {}
         biases: dict[str, Tensor] = {}
+        attention: dict[str, Tensor] = {}
         try:
             with safe_open(path, "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
@@ -59,13 +62,15 @@ class FitWorkplace(Workplace):
                     kind, _, rest = key.partition("/")
                     if kind == "bias":
                         biases[rest] = file.get_tensor(key)
+                    elif kind == "attention":
+                        attention[rest] = file.get_tensor(key)
                     else:
                         layer, _, tensor = rest.partition("/")
                         layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ValueError):
             return None  # cut off by a kill: fitted again
         fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
-        return BlockResult(name, fitted, biases)
+        return BlockResult(name, fitted, biases, attention)
 
     def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
         """Stores moments of the output gradients of a block's layers."""
@@ -85,7 +90,7 @@ class FitWorkplace(Workplace):
 
     def _keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
         (self.folder / kind).mkdir(exist_ok=True)
-        tensors = {name: item.float() for name, item in moments.items()}
+        tensors = {name: _narrowed(item) for name, item in moments.items()}
         _save(tensors, self.folder / kind / f"{block}.safetensors")
 
     def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
@@ -208,3 +213,10 @@ def _read(path: Path, meaning: Callable[[str], _T]) -> _T | None:
         return meaning(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _narrowed(moment: Tensor) -> Tensor:
+    """A moment as float32, unless its range is too small for it."""
+    largest = float(moment.abs().amax()) if moment.numel() else 0.0
+    narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
+    return moment.float() if narrow else moment

@@ -11,13 +11,14 @@ from pathlib import Path
 from torch import Tensor
 
 from tcompress.anatomy import anatomy_of
+from tcompress.artifact.checksums import is_whole
 from tcompress.artifact.format import needed_version
 from tcompress.artifact.manifest import Manifest, environment, read_manifest
-from tcompress.artifact.shards import Stored, is_whole, plan_shards, write_index, write_shard
+from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import check_output
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.conversion.banks import BankFitter
-from tcompress.conversion.blocks import BlockFitter
+from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.datafree import fit_without_data
 from tcompress.conversion.depth import choose_blocks, dropping
 from tcompress.conversion.embeddings import EMBEDDINGS, fit_embeddings, installed
@@ -31,21 +32,15 @@ from tcompress.conversion.finish import (
 )
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.methods import candidates_of, choose_method
-from tcompress.conversion.outputs import (
-    Cluster,
-    Outputs,
-    copied_value,
-    layer_values,
-    started_value,
-)
+from tcompress.conversion.outputs import Cluster, Outputs, layer_values
 from tcompress.conversion.probe import OutputProbe, probe_of
+from tcompress.conversion.proof import Proof
 from tcompress.conversion.shared import Banks
 from tcompress.conversion.start import start_banks
 from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
-from tcompress.integration.forms import first_table
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
@@ -101,6 +96,7 @@ def convert(
     Raises:
         InputError: The model, the recipe, the data or the output folder cannot be used.
         FitError: A weight or a fit is not finite; the message names the layer.
+        WriteError: What was written does not load, or is not what was fitted.
     """
     start = time.perf_counter()
     output = Path(output).expanduser().absolute()
@@ -131,6 +127,7 @@ def convert(
         job.fit_blocks(place)
         checksums = job.write(place)
         manifest = job.finish(place, checksums, time.perf_counter() - start)
+        job.prove(place)
         place.publish(force=force)
     return Converted(output, manifest, place.resumed)
 
@@ -258,13 +255,19 @@ class _Job:
             survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
             self.plan = with_depth(survey.run(self.progress), depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
-        self.outputs = Outputs.of(self.source, self.plan.entries, dtype, self.plan.attention)
-        self.positions = {f"{e.name}.weight": e for e in self.plan.forms if e.kind == "positions"}
-        self.block_of = {
-            layer.name: block.name
-            for block in anatomy_of(self.source.meta_model()).blocks
-            for layer in block.layers
-        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+        parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
+        self.outputs = Outputs.of(self.source, *parts)
+        self.proof = Proof(self.outputs, self.plan)
+        names = map(self.outputs.runtime_name, self.plan.layers)  # some outside of blocks
+        self.block_of = (
+            {name: name for name in names}
+            | {
+                layer.name: block.name
+                for block in anatomy_of(self.source.meta_model()).blocks
+                for layer in block.layers
+            }
+            | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+        )
 
     def fit_embeddings(self, place: FitWorkplace) -> None:
         """Fits tables of word embeddings on the words of the calibration data, if there is any."""
@@ -298,7 +301,7 @@ class _Job:
             place: Where the fits are kept.
             probe: Measures the change of the output on data held out, which is returned.
         """
-        if self.data is None or not (self.plan.layers or probe):
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
             return None
         anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
@@ -326,19 +329,21 @@ class _Job:
         blind = [
             entry.name
             for entry in self.plan.layers
-            if self.block_of[self.outputs.runtime_name(entry)] in fitter.unreached
+            if self.block_of.get(self.outputs.runtime_name(entry)) in fitter.unreached
         ]
         self.plan = with_unreached(self.plan, blind)
         return fitter.change
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""
+        self.outputs.take(place.block)
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
         for note in place.notes("fit"):
             self.errors[note["layer"]] = note["errors"]
         total = sum(item.nbytes for shard in shards for item in shard.tensors)
-        self.progress.stage("writing", total, "bytes")
+        fits = self.data is None and self.plan.changes_model  # values are made as they are written
+        self.progress.stage("fitting and writing" if fits else "writing", total, "bytes")
         for shard in shards:
             if is_whole(place.model / shard.file, done.get(shard.file)):
                 self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
@@ -355,24 +360,21 @@ class _Job:
 
     def value(self, item: Stored, place: FitWorkplace) -> Tensor:
         """Makes the value of one output tensor."""
-        if item.key in self.positions:
-            drawn = self.source.store.tensor(item.key)
-            return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.outputs.copied:
-            return copied_value(self.source, item)
-        if item.key in self.outputs.moved:
-            return copied_value(self.source, item, self.outputs.moved[item.key])
-        if item.key in self.outputs.started:
-            return started_value(self.outputs.started[item.key], item, self.source.seed)
+        given = self.outputs.given(item)
+        if given is not None:
+            return given
         if item.key not in self.values:
             self.values |= self._cluster_values(self.outputs.made[item.key], place)
         return self.values.pop(item.key)
 
+    def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
+        block = self.block_of.get(self.outputs.runtime_name(cluster[0]))  # None outside of them
+        result = place.block(block) if self.data is not None and block is not None else None
+        return result or fit_without_data(self.outputs, cluster, self.banks, self.device)
+
     def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
-        block = self.block_of[self.outputs.runtime_name(cluster[0])]
-        result = place.block(block) if self.data is not None else None
-        if result is None:
-            result = fit_without_data(self.outputs, cluster, self.banks, self.device)
+        result = self._fitted(cluster, place)
+        self.proof.keep(cluster, result)
         values: dict[str, Tensor] = {}
         for entry in cluster:
             key = f"{entry.name}.{entry.parameter}"
@@ -399,3 +401,7 @@ class _Job:
         )
         write_rest(place.model, self.source, manifest, self.recipe.dtype)
         return manifest
+
+    def prove(self, place: FitWorkplace) -> None:
+        """Makes sure that what was written loads, and holds what was fitted."""
+        self.proof.check(place.model, lambda group: self._fitted(group, place), self.banks)

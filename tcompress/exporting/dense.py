@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import CARD
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.files import write_text
 from tcompress.integration.build import stored_name
+from tcompress.integration.reopen import Reopened, applied, differs, unloadable
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
+from tcompress.source import SourceModel
 from tcompress.source.companions import carry_files, companion_files
 from tcompress.source.names import local_folder
 from tcompress.structures.bank import BankModule, bank_module
@@ -51,9 +54,11 @@ def export_dense(
         ArtifactError: `folder` holds no converted model, or a damaged one.
         InputError: `output` cannot be written, or the model has another attention mechanism.
         FitError: A weight is not finite in the dtype that the layer is stored in.
+        WriteError: What was written does not load, or computes something else.
     """
     output = Path(output).expanduser().absolute()
     check_output(output, force=force)
+    check_files(Path(folder).expanduser())
     artifact = Artifact.open(folder)
     if artifact.attention:
         kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))
@@ -80,6 +85,7 @@ def export_dense(
         else:
             _write_weights(artifact, place, progress or Silent())
             _write_rest(artifact, place.model)
+            _prove(artifact, place.model)
             place.publish(force=force)
     return output
 
@@ -113,7 +119,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             f"the weight of layer `{entry.name}` is not finite in {dtype}",
             "convert the model again, with `--dtype float32`",
         )
-    return weight.mT.contiguous() if entry.kind == "conv1d" else weight
+    return weight.mT.contiguous() if entry.is_flipped else weight
 
 
 def _multiplied(
@@ -208,8 +214,8 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
 
 def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
     shape = (entry.out_features, entry.in_features)
-    if entry.kind == "conv1d":
-        return shape[::-1]
+    if entry.is_flipped:
+        shape = shape[::-1]
     return shape if entry.experts is None else (entry.experts, *shape)
 
 
@@ -221,6 +227,26 @@ def _write_rest(artifact: Artifact, folder: Path) -> None:
     write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _prove(artifact: Artifact, folder: Path) -> None:
+    """Opens what was written, and compares a layer of each kind with the converted model."""
+    kind = artifact.config.get("model_type")
+    if artifact.config.get("auto_map") and kind not in CONFIG_MAPPING:
+        return  # that would run code which came with the model
+    with unloadable():
+        plain = SourceModel.open(str(folder))
+        dense = Reopened(folder, plain.model_class, plain.keymap.missing)
+        structured = Reopened(artifact.folder, plain.model_class, plain.keymap.missing)
+    generator = torch.Generator().manual_seed(0)
+    for entry in {entry.kind: entry for entry in artifact.layers}.values():
+        rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
+        wanted = applied(structured.layer(entry), rows)
+        stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
+        weight = stored.double().mT if entry.is_flipped else stored.double()
+        change = (rows @ weight.mT).reshape(wanted.shape) - wanted
+        if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
+            raise differs(entry.name, "its dense weight computes something else")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

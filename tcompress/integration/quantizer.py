@@ -7,9 +7,12 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -18,29 +21,26 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import (
-    check_format_version,
-    parse_attention,
-    parse_forms,
-    parse_layers,
-)
-from tcompress.artifact.verify import verify_headers
+from tcompress.artifact.format import Rebuilt, check_format_version, parse_plan
+from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.verify import stored_shapes, verify_headers
+from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
+from tcompress.source.conversions import sparing
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
+from tcompress.structures.linear import StructuredLinear
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` section of a converted model's `config.json`."""
 
-    def __init__(
-        self, plan: Mapping[str, Any] | None = None, format_version: int = 1, **extra: Any
-    ) -> None:
+    def __init__(self, plan: Any = None, format_version: Any = None, **extra: Any) -> None:
         self.quant_method = METHOD
         self.format_version = format_version
-        self.plan = dict(plan or {})
+        self.plan = plan
         for name, value in extra.items():
             if name != "quant_method":
                 setattr(self, name, value)
@@ -50,6 +50,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds structured layers before the weights are loaded."""
 
     requires_calibration = True
+    _check: Callable[[], None] | None = None
 
     def is_serializable(self) -> bool:
         """Converted models save like others."""
@@ -75,29 +76,129 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         check_format_version(self.quantization_config.format_version)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        folder = files[0].parent if files else None
+        manifest = None if folder is None else read_manifest(folder)
+        section = vars(self.quantization_config)
+        plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        layers = parse_layers(self.quantization_config.plan)
-        attention = parse_attention(self.quantization_config.plan)
-        names = {entry.name for entry in layers} | {entry.name for entry in attention}
+        names = {entry.name for entry in (*plan.layers, *plan.attention)}
         needed = {name for name in names if keymap.runtime_name(name) is not None}
-        files: Iterable[str] = kwargs.get("checkpoint_files") or ()
-        verify_headers(layers, [str(file) for file in files], needed, attention)
-        place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
-        install_layers(model, layers, keymap.runtime_name, **place)
-        install_attention(model, attention, keymap.runtime_name, **place)
-        forms = parse_forms(self.quantization_config.plan)
-        install_forms(model, forms, keymap.runtime_name, **place)
+        shapes = stored_shapes([str(file) for file in files])
+        if folder is not None and shapes:
+            verify_headers(plan, shapes, needed)
+            self._check = partial(
+                _require_all, folder, section, plan, shapes, model.is_remote_code()
+            )
+        _install(model, plan, keymap, dtype=kwargs.get("dtype"))
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in plan.layers
+            if entry.name in needed
+        }
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):
+                part._init_weights = partial(_initialise, part._init_weights)
         return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Compares the weights with the model that they were saved from; converts nothing.
+
+        Transformers asks once it has left the contexts in which it builds models without ties.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+        return []
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        return sparing(updated, getattr(self, "_guards", ()))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        for part in model.modules():
+            vars(part).pop("_init_weights", None)
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+
+    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+    """
+    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
+    guards = [layer._buffers.get("weight") for layer in layers]
+    for layer, guard in zip(layers, guards, strict=True):
+        if guard is not None:
+            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+            whole._is_hf_initialized = True  # type: ignore[attr-defined]
+            layer._buffers["weight"] = whole
+    try:
+        original(module)
+    finally:
+        for layer, guard in zip(layers, guards, strict=True):
+            if guard is not None:
+                layer._buffers["weight"] = guard
+
+
+def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
+    place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    install_layers(model, plan.layers, keymap.runtime_name, **place)
+    install_attention(model, plan.attention, keymap.runtime_name, **place)
+    install_forms(model, plan.forms, keymap.runtime_name, **place)
+
+
+def _require_all(
+    folder: Path,
+    section: Mapping[str, Any],
+    plan: Rebuilt,
+    stored: Mapping[str, tuple[int, ...]],
+    trusted: bool,
+) -> None:
+    """Refuses weights that lack tensors which the class that they were saved from has.
+
+    Transformers would draw them at random, as it has to for a new head, and only print a note.
+    """
+    from tcompress.source import SourceModel  # Transformers may be half loaded above
+
+    source = SourceModel.open(str(folder), trust_remote_code=trusted, converted=True)
+    # Of older artefacts nothing says which head, or pooler, is not there on purpose.
+    known = "digest" in section
+    if known and not section.get("stored_as"):
+        source = source.as_named()
+    model = source.meta_model()
+    _install(model, plan, KeyMap(model, ()))
+    keymap = KeyMap(model, stored)
+    absent = set(keymap.missing) - set(section.get("absent") or ())
+    problems = [f"`{name}` is missing" for name in absent if known or "pooler" not in name]
+    for name, tensor in model.state_dict().items() if known else ():
+        if keymap.has(name) and keymap.sources(name).converter is None:
+            key = keymap.sources(name).keys[0]
+            if stored[key] != tuple(tensor.shape):
+                sizes = f"{list(stored[key])}, by `config.json` {list(tensor.shape)}"
+                problems.append(f"`{key}` has shape {sizes}")
+    if problems:
+        more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ArtifactError(
+            f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
+            f"{', '.join(sorted(problems)[:8])}{more}",
+            "copy the folder again, or convert the model again",
+        )
 
 
 def register() -> None:

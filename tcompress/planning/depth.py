@@ -172,12 +172,14 @@ def with_depth(plan: Plan, depth: DepthPlan | None, source: SourceModel) -> Plan
     blocks = [block.name for block in anatomy_of(model).blocks]
     inside = sum(item.numel() for name in blocks for item in _parameters(model, name))
     total = sum(item.numel() for item in model.parameters())
+    gone = plan.dropped_parameters or total - plan.parameters
     return plan.model_copy(
         update={
+            "coverage": plan.coverage and plan.coverage.without(max(0, gone)),
             "depth": depth,
             "parameters": total,
             "block_parameters": inside,
-            "dropped_parameters": plan.dropped_parameters or total - plan.parameters,
+            "dropped_parameters": gone,
         }
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -17,6 +18,17 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     return tuple(source.keymap.sources(f"{path}.{entry.parameter}").keys)
 
 
+def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
+    """Lists the model's parameters in whose place structures are stored."""
+    found = []
+    for entry in layers:
+        path = source.keymap.runtime_name(entry.name) or entry.name
+        found.append(f"{path}.{entry.parameter}")
+        if entry.bias and entry.kind != "experts":
+            found.append(f"{path}.bias")
+    return found
+
+
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     """Names of the tensors that are carried over as they are."""
     replaced = {key for entry in plan.entries for key in weight_keys(source, entry)}
@@ -28,7 +40,7 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
             path = source.keymap.runtime_name(layer.name) or layer.name
             leaves = ("weight", "bias") if layer.bias else ("weight",)
             replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
-    replaced |= source.keymap.stale  # no model reads them
+    replaced |= {*source.keymap.stale, *source.keymap.unmatched}  # no model reads them
     return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
 
 
@@ -45,6 +57,10 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     total = sum(
         prod(store.shape(k)) * _itemsize(store.dtype(k), asked) for k in copied_keys(source, plan)
     )
+    keymap = source.keymap
+    for path in keymap.apart(rewritten_names(source, plan.entries)).values():
+        own = store.dtype(keymap.sources(path).keys[0])
+        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, asked)
     for entry in plan.entries:
         total += entry.parameters * weight_bytes(source, entry, dtype)
     for other in plan.attention:

@@ -40,6 +40,7 @@ class LayerPlan(_Entry):
         kind: How the dense weight is stored.
         bias: Whether the layer has a bias.
         experts: Number of stacked experts, if any.
+        transposed: Whether stacked experts are stored as (experts, in, out).
         parts: Layouts of the runs of output features.
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides, itself included.
@@ -53,7 +54,8 @@ class LayerPlan(_Entry):
     kind: Literal["linear", "conv1d", "experts", "embedding"]
     bias: bool
     experts: int | None = None
-    parts: tuple[PartLayout, ...]
+    transposed: bool = False
+    parts: tuple[PartLayout, ...] = Field(min_length=1)
     input_of: str | None = None
     readers: int = 1
     bank_of: dict[str, str] = Field(default={})
@@ -62,6 +64,11 @@ class LayerPlan(_Entry):
     def in_features(self) -> int:
         """Width of the input."""
         return self.parts[0].terms[0].in_features
+
+    @property
+    def is_flipped(self) -> bool:
+        """Whether the dense weight is stored as ([experts,] in, out)."""
+        return self.kind == "conv1d" or self.transposed
 
     @property
     def out_features(self) -> int:
@@ -209,6 +216,47 @@ class Left(_Entry):
     reason: str
 
 
+class Dense(_Entry):
+    """Weights of one kind that stay as they are.
+
+    Attributes:
+        name: Their role, or the module that they belong to.
+        parameters: How many they have together.
+        reason: Why they stay dense; empty outside the blocks.
+    """
+
+    name: str
+    parameters: int
+    reason: str = ""
+
+
+class Coverage(_Entry):
+    """What becomes of the parameters of the whole dense model; the parts add up to the total.
+
+    Attributes:
+        total: All of them; tied ones count once.
+        rewritten: Weights that get a structure, as they are in the dense model.
+        replaced: Projections that another attention has no use for.
+        dropped: Blocks that are dropped.
+        embeddings: Tables that stay as they are.
+        norms: Norms, biases and other single vectors.
+        left: Other weights that stay dense, the largest first.
+    """
+
+    total: int
+    rewritten: int = 0
+    replaced: int = 0
+    dropped: int = 0
+    embeddings: int = 0
+    norms: int = 0
+    left: tuple[Dense, ...] = ()
+
+    def without(self, dropped: int) -> Coverage:
+        """The same of a model that had more blocks, with so many parameters."""
+        total = self.total - self.dropped + dropped
+        return self.model_copy(update={"total": total, "dropped": dropped})
+
+
 class BudgetPlan(_Entry):
     """What a conversion may keep, and how that was shared out.
 
@@ -257,6 +305,7 @@ class Plan(_Entry):
         dropped_parameters: Those of them in blocks that are dropped.
         depth: Which blocks stay, where some are dropped.
         budget: What may be kept, where something limits it.
+        coverage: How much of the whole model is rewritten; None in plans of older versions.
         warnings: What the user should know.
     """
 
@@ -273,6 +322,7 @@ class Plan(_Entry):
     dropped_parameters: int = 0
     depth: DepthPlan | None = None
     budget: BudgetPlan | None = None
+    coverage: Coverage | None = None
     warnings: tuple[str, ...] = Field(default=())
 
     @property
@@ -300,7 +350,19 @@ class Plan(_Entry):
     @property
     def reads_data(self) -> bool:
         """Whether calibration data matters, where there is any."""
-        return bool(self.entries) or (self.depth is not None and self.depth.chosen == "later")
+        return (
+            bool(self.entries)
+            or self.reads_queries
+            or (self.depth is not None and self.depth.chosen == "later")
+        )
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether an attention begins with what the host's queries and keys are like."""
+        return any(
+            mechanism(entry.layout.mechanism).centres_keys(entry.layout) is not None
+            for entry in self.attention
+        )
 
     @property
     def saved(self) -> int:

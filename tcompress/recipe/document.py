@@ -21,6 +21,7 @@ _TAG = "tag:yaml.org,2002:"
 _STRING = _TAG + "str"
 _JSON_ONLY = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _MOST_VALUES, _MOST_CHARACTERS = 20_000, 100_000
+_DIGITS = 16  # of whole numbers, the sign included; no size has as many
 _SYNTAX = "indent with spaces, and put text that contains `: ` or ` #` in quotes"
 _PLAIN: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN"),
@@ -190,12 +191,12 @@ def _scalar(node: ScalarNode) -> Any:
             return None
         if kind == "bool":
             return {"true": True, "false": False}[text.lower()]
-        if kind == "int":
+        if kind == "int" and len(text) <= _DIGITS:
             return int(text)
         if kind == "float" and math.isfinite(number := float(text)):
             return number
-        if kind in ("str", "float"):
-            node.tag = _STRING  # a number that is too large for the machine included
+        if kind in ("str", "int", "float"):
+            node.tag = _STRING  # a number that is too large to count with included
             return _text(node)
     except (ValueError, KeyError) as error:
         raise _unreadable(node, f"`{text[:40]}` is not a valid `{kind}`") from error

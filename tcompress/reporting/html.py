@@ -13,7 +13,7 @@ from tcompress.errors import InputError
 from tcompress.files import check_file, unwritable, write_text
 from tcompress.reporting import words
 from tcompress.reporting.page import page_of, plain
-from tcompress.reporting.speed import memory_text
+from tcompress.reporting.speed import median_text, memory_text, speed_notes
 from tcompress.reporting.tree import ModelReport
 
 if TYPE_CHECKING:
@@ -37,13 +37,17 @@ def _template() -> Template:
     environment.filters |= {
         "bytes": words.bytes_text,
         "count": words.count_text,
+        "coverage": words.coverage_text,
         "duration": words.time_text,
         "error": words.error_text,
         "interval": words.interval_text,
         "machine": words.machine_text,
         "memory": memory_text,
+        "median": median_text,
         "milliseconds": words.milliseconds_text,
+        "notes": speed_notes,
         "plain": plain,
+        "position": lambda items, item: items.index(item),
         "ratio": words.ratio_text,
         "ratio_of": words.metric_ratio,
         "signed": words.signed_text,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.artifact.reader import Artifact, is_converted
+from tcompress.artifact.reader import Artifact, check_files, is_converted
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import LayerPlan, Left
 from tcompress.reporting.count import (
@@ -28,7 +28,7 @@ from tcompress.reporting.count import (
     macs_per_token,
     usual_tokens,
 )
-from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.describe import describe_entry
 from tcompress.reporting.tree import (
     Amount,
     LayerReport,
@@ -65,6 +65,7 @@ def report_of(
     if length < 1:
         raise InputError(f"length is {length}, expected 1 or more")
     folder = resolve(str(name))
+    check_files(folder)
     if is_converted(folder):
         return _converted(str(name), Artifact.open(folder), length, trust_remote_code)
     return _dense(str(name), length, trust_remote_code)
@@ -76,6 +77,7 @@ def layer_report(
     runs: int = 1,
     itemsize: int | None = None,
     length: int = LENGTH,
+    method: str = "",
 ) -> LayerReport:
     """Reports on one layer of a plan.
 
@@ -85,6 +87,7 @@ def layer_report(
         runs: Experts that one token passes.
         itemsize: Bytes of a stored number, if there is a file.
         length: Tokens in the sequence for the multiply-adds.
+        method: What the conversion was asked for.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
@@ -98,7 +101,7 @@ def layer_report(
         block=entry.block,
         role=entry.role,
         # Whose row counts the tensors that others use too.
-        structure=describe_parts(entry.parts) + (", with the bank" if entry.own_banks else ""),
+        structure=describe_entry(entry, method) + (", with the bank" if entry.own_banks else ""),
         in_features=entry.in_features,
         out_features=entry.out_features,
         experts=entry.experts,
@@ -171,6 +174,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "init": manifest.source.init,
         "seed": manifest.source.seed,
         "paper": tuple(manifest.paper),
+        "coverage": manifest.plan.coverage,
         "warnings": manifest.plan.warnings,
     }
 
@@ -189,6 +193,7 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
             experts_per_token(now.model.config, entry.experts),
             _dtype(artifact, entry).itemsize,
             length,
+            "" if manifest is None else manifest.plan.method,
         )
         for entry, errors in zip(artifact.layers, _errors(artifact), strict=True)
     )

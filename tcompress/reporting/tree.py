@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, DepthPlan, Left
+from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left
 from tcompress.recipe.scratch import PaperRow
 
 ERRORS = ("held_out", "calibration", "weight")
@@ -131,6 +131,7 @@ class ModelReport(_Node):
         init: Whether the weights were pretrained before, or drawn at random.
         seed: Seed that they were drawn from.
         paper: Published numbers.
+        coverage: How much of the whole model was rewritten, if known.
         warnings: What the user should know of the conversion.
     """
 
@@ -158,6 +159,7 @@ class ModelReport(_Node):
     init: Literal["pretrained", "random"] = "pretrained"
     seed: int | None = None
     paper: tuple[PaperRow, ...] = ()
+    coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()
 
     @property

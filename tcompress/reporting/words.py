@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tcompress.artifact.manifest import Interval, Metric, Speed
+    from tcompress.planning.entries import Coverage
     from tcompress.reporting.tree import LayerReport
 
 _ERROR_NAMES = {
@@ -15,10 +16,32 @@ _ERROR_NAMES = {
     "weight": "weight error",
 }
 
+_MOST_DENSE = 6  # kinds of dense weights that one line names
+
 
 def error_name(kind: str) -> str:
     """Names a kind of error."""
     return _ERROR_NAMES.get(kind, kind)
+
+
+_OF = {
+    "held_out": "of what layers put out for data that the fit did not see",
+    "calibration": "of what layers put out for the data that they were fitted to",
+    "weight": "of the weights themselves, whatever data does with them",
+}
+
+
+def errors_note(kinds: Iterable[str]) -> str:
+    """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
+    named = [
+        f"{error_name(kind)}: squared, as a fraction {_OF[kind]}" for kind in kinds if kind in _OF
+    ]
+    if not named:
+        return ""
+    return (
+        f"{'; '.join(named)}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
+        "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
+    )
 
 
 def error_text(value: float) -> str:
@@ -42,6 +65,33 @@ def count_text(number: float) -> str:
         if number >= 0.9995 * size:  # a little less would be written as 1e+03
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def coverage_text(coverage: Coverage) -> str:
+    """Says in a line how much of a whole model is rewritten, and what the rest of it is."""
+    whole = max(1, coverage.total)
+    share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
+    parts = [
+        f"{name} {count_text(number)}"
+        for name, number in (
+            ("dropped with blocks", coverage.dropped),
+            ("replaced by another attention", coverage.replaced),
+            ("embeddings", coverage.embeddings),
+            ("norms and biases", coverage.norms),
+        )
+        if number
+    ]
+    sizes: dict[str, int] = {}
+    for item in coverage.left:
+        sizes[item.name] = sizes.get(item.name, 0) + item.parameters
+    dense = [f"{name} {count_text(size)}" for name, size in list(sizes.items())[:_MOST_DENSE]]
+    if rest := sum(list(sizes.values())[_MOST_DENSE:]):
+        dense.append(f"others {count_text(rest)}")
+    parts += [f"left dense: {', '.join(dense)}"] if dense else []
+    return (
+        f"rewritten: {count_text(coverage.rewritten)} of {count_text(whole)} parameters ({share})"
+        + (f"; {', '.join(parts)}" if parts else "")
+    )
 
 
 def time_text(seconds: float) -> str:
@@ -105,6 +155,17 @@ def metric_ratio(metric: Metric) -> float | None:
     if metric.difference is None or not metric.difference.baseline_value:
         return None
     return metric.value / metric.difference.baseline_value
+
+
+def speed_words(speeds: Sequence[Speed]) -> str:
+    """Says how fast a model is beside the dense one: the slowest and the fastest size."""
+    slow = min(speeds, key=lambda speed: speed.ratio)
+    fast = max(speeds, key=lambda speed: speed.ratio)
+    found = [slow, fast] if ratio_text(slow.ratio, 2) != ratio_text(fast.ratio, 2) else [fast]
+    ends = " to ".join(ratio_text(speed.ratio, 2) for speed in found)
+    sizes = " and ".join(f"batch {item.batch}, length {item.length}" for item in found)
+    slower = "is slower than the dense model: it " if fast.ratio < 1 else ""
+    return f"{slower}runs at {ends} the dense speed ({sizes})"
 
 
 def ratio_text(ratio: float | None, digits: int = 3) -> str:

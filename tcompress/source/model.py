@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,11 +19,12 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError
 from tcompress.source.companions import companion_files
+from tcompress.source.complete import check_weights
 from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
-from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
+from tcompress.source.names import ALIASES, METHOD, NO_GGUF, local_folder, resolve
 from tcompress.source.store import WeightStore
-from tcompress.source.text import first_line, folder_content
+from tcompress.source.text import first_line, folder_content, read_settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,8 @@ class SourceModel:
         renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
             with those that they had before.
         keeps: What has to live as long as the model, such as a temporary folder.
+        notes: What a user should know of the weights, such as tensors that the class has no use
+            for.
     """
 
     id: str
@@ -55,6 +57,7 @@ class SourceModel:
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     renumbered: tuple[tuple[str, str], ...] = ()
     keeps: Any = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(
@@ -80,7 +83,8 @@ class SourceModel:
                 path of a `config.json` is enough.
 
         Raises:
-            SourceError: If there is no such model, or it is of a kind that cannot be converted.
+            SourceError: If there is no such model, it is of a kind that cannot be converted, or its
+                weights are not those that its config describes.
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)
@@ -102,7 +106,21 @@ class SourceModel:
             trust_remote_code=trust_remote_code,
             settings=raw if seed is None else _in_float32(raw, kind),
         )
-        return found._as_stored() if seed is None else found
+        if seed is not None:
+            return found
+        found = found._as_stored()
+        if _method(raw) != METHOD:  # what was converted is compared with its own plan
+            asked = config.architectures or []
+            unknown = () if kind.__name__ in asked else asked
+            # The object is not handed out yet, and a copy would map all names again.
+            notes = check_weights(folder, store, found.keymap, unknown)
+            object.__setattr__(found, "notes", notes)
+        return found
+
+    def as_named(self) -> SourceModel:
+        """Describe the class that `architectures` names, be its head stored or not."""
+        kind = _model_class(self.config, self.folder, None, self.trust_remote_code)
+        return replace(self, model_class=kind)
 
     def _as_stored(self) -> SourceModel:
         """Describe the bare model where the head that `architectures` names is not stored.
@@ -135,7 +153,8 @@ class SourceModel:
         if self.seed == seed:
             return self
         store = _drawn(self.folder, self.model_class, self.config, seed)
-        return replace(self, store=store, settings=_in_float32(self.settings, self.model_class))
+        settings = _in_float32(self.settings, self.model_class)
+        return replace(self, store=store, settings=settings, notes=())
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
         """Describe the model by another `config.json`; the weights stay the same."""
@@ -154,9 +173,12 @@ class SourceModel:
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""
         kind: Any = self.model_class
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            # Building writes to the config, which belongs to this object.
-            model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        try:
+            with torch.device("meta"), meta_device_safe_creation_ops():
+                # Building writes to the config, which belongs to this object.
+                model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        except Exception as error:
+            raise _not_built(kind, error) from error
         return model
 
     @cached_property
@@ -173,11 +195,16 @@ def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) ->
     try:
         return DrawnStore(folder, kind, config, seed)
     except Exception as error:
-        # The class of a model may raise anything where sizes do not go together.
-        raise SourceError(
-            f"no `{kind.__name__}` can be built with these sizes ({first_line(error)})",
-            hint="check the numbers of the configuration",
-        ) from error
+        raise _not_built(kind, error) from error
+
+
+def _not_built(kind: Any, error: Exception) -> SourceError:
+    """The class of a model may raise anything where sizes do not go together."""
+    return SourceError(
+        f"no `{kind.__name__}` can be built with these sizes "
+        f"({type(error).__name__}: {first_line(error)})",
+        hint="check the numbers of the configuration",
+    )
 
 
 def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
@@ -195,14 +222,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint=_hint_without_config(folder),
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_settings(path)
     except ValueError as error:
-        raise SourceError(f"`{path}` is no valid JSON ({error})", hint="repair the file") from error
-    if not isinstance(config, dict):
-        raise SourceError(
-            f"`{path}` holds a {type(config).__name__}, expected an object", hint="repair the file"
-        )
-    return config
+        raise SourceError(f"`{path}` cannot be used: {error}", hint="repair the file") from error
 
 
 def _hint_without_config(folder: Path) -> str:
@@ -210,6 +232,8 @@ def _hint_without_config(folder: Path) -> str:
         return "this is a PEFT adapter: merge it into its base model, save that and convert it"
     if (folder / "model_index.json").is_file():
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
+    if any(folder.glob("*.gguf")):
+        return NO_GGUF
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
     if inner:
         return f"did you mean `{inner[0]}`"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,7 +28,7 @@ class PartLayout(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    terms: tuple[AnyLayout, ...]
+    terms: tuple[AnyLayout, ...] = Field(min_length=1)
 
     @property
     def out_features(self) -> int:
@@ -125,6 +125,8 @@ class StructuredLinear(nn.Module):
         if bias:
             empty = torch.empty(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty)
+        # Some families draw first values for whatever has `Linear` in its class's name.
+        self._is_hf_initialized = True
         self._build_sides(input_of, readers, dtype, device)
         # In a dict, banks of other layers stay out of this one's children: they are stored once.
         self.banks: dict[str, BankModule] = {}
@@ -185,14 +187,17 @@ class StructuredLinear(nn.Module):
             encoded.append(structure(layout.structure).encode(rows, None, layout))
         return encoded
 
-    def core(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Applies the layer's own tensors: a result per part and term."""
+    def core(self, encoded: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
+        """Applies the layer's own tensors, or those of one expert: a result per part and term."""
         results = []
         for index, part in enumerate(self.parts):
             row = []
             for term, layout in enumerate(part.terms):
                 z = encoded[term]
-                tensors = {k: t.to(z.dtype) for k, t in self._tensors(index, term).items()}
+                own = self._tensors(index, term)
+                if expert is not None:
+                    own = {name: stack[expert] for name, stack in own.items()}
+                tensors = {name: tensor.to(z.dtype) for name, tensor in own.items()}
                 row.append(structure(layout.structure).core(z, tensors, layout))
             results.append(row)
         return results
@@ -229,7 +234,7 @@ class StructuredLinear(nn.Module):
         if kept is None or self.training:
             return None
         if torch.is_grad_enabled():
-            if any(tensor.requires_grad for m in self._owners() for tensor in m.parameters(False)):
+            if any(tensor.requires_grad for m in self.owners() for tensor in m.parameters(False)):
                 kept.drop()
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
@@ -238,10 +243,10 @@ class StructuredLinear(nn.Module):
         if weight is None:
             stored = next(self.parameters(recurse=False)).dtype
             accurate = torch.promote_types(stored, torch.float32)
-            weight = kept.renew(self._owners(), lambda: self.dense_weight(accurate).to(stored))
+            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
         return weight
 
-    def _owners(self) -> list[nn.Module]:
+    def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
         owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]

@@ -24,7 +24,7 @@ from tcompress.errors import (
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.threshold import Threshold
 from tcompress.files import write_text
-from tcompress.pipeline import data_of, measure, run_recipe, time_passes
+from tcompress.pipeline import data_of, measure, run_recipe, teacher_of, time_passes
 from tcompress.progress import Progress, Silent
 from tcompress.reading.tables import check_data
 from tcompress.recipe.schema import Evaluate, Recipe
@@ -37,6 +37,7 @@ from tcompress.sweeping import records
 from tcompress.sweeping.cells import Cell, cells_of
 from tcompress.sweeping.outcome import Done, Stopped, Swept, fallback_metric
 from tcompress.sweeping.records import Record, Stage
+from tcompress.training.setup import check_run
 
 STATE = ".sweep"
 """Folder inside the output with what is known so far."""
@@ -161,6 +162,9 @@ class _Sweep:
         lacking = [cell.name for cell in work if self._lacks(cell)]
         if lacking:
             check_data(data_of(self.recipe))
+            if self.recipe.finetune is not None:
+                teacher = teacher_of(self.recipe, self.source, self.token)
+                check_run(self.source, teacher, self.recipe.finetune)
         self.dense = self._dense()
         for cell in work:
             if cell.name not in lacking:

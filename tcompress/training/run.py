@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tcompress
 from tcompress.artifact.card import model_card
+from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import CARD
 from tcompress.artifact.manifest import (
     CalibrationFacts,
@@ -26,11 +27,12 @@ from tcompress.artifact.manifest import (
     read_manifest,
     write_manifest,
 )
-from tcompress.artifact.shards import digest_of
+from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of, partial_folder
 from tcompress.errors import InputError
 from tcompress.files import write_text
 from tcompress.integration.devices import pick_device
+from tcompress.integration.reopen import Reopened, differs, unloadable
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Finetune
@@ -45,6 +47,8 @@ from tcompress.training.setup import Setup, set_up
 from tcompress.training.teacher import find_teacher
 
 Say = Callable[[str], None]
+
+COMPARED = 24  # tensors of the written model that are read back
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,13 @@ def finetune(
     Raises:
         InputError: Model, teacher, data and task do not fit one another.
         TrainingError: Training diverged, or cannot go on.
+        WriteError: What was written does not load, or is not what was trained.
         KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     output = Path(output).expanduser().absolute()
     check_output(output, force=force)
     if isinstance(model, str):
-        model = SourceModel.open(model, token=token, converted=True)
+        model = open_checked(model, token=token)
     _check_apart(output, model, "model")
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
@@ -232,9 +237,20 @@ class _Run:
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
         carry_files(self.source.folder, self.source.companion_files(), folder)
-        manifest = self._manifest(folder, facts)
-        write_manifest(folder, manifest)
+        self._prove(folder, cast)
+        manifest = self._manifest(facts)
         write_text(folder / CARD, model_card(manifest))
+        write_manifest(folder, manifest.model_copy(update=seal(folder)))
+
+    def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Opens what was written, and compares some of the weights."""
+        written = Reopened(folder, type(self.setup.model))
+        names = list(weights)
+        for name in names[:: max(1, len(names) // COMPARED)]:
+            with unloadable():
+                found = written.tensor(name)
+            if not torch.equal(found, weights[name].cpu()):
+                raise differs(name, "its values are others")
 
     def _dtype(self) -> torch.dtype:
         """The dtype in which most of the source is stored."""
@@ -246,8 +262,7 @@ class _Run:
                 found[kind] = found.get(kind, 0) + 1
         return max(found, key=lambda kind: found[kind]) if found else torch.float32
 
-    def _manifest(self, folder: Path, facts: TrainingFacts) -> Manifest:
-        checksums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    def _manifest(self, facts: TrainingFacts) -> Manifest:
         before = self.manifest
         if before is None:
             before = Manifest(
@@ -268,7 +283,6 @@ class _Run:
         # Numbers that were measured before belong to other weights.
         return before.model_copy(
             update={
-                "checksums": checksums,
                 "training": [*before.training, facts],
                 "metrics": [],
                 "tool_version": tcompress.__version__,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError, SourceError
 from tcompress.planning.entries import DepthPlan
 from tcompress.reading.inputs import inputs_of, longest_text
@@ -30,7 +32,7 @@ def find_teacher(
     if asked == "none":
         return None
     if asked != "source":
-        return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
+        return open_checked(asked, token=token, trust=trust)
     if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
         return None
     if manifest.source.init == "random":  # the dense model knows nothing either
@@ -49,7 +51,7 @@ def find_teacher(
     if local_folder(facts.id) is not None and source.store.fingerprint() != facts.fingerprint:
         raise SourceError(
             f"`{facts.id}` is not the model that was converted: its weights have changed",
-            f"convert it again, or insist on it: `--teacher {facts.id}`",
+            f"convert it again, or insist on it: `--teacher {shlex.quote(facts.id)}`",
         )
     return source
 

@@ -1,0 +1,148 @@
+"""What was written, opened as a user would: names, shapes, and the values that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from tcompress.errors import TCompressError, WriteError
+from tcompress.integration.quantizer import register
+from tcompress.planning.entries import LayerPlan
+from tcompress.source import KeyMap, WeightStore, read_parameter
+from tcompress.source.text import first_line, listed
+from tcompress.structures.experts import child_of
+from tcompress.structures.linear import StructuredLinear
+
+_HINT = (
+    "this is a defect of tcompress, or of the versions it runs with: please report it with the "
+    "command; nothing was published"
+)
+
+
+class Reopened:
+    """A model folder on the meta device, loaded by `from_pretrained`.
+
+    Args:
+        folder: The folder.
+        kind: Class of the model.
+        unset: Names of parameters that nothing needs to be stored for.
+
+    Attributes:
+        model: The model, all tensors on the meta device.
+        store: Its weights.
+        keymap: Names of the weights and of the model.
+
+    Raises:
+        WriteError: It does not load, or tensors are missing, unexpected or of another shape.
+    """
+
+    def __init__(
+        self, folder: Path, kind: type[PreTrainedModel], unset: Collection[str] = ()
+    ) -> None:
+        register()
+        with unloadable(), _quiet():
+            options: dict[str, Any] = {"device_map": "meta", "dtype": "auto"}
+            self.model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+            self.store = WeightStore.open(folder)
+            self.keymap = KeyMap(self.model, self.store.keys())
+        remove_hook_from_submodules(self.model)  # they would send inputs to the meta device
+        problems = [str(text) for text in info.get("error_msgs", ())]
+        for key, what in (
+            ("missing_keys", "missing"),
+            ("unexpected_keys", "unexpected"),
+            ("mismatched_keys", "of another shape"),
+        ):
+            found = {str(name[0] if isinstance(name, tuple) else name) for name in info[key]}
+            if found := found - set(unset):
+                problems.append(f"{listed(found)} {'is' if len(found) == 1 else 'are'} {what}")
+        if problems:
+            raise refusal("; ".join(problems))
+
+    def tensor(self, name: str) -> Tensor:
+        """Reads a parameter or buffer by its name in the model."""
+        return read_parameter(self.store, self.keymap, name)
+
+    def layer(self, entry: LayerPlan) -> StructuredLinear:
+        """Loads a rewritten layer with all that it uses, in float64.
+
+        Raises:
+            WriteError: There is no such layer in the model.
+        """
+        path = self.keymap.runtime_name(entry.name)
+        path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
+        modules = dict(self.model.named_modules())
+        layer = modules.get(path or "")
+        if not isinstance(layer, StructuredLinear):
+            raise WriteError(f"layer `{entry.name}` is no rewritten layer once it is loaded", _HINT)
+        named = self.model.named_parameters(remove_duplicate=False)
+        names = {id(item): name for name, item in named if item.is_meta}
+        for owner in layer.owners():
+            for leaf, item in owner._parameters.items():
+                if item is not None and item.is_meta:
+                    exact = self.tensor(names[id(item)]).double()
+                    owner._parameters[leaf] = nn.Parameter(exact, requires_grad=False)
+        return layer
+
+
+def applied(layer: StructuredLinear, rows: Tensor) -> Tensor:
+    """Applies the weight of a layer, or every weight of a stack, in float64.
+
+    Args:
+        layer: The layer, in float64.
+        rows: Inputs.  # (rows, in)
+
+    Returns:
+        Outputs without bias.  # ([experts x] rows, out)
+    """
+    with torch.no_grad():
+        encoded = layer.encode(rows)
+        if layer.experts is None:
+            return layer.decode(layer.core(encoded))
+        results = layer.core([item.expand(layer.experts, *item.shape) for item in encoded])
+        return layer.decode([[item.flatten(0, 1) for item in row] for row in results])
+
+
+def refusal(reason: str) -> WriteError:
+    """Makes an error about a model as a whole."""
+    return WriteError(f"what was written does not load: {reason}", _HINT)
+
+
+@contextmanager
+def unloadable() -> Iterator[None]:
+    """Turns whatever a class raises on loading into an error of ours."""
+    try:
+        yield
+    except (WriteError, MemoryError):
+        raise
+    except TCompressError as error:
+        raise refusal(error.message) from error
+    except Exception as error:
+        # The class of a model may raise anything.
+        raise refusal(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def differs(layer: str, reason: str) -> WriteError:
+    """Makes an error about one layer."""
+    return WriteError(f"`{layer}` is not what it was before it was written: {reason}", _HINT)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the bar and the report of loading away from who only converts."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -40,7 +40,7 @@ class Stopping(Silent):
         self.cell = number
 
     def stage(self, name: str, total: int, unit: str) -> None:
-        if self.cell == 2 and name == self.at:
+        if self.cell == 2 and name.endswith(self.at):
             raise KeyboardInterrupt
 
 

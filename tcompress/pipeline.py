@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.manifest import Manifest, read_manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output
 from tcompress.benching.run import Bench, Settings, bench
 from tcompress.conversion.run import convert
@@ -238,7 +239,7 @@ class _Run:
         return self.source.trust_remote_code
 
     def _open(self, folder: Path) -> SourceModel:
-        return SourceModel.open(str(folder), trust_remote_code=self._trusts, converted=True)
+        return open_checked(str(folder), trust=self._trusts)
 
     def _is_converted(self) -> bool:
         manifest = None if self.again else _manifest(self.outcome.converted)

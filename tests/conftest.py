@@ -42,3 +42,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is remembered of checked files stays out of the user's cache."""
+    from tcompress.artifact import checksums
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "CACHE", tmp_path_factory.mktemp("cache"))
+        yield

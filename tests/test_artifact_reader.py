@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from tcompress.artifact.reader import Artifact, is_converted
+from tcompress.artifact import checksums
+from tcompress.artifact.checksums import digest_of
+from tcompress.artifact.manifest import read_manifest, write_manifest
+from tcompress.artifact.reader import Artifact, check_files, is_converted, verify_files
 from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError
 from tests.support.converted import converted, recipe
@@ -158,8 +162,121 @@ def test_a_newer_manifest_is_refused(folder: Path) -> None:
 
 def test_different_plans_are_refused(folder: Path) -> None:
     edit(folder / "config.json", lambda config: plan_of(config)[0].update(role="k"))
-    message = refused(folder).message
-    assert message == "`tcompress.json` and `config.json` hold different plans"
+    assert refused(folder).message == (
+        "`tcompress.json` and `config.json` hold different plans: "
+        f"`{QUERY}.weight` differs in `role`"
+    )
+
+
+def test_an_edited_plan_is_refused_without_manifest(folder: Path) -> None:
+    (folder / "tcompress.json").unlink()
+    AutoModel.from_pretrained(folder).save_pretrained(folder / "again")
+    edit(folder / "again/config.json", lambda config: plan_of(config)[0].update(role="k"))
+    message = "the plan in `config.json` was changed since it was written"
+    assert refused(folder / "again").message.startswith(message)
+    with pytest.raises(ArtifactError, match=message):
+        AutoModel.from_pretrained(folder / "again")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda plan: plan[0]["parts"][0]["terms"][0].update(transform="dft"), "query.weight` d"),
+        (lambda plan: plan.pop(3), "attention.output.dense.weight` is missing"),
+        (lambda plan: plan.append(plan[0]), "stand twice"),
+    ],
+)
+def test_an_edited_plan_is_not_loaded(folder: Path, change: Any, text: str) -> None:
+    edit(folder / "config.json", lambda config: change(plan_of(config)))
+    with pytest.raises(ArtifactError, match=text):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert.embeddings.position_embeddings.weight",
+        "bert.encoder.layer.1.output.LayerNorm.bias",
+        "cls.predictions.transform.dense.weight",
+    ],
+)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+def test_a_missing_dense_tensor_is_not_made_up(folder: Path, name: str, auto: Any) -> None:
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(ArtifactError, match=f"lack `{name}` of `BertForMaskedLM`"):
+        auto.from_pretrained(folder)
+
+
+def test_older_artefacts_load(folder: Path) -> None:
+    """Without digests, sizes and checksums of anything but weights."""
+    edit(folder / "config.json", lambda config: config["quantization_config"].pop("digest"))
+
+    def older(manifest: dict[str, Any]) -> None:
+        del manifest["digest"], manifest["sizes"]
+        manifest["checksums"] = {WEIGHTS: manifest["checksums"][WEIGHTS]}
+
+    edit(folder / "tcompress.json", older)
+    AutoModel.from_pretrained(folder)
+    found = verify_files(folder)
+    assert found.files == 1
+    assert set(found.others) == {"README.md", "config.json"}
+    flip(folder / WEIGHTS, -1)
+    with pytest.raises(ArtifactError, match="differs from its checksum"):
+        check_files(folder)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
+def test_a_flipped_byte_is_found_in_any_file(written: Path, folder: Path, part: float) -> None:
+    names = [path.name for path in written.iterdir()]
+    assert {"README.md", "config.json", "tcompress.json", WEIGHTS} <= set(names)
+    assert verify_files(folder).files == len(names)
+    for name in names:
+        content = (folder / name).read_bytes()
+        flip(folder / name, int(len(content) * part))
+        with pytest.raises(ArtifactError, match=name):
+            verify_files(folder)
+        (folder / name).write_bytes(content)
+
+
+def test_files_are_read_once_for_each_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return digest_of(path)
+
+    monkeypatch.setattr(checksums, "digest_of", noted)
+    monkeypatch.setattr(checksums, "_RECENT_NS", -(10**12))  # files of now are remembered too
+    check_files(folder)
+    assert WEIGHTS in read
+    assert "README.md" not in read
+    read.clear()
+    check_files(folder)
+    assert read == []
+    os.utime(folder / WEIGHTS)
+    check_files(folder)
+    assert read == [WEIGHTS]
+    flip(folder / WEIGHTS, -1)
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"`model\.safetensors` differs from its checksum"):
+            check_files(folder)
+    monkeypatch.setattr(checksums, "CACHE", folder / WEIGHTS)  # no folder can be made there
+    flip(folder / WEIGHTS, -1)
+    check_files(folder)
+
+
+def test_metrics_keep_a_folder_intact(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    write_manifest(folder, manifest.model_copy(update={"seconds": 1.0}))
+    verify_files(folder)
+    assert read_manifest(folder).seconds == 1.0  # type: ignore[union-attr]
 
 
 def test_a_plan_that_is_missing_is_refused(folder: Path) -> None:
@@ -176,19 +293,16 @@ def test_a_flipped_byte_is_found_by_its_checksum(folder: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         artifact.verify_checksums()
     assert caught.value.message == (
-        f"the weights in `{folder}` are not those that were written: "
-        "`model.safetensors` differs from its checksum"
+        f"`{folder}` is not as it was written: `model.safetensors` differs from its checksum"
     )
 
 
 def test_other_weight_files_are_found_by_their_checksums(folder: Path) -> None:
-    edit(
-        folder / "tcompress.json",
-        lambda manifest: manifest.update(checksums={"model-00001-of-00002.safetensors": "0"}),
-    )
+    other = {"model-00001-of-00002.safetensors": "0"}
+    edit(folder / "tcompress.json", lambda found: found.update(checksums=other, digest=None))
     with pytest.raises(ArtifactError) as caught:
         Artifact.open(folder).verify_checksums()
-    assert "`model-00001-of-00002.safetensors` is missing; " in caught.value.message
+    assert "`model-00001-of-00002.safetensors` is missing" in caught.value.message
     assert "`model.safetensors` is not in `tcompress.json`" in caught.value.message
 
 

@@ -59,7 +59,7 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, ("writing", 40), True),  # inside a later file
     (False, "tcompress.conversion.run.write_index", True),
     (False, "tcompress.conversion.finish.write_manifest", True),
-    (False, "tcompress.conversion.finish.write_config", True),
+    (False, "tcompress.conversion.finish.config_text", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
     (True, "tcompress.artifact.workplace.Workplace.note", False),

@@ -86,7 +86,11 @@ ALLOWED: dict[str, set[str]] = {
 
 # Where a package may use a part of another one only.
 ONLY = {
-    ("integration", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.verify"},
+    ("integration", "artifact"): {
+        "tcompress.artifact.format",
+        "tcompress.artifact.manifest",
+        "tcompress.artifact.verify",
+    },
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exporting", "conversion"): {"tcompress.conversion.run"},
     ("__init__", "integration"): {"tcompress.integration.autoload"},

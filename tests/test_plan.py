@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tcompress.artifact.format import parse_layers, quantization_section
+from tcompress.artifact.format import parse_plan, quantization_section
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError
 from tcompress.planning.entries import LayerPlan, Plan
@@ -75,7 +75,7 @@ def test_no_weight_is_read(
         assert 0 < plan.kept < 1
         assert all(layer.macs(10) > 0 for layer in plan.layers)
         assert Plan.model_validate_json(plan.model_dump_json()) == plan
-        assert parse_layers(quantization_section(plan.layers)["plan"]) == plan.layers
+        assert parse_plan(quantization_section(plan.layers)).layers == plan.layers
 
 
 def test_a_plan_cannot_be_changed(planned: Planned) -> None:

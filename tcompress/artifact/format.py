@@ -7,7 +7,10 @@ layers store `tc_*` tensors and an empty tensor under the dense name.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +19,7 @@ from tcompress.errors import ArtifactError, RecipeError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import METHOD
+from tcompress.source.text import first_line, listed
 from tcompress.structures.experts import CHILD_OF
 
 FORMAT_VERSION = 3
@@ -25,6 +29,8 @@ MANIFEST = "tcompress.json"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
 P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
@@ -37,7 +43,7 @@ def check_format_version(version: Any) -> None:
     Raises:
         ArtifactError: The version is not an integer from 1 to `FORMAT_VERSION`.
     """
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ArtifactError(
             f"the model has format version `{version}`, this tcompress reads up to "
             f"{FORMAT_VERSION}",
@@ -69,50 +75,112 @@ def quantization_section(
         plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
     return {
         "quant_method": METHOD,
-        "format_version": needed_version(attention, drawn=bool(forms)),
+        "format_version": (version := needed_version(attention, drawn=bool(forms))),
         "plan": plan,
+        "digest": plan_digest(plan, version),
     }
 
 
-def parse_layers(plan: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
+def plan_digest(plan: Any, version: Any) -> str:
+    """Returns the SHA-256 of a plan and its format, whatever the layout of the file."""
+    text = json.dumps([version, plan], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def first_problem(error: Exception) -> str:
+    """Says in one line what is wrong with data."""
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    first, count = error.errors(include_url=False)[0], error.error_count()
+    place = ".".join(map(str, first["loc"]))
+    more = f", and {count - 1} more problems" if count > 1 else ""
+    return f"{f'`{place}`: ' if place else ''}{first['msg']}{more}"
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What differs from the family's own model.
+
+    Attributes:
+        layers: Layers that are stored in a structure.
+        attention: Attentions that have another mechanism.
+        forms: Other modules that have another form.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    attention: tuple[AttentionPlan, ...] = ()
+    forms: tuple[FormPlan, ...] = ()
+
+
+def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Rebuilt:
     """Reads the plan back.
 
-    Raises:
-        ArtifactError: An entry is not understood; the message names it.
-    """
-    return _parsed(plan.get("layers", ()), LayerPlan, "layer")
-
-
-def parse_attention(plan: Mapping[str, Any]) -> tuple[AttentionPlan, ...]:
-    """Reads back which attentions have another mechanism.
+    Args:
+        section: The section of `config.json`.
+        wanted: The plan in the manifest, if there is one.
 
     Raises:
-        ArtifactError: An entry is not understood; the message names it.
+        ArtifactError: It is damaged, or differs from the manifest's; entries are named.
     """
-    return _parsed(plan.get("attention", ()), AttentionPlan, "attention")
+    version, plan = section.get("format_version"), section.get("plan")
+    check_format_version(version)
+    if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), list):
+        raise ArtifactError("`quantization_config` in `config.json` has no plan", _AGAIN)
+    found = Rebuilt(
+        _parsed(plan["layers"], LayerPlan, "layer"),
+        _parsed(plan.get("attention", []), AttentionPlan, "attention"),
+        _parsed(plan.get("forms", []), FormPlan, "module"),
+    )
+    if wanted is not None and found != wanted:
+        raise ArtifactError(
+            f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
+            _AGAIN,
+        )
+    if "digest" in section and section["digest"] != plan_digest(plan, version):
+        raise ArtifactError(
+            "the plan in `config.json` was changed since it was written (its digest differs)",
+            _AGAIN,
+        )
+    return found
 
 
-def parse_forms(plan: Mapping[str, Any]) -> tuple[FormPlan, ...]:
-    """Reads back which other modules have another form.
-
-    Raises:
-        ArtifactError: An entry is not understood; the message names it.
-    """
-    return _parsed(plan.get("forms", ()), FormPlan, "module")
-
-
-def _parsed(entries: Sequence[Any], kind: type[P], what: str) -> tuple[P, ...]:
+def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
+    if not isinstance(entries, list):
+        raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", _AGAIN)
     found = []
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
         try:
             found.append(kind.model_validate(entry))
-        except (ValidationError, RecipeError) as error:
+        except (ValueError, RecipeError) as error:
             raise ArtifactError(
-                f"the plan in `config.json` is damaged at {what} `{name}`: {error}",
+                f"the plan in `config.json` is damaged at {what} `{name}`: {first_problem(error)}",
                 "convert the model again, or take `config.json` from a good copy",
             ) from error
     return tuple(found)
+
+
+def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
+    """Names the entries that differ, and in what."""
+    ours, theirs = _named(found), _named(wanted)
+    texts = [f"`{name}` is missing" for _, name in theirs.keys() - ours.keys()]
+    texts += [f"`{name}` is not in `{MANIFEST}`" for _, name in ours.keys() - theirs.keys()]
+    for key in [key for key in ours if key in theirs and ours[key] != theirs[key]]:
+        fields = vars(ours[key]).items()
+        changed = [name for name, value in fields if value != getattr(theirs[key], name)]
+        texts.append(f"`{key[1]}` differs in {listed(changed)}")
+    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more if texts else "entries stand twice, or in another order"
+
+
+def _named(plan: Rebuilt) -> dict[tuple[str, str], Any]:
+    """All entries by kind and name."""
+    found: dict[tuple[str, str], Any] = {}
+    for kind, entries in vars(plan).items():
+        for entry in entries:
+            name = f"{entry.name}.{entry.parameter}" if kind == "layers" else entry.name
+            found[kind, name] = entry
+    return found
 
 
 def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
-from tcompress.artifact.format import MANIFEST, check_format_version
+from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import Plan
 from tcompress.recipe.scratch import PaperRow
+from tcompress.source.text import parse_json
 
 
 class _Section(BaseModel):
@@ -187,9 +188,16 @@ class TrainingFacts(_Section):
 
 
 class Manifest(_Section):
-    """All that is recorded of a model, from its conversion to the last measurement."""
+    """All that is recorded of a model, from its conversion to the last measurement.
+
+    Attributes:
+        digest: SHA-256 of the file with zeros in the place of these digits; older ones have none.
+        checksums: SHA-256 of every other file by name; in older ones of weight files only.
+        sizes: Their bytes; older ones have none.
+    """
 
     format_version: int = 1
+    digest: str | None = None
     tool_version: str = Field(default_factory=lambda: tcompress.__version__)
     created: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     source: SourceFacts
@@ -198,12 +206,18 @@ class Manifest(_Section):
     calibration: CalibrationFacts
     fit: dict[str, dict[str, float]]
     checksums: dict[str, str]
+    sizes: dict[str, int] = Field(default_factory=dict)
     seconds: float
     environment: dict[str, str]
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
+
+    @property
+    def rebuilt(self) -> Rebuilt:
+        """What of the plan `config.json` holds too."""
+        return Rebuilt(self.plan.entries, self.plan.attention, self.plan.forms)
 
     @property
     def is_untrained(self) -> bool:
@@ -224,10 +238,16 @@ def environment() -> dict[str, str]:
     }
 
 
+_ZEROS = "0" * 64
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest beside the old one, then renames it."""
+    """Writes the manifest, with a digest of itself, beside the old one, then renames it."""
+    blank = manifest.model_copy(update={"digest": _ZEROS})
+    content = (blank.model_dump_json(indent=1) + "\n").encode()
+    digest = hashlib.sha256(content).hexdigest()
     beside = folder / f"{MANIFEST}.tmp"
-    beside.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    beside.write_bytes(content.replace(_ZEROS.encode(), digest.encode(), 1))
     beside.rename(folder / MANIFEST)
 
 
@@ -241,12 +261,25 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        raw = parse_json(content, strict=True)
+        if not isinstance(raw, dict):
+            raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
         check_format_version(raw.get("format_version"))
+        _check_digest(content, raw.get("digest"))
         return Manifest.model_validate(raw)
-    except (ValueError, AttributeError, ValidationError) as error:
-        if isinstance(error, ArtifactError):
-            raise
+    except ArtifactError:
+        raise
+    except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"`{path}` is damaged: {error}", "convert the model again, or restore the file"
+            f"`{path}` is damaged: {first_problem(error)}",
+            "convert the model again, or restore the file",
         ) from error
+
+
+def _check_digest(content: bytes, digest: Any) -> None:
+    if digest is None:
+        return
+    blank = content.replace(str(digest).encode(), _ZEROS.encode(), 1)
+    if hashlib.sha256(blank).hexdigest() != digest:
+        raise ValueError("it was changed since it was written (its digest differs)")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tcompress.artifact.format import (
-    check_format_version,
-    parse_attention,
-    parse_forms,
-    parse_layers,
-    renamed_like,
-)
+from tcompress.artifact.checksums import damages, files_in
+from tcompress.artifact.format import MANIFEST, check_format_version, parse_plan, renamed_like
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.artifact.shards import digest_of
 from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
+from tcompress.source import SourceModel, resolve
 from tcompress.source.names import METHOD
 from tcompress.source.store import WeightStore
+from tcompress.source.text import read_json
 
 _AGAIN = "copy the folder again, or convert the model again"
 
@@ -63,7 +59,7 @@ class Artifact:
                 or it is damaged; all damages are in one error.
         """
         folder = Path(folder).expanduser()
-        config = _read_config(folder)
+        config = _read_config(folder, strict=True)
         section = _section(config)
         if section is None:
             if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
@@ -79,61 +75,115 @@ class Artifact:
         # Nothing more can be said of a format that is not known.
         check_format_version(section.get("format_version"))
         problems: list[InputError] = []
-        layers = _attempt(problems, lambda: parse_layers(_plan_of(section)))
-        attention = _attempt(problems, lambda: parse_attention(section.get("plan") or {}))
-        forms = _attempt(problems, lambda: parse_forms(section.get("plan") or {}))
         store = _attempt(problems, lambda: WeightStore.open(folder))
         manifest = _attempt(problems, lambda: read_manifest(folder))
-        plan = None if manifest is None else manifest.plan
-        read = layers is not None and attention is not None and forms is not None
-        if (
-            read
-            and plan
-            and (plan.entries, plan.attention, plan.forms)
-            != (
-                layers,
-                attention,
-                forms,
-            )
-        ):
-            problems.append(
-                ArtifactError("`tcompress.json` and `config.json` hold different plans", _AGAIN)
-            )
-        if layers is not None and attention is not None and store is not None:
-            names = store.keys()
-            shapes = {key: tuple(store.shape(key)) for key in names}
-            layers, attention = renamed_like(layers, shapes), renamed_like(attention, shapes)
+        plan = None if manifest is None else manifest.rebuilt
+        found = _attempt(problems, lambda: parse_plan(section, plan))
+        if found is not None and store is not None:
+            shapes = {key: tuple(store.shape(key)) for key in store.keys()}  # noqa: SIM118
+            layers = renamed_like(found.layers, shapes)
+            attention = renamed_like(found.attention, shapes)
             _attempt(problems, partial(verify_shapes, (*layers, *attention), shapes))
-        if problems or layers is None or attention is None or forms is None or store is None:
+        if problems or found is None or store is None:
             raise _joined(folder, problems)
-        return cls(folder, config, layers, attention, forms, manifest, store)
+        return cls(folder, config, layers, attention, found.forms, manifest, store)
 
     def verify_checksums(self) -> None:
-        """Reads all weight files and compares their SHA-256 with the manifest.
+        """Reads all files and compares their SHA-256 with the manifest.
 
         Raises:
             ArtifactError: A file differs, is missing or was added, or there is no manifest.
         """
-        if self.manifest is None:
+        verify_files(self.folder)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was compared with the manifest's checksums.
+
+    Attributes:
+        files: Number of files, the manifest itself counted where it has a digest.
+        bytes: Their bytes.
+        others: Files in the folder that the manifest does not know.
+    """
+
+    files: int
+    bytes: int
+    others: tuple[str, ...]
+
+
+def verify_files(folder: Path) -> Verified:
+    """Reads all files of a model that tcompress wrote and compares them with its manifest.
+
+    Raises:
+        ArtifactError: A file differs, is missing or was added, or there is no manifest; all of
+            them are named.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ArtifactError(
+            f"`{folder}` has no `{MANIFEST}`, so there are no checksums to compare",
+            "only the folders that `tcompress convert` and `tcompress finetune` write have them",
+        )
+    _compare(folder, manifest, again=True)
+    names = [*manifest.checksums, *([MANIFEST] if manifest.digest else [])]
+    size = sum((folder / name).stat().st_size for name in names)
+    others = [name for name in files_in(folder) if name not in manifest.checksums]
+    return Verified(len(names), size, tuple(others))
+
+
+def check_files(folder: Path) -> None:
+    """Compares files with the manifest before a model is used, if it has one.
+
+    Sizes are compared every time, contents once for each state of a file.
+
+    Raises:
+        ArtifactError: A file differs, is missing or was added; all of them are named.
+    """
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        _compare(folder, manifest, again=False)
+        if manifest.plan.changes_model and not is_converted(folder):
             raise ArtifactError(
-                f"`{self.folder}` has no `tcompress.json`, so there are no checksums to compare",
-                "only the folder that `tcompress convert` wrote has them",
+                f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model "
+                "was converted",
+                _AGAIN,
             )
-        wanted = self.manifest.checksums
-        problems = [f"`{name}` is missing" for name in wanted if name not in self.store.files]
-        problems += [
-            f"`{name}` is not in `tcompress.json`"
-            if name not in wanted
-            else f"`{name}` differs from its checksum"
-            for name in self.store.files
-            if digest_of(self.folder / name) != wanted.get(name)
-        ]
-        if problems:
-            raise ArtifactError(
-                f"the weights in `{self.folder}` are not those that were written: "
-                + "; ".join(problems),
-                "expected after training in place; otherwise " + _AGAIN,
-            )
+
+
+def open_checked(
+    name: str, revision: str | None = None, token: str | None = None, trust: bool = False
+) -> SourceModel:
+    """Opens a dense or converted model to use it, once its files are known to be intact.
+
+    Args:
+        name: Local folder, alias or hub id.
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+        trust: Whether Python code that comes with the model may run.
+
+    Raises:
+        SourceError: There is no such model, or it cannot be read.
+        ArtifactError: Files are not as they were written.
+    """
+    folder = resolve(name, revision, token)
+    check_files(folder)
+    if is_converted(folder):
+        Artifact.open(folder)
+    return SourceModel.open(name, revision, token, trust, converted=True)
+
+
+def _compare(folder: Path, manifest: Manifest, *, again: bool) -> None:
+    weights: list[str] = []
+    with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
+        weights = WeightStore.open(folder).files if manifest.checksums else []
+    problems = damages(folder, manifest.checksums, manifest.sizes, used=weights, again=again)
+    if problems:
+        raise ArtifactError(
+            f"`{folder}` is not as it was written: {'; '.join(problems)}",
+            f"{_AGAIN}; if you changed it on purpose, delete `{folder / MANIFEST}`, which "
+            "describes what was there before",
+        )
 
 
 def is_converted(folder: Path | str) -> bool:
@@ -144,7 +194,7 @@ def is_converted(folder: Path | str) -> bool:
         return False
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder `{folder}`", "check the path")
@@ -153,7 +203,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"`{folder}` has no `config.json`", "give the folder that `tcompress convert` wrote"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, strict=strict)
     except ValueError as error:
         raise ArtifactError(f"`{path}` is no valid JSON ({error})", _AGAIN) from error
     if not isinstance(config, dict):
@@ -166,13 +216,6 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(section, dict) and section.get("quant_method") == METHOD:
         return section
     return None
-
-
-def _plan_of(section: dict[str, Any]) -> dict[str, Any]:
-    plan = section.get("plan")
-    if not isinstance(plan, dict) or not isinstance(plan.get("layers"), list):
-        raise ArtifactError("`quantization_config` in `config.json` has no plan", _AGAIN)
-    return plan
 
 
 def _attempt(problems: list[InputError], step: Callable[[], T]) -> T | None:

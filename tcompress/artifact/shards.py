@@ -162,9 +162,3 @@ def _header(tensors: Iterable[Stored]) -> bytes:
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
-
-
-def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,45 +6,56 @@ from collections.abc import Collection, Mapping, Sequence
 
 from safetensors import SafetensorError, safe_open
 
-from tcompress.artifact.format import Entry, renamed_like, stored_tensors
+from tcompress.artifact.format import Entry, Rebuilt, renamed_like, stored_tensors
 from tcompress.errors import ArtifactError
-from tcompress.planning.entries import AttentionPlan, LayerPlan
 
 _SHOWN = 12
 _MARK = ".tc_"
 
 
+def stored_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Reads names and shapes from the headers of weight files; others than safetensors are not.
+
+    Raises:
+        ArtifactError: A file cannot be read.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(file, "pt") as shard:
+                for key in shard.keys():  # noqa: SIM118 - not a mapping
+                    shapes[key] = tuple(shard.get_slice(key).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(
+                f"`{file}` cannot be read: {error}", "copy or convert the model again"
+            ) from error
+    return shapes
+
+
 def verify_headers(
-    layers: Sequence[LayerPlan],
-    files: Sequence[str],
-    needed: Collection[str] | None = None,
-    attention: Sequence[AttentionPlan] = (),
+    plan: Rebuilt, found: Mapping[str, tuple[int, ...]], needed: Collection[str] | None = None
 ) -> None:
     """Compares the headers of weight files with the plan.
 
     Args:
-        layers: The plan.
-        files: Weight files; others than safetensors are left to Transformers.
+        plan: The plan.
+        found: Shapes of all stored tensors.
         needed: Names of the layers and attentions that must be there; default all.
-        attention: Attentions with another mechanism.
 
     Raises:
         ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
     """
-    files = [file for file in files if file.endswith(".safetensors")]
-    if files:
-        found = _shapes(files)
-        asked: tuple[Entry, ...] = (*layers, *attention)
-        known: tuple[Entry, ...] = (
-            *renamed_like(layers, found),
-            *renamed_like(attention, found),
-        )
-        chosen = [
-            new
-            for old, new in zip(asked, known, strict=True)
-            if needed is None or old.name in needed
-        ]
-        verify_shapes(chosen, found, known)
+    asked: tuple[Entry, ...] = (*plan.layers, *plan.attention)
+    known: tuple[Entry, ...] = (
+        *renamed_like(plan.layers, found),
+        *renamed_like(plan.attention, found),
+    )
+    chosen = [
+        new for old, new in zip(asked, known, strict=True) if needed is None or old.name in needed
+    ]
+    verify_shapes(chosen, found, known)
 
 
 def verify_shapes(
@@ -81,17 +92,3 @@ def verify_shapes(
             f"{lines}{rest}",
             "take `config.json` and the weights from one and the same conversion",
         )
-
-
-def _shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 - not a mapping
-                    shapes[key] = tuple(shard.get_slice(key).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(
-                f"`{file}` cannot be read: {error}", "copy or convert the model again"
-            ) from error
-    return shapes

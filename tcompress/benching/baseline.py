@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tcompress.artifact.manifest import Manifest, read_manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.source import ALIASES, SourceModel
 from tcompress.source.names import local_folder
@@ -43,7 +44,7 @@ def baseline_of(model: SourceModel, trust_remote_code: bool = False) -> tuple[st
             f"`{model.id}` was made from `{name}`, which is not on this machine",
             "name it with `--against`: a folder, or a hub id to download",
         )
-    source = SourceModel.open(str(folder), trust_remote_code=trust_remote_code, converted=True)
+    source = open_checked(str(folder), trust=trust_remote_code)
     if source.store.fingerprint() != manifest.source.fingerprint:
         raise InputError(
             f"`{folder}` no longer holds the weights that `{model.id}` was made from",

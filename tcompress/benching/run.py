@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from tcompress.artifact.manifest import Speed
+from tcompress.artifact.reader import open_checked
 from tcompress.benching import compiler
 from tcompress.benching.baseline import baseline_of
 from tcompress.benching.duel import Duel, Side
@@ -182,8 +183,7 @@ class _Bencher:
         return cells(self.settings.batches, lengths, self.settings.modes)
 
     def _open(self, name: str) -> _Opened:
-        source = SourceModel.open(name, trust_remote_code=self.trust, converted=True)
-        return _Opened(name, source)
+        return _Opened(name, open_checked(name, trust=self.trust))
 
     def _duel(self, model: _Opened, baseline: _Opened, feed: Feed, count: int) -> Duel:
         dense = self._loaded(baseline)

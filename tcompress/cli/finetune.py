@@ -120,14 +120,12 @@ def finetune(
     silence_libraries(verbose=verbose)
     settings = settings_of(context.params)
     folder = Path(output) if output else default_output(model, settings)
-    from tcompress.source import SourceModel
+    from tcompress.artifact.reader import open_checked
     from tcompress.training.run import finetune as train_model
 
     quiet = quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
-        source = SourceModel.open(
-            model, token=token, trust_remote_code=allow_remote_code, converted=True
-        )
+        source = open_checked(model, token=token, trust=allow_remote_code)
         done = train_model(
             source, settings, folder, force=force, token=token, progress=progress, say=say
         )

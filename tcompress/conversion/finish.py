@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tcompress
 from tcompress.artifact.card import model_card
+from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import CARD, quantization_section
 from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts, write_manifest
 from tcompress.artifact.workplace import identity_of
@@ -84,21 +85,27 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         shutil.copyfile(source.folder / path, target)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    write_manifest(folder, manifest)
     (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
-    write_config(folder, source, manifest.plan, dtype)
+    config = config_text(source, manifest.plan, dtype).encode()
+    sealed = seal(folder, manifest.checksums, {"config.json": config})
+    write_manifest(folder, manifest.model_copy(update=sealed))
+    (folder / "config.json").write_bytes(config)
 
 
-def write_config(folder: Path, source: SourceModel, plan: Plan, dtype: str | None) -> None:
-    """Writes `config.json`; arguments as for `write_rest`."""
+def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
+    """Renders `config.json`; arguments as for `write_rest`."""
     raw = dict(source.settings)
     if dtype is not None:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
     if plan.changes_model:  # else it is a plain model
         section = quantization_section(plan.entries, plan.attention, plan.forms)
+        if source.model_class.__name__ not in (raw.get("architectures") or []):
+            section["stored_as"] = source.model_class.__name__
+        if source.keymap.missing:
+            section["absent"] = sorted(source.keymap.missing)
         raw["quantization_config"] = section
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return json.dumps(raw, indent=2) + "\n"
 
 
 def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import tcompress
 from tcompress.artifact.manifest import environment
+from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.evaluation.compare import Baseline, Measured
 from tcompress.evaluation.scores import ModelScores, store
@@ -117,12 +118,7 @@ def evaluate(
     known = baseline if isinstance(baseline, Baseline) else None
     first = names[0] if baseline is None or known else str(baseline)
     names = names if first in names else [first, *names]
-    sources = {
-        name: SourceModel.open(
-            name, token=token, trust_remote_code=trust_remote_code, converted=True
-        )
-        for name in names
-    }
+    sources = {name: open_checked(name, token=token, trust=trust_remote_code) for name in names}
     examples = load_examples(
         str(data),
         split,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import CARD
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
@@ -56,6 +56,7 @@ def export_dense(
         FitError: A weight is not finite in the dtype that the layer is stored in.
         WriteError: What was written does not load, or computes something else.
     """
+    check_files(Path(folder).expanduser())
     artifact = Artifact.open(folder)
     if artifact.attention:
         kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))

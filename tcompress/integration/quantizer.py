@@ -7,7 +7,9 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers.quantizers.auto import (
@@ -18,18 +20,16 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import (
-    check_format_version,
-    parse_attention,
-    parse_forms,
-    parse_layers,
-)
-from tcompress.artifact.verify import verify_headers
+from tcompress.artifact.format import Rebuilt, check_format_version, parse_plan
+from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.verify import stored_shapes, verify_headers
+from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
+from tcompress.source.text import listed
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -50,6 +50,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds structured layers before the weights are loaded."""
 
     requires_calibration = True
+    _check: Callable[[], None] | None = None
 
     def is_serializable(self) -> bool:
         """Converted models save like others."""
@@ -75,20 +76,31 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         check_format_version(self.quantization_config.format_version)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        folder = files[0].parent if files else None
+        manifest = None if folder is None else read_manifest(folder)
+        section = vars(self.quantization_config)
+        plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        layers = parse_layers(self.quantization_config.plan)
-        attention = parse_attention(self.quantization_config.plan)
-        names = {entry.name for entry in layers} | {entry.name for entry in attention}
+        names = {entry.name for entry in (*plan.layers, *plan.attention)}
         needed = {name for name in names if keymap.runtime_name(name) is not None}
-        files: Iterable[str] = kwargs.get("checkpoint_files") or ()
-        verify_headers(layers, [str(file) for file in files], needed, attention)
-        place: dict[str, Any] = {"dtype": kwargs.get("dtype"), "device": "meta"}
-        install_layers(model, layers, keymap.runtime_name, **place)
-        install_attention(model, attention, keymap.runtime_name, **place)
-        forms = parse_forms(self.quantization_config.plan)
-        install_forms(model, forms, keymap.runtime_name, **place)
+        shapes = stored_shapes([str(file) for file in files])
+        if folder is not None and shapes:
+            verify_headers(plan, shapes, needed)
+            self._check = partial(_require_all, folder, section, plan, shapes)
+        _install(model, plan, keymap, dtype=kwargs.get("dtype"))
         return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Compares the weights with the model that they were saved from; converts nothing.
+
+        Transformers asks once it has left the contexts in which it builds models without ties.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+        return []
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
@@ -98,6 +110,38 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
+    place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    install_layers(model, plan.layers, keymap.runtime_name, **place)
+    install_attention(model, plan.attention, keymap.runtime_name, **place)
+    install_forms(model, plan.forms, keymap.runtime_name, **place)
+
+
+def _require_all(
+    folder: Path, section: Mapping[str, Any], plan: Rebuilt, stored: Collection[str]
+) -> None:
+    """Refuses weights that lack tensors which the class that they were saved from has.
+
+    Transformers would draw them at random, as it has to for a new head, and only print a note.
+    """
+    from tcompress.source import SourceModel  # Transformers may be half loaded above
+
+    source = SourceModel.open(str(folder), converted=True)
+    # Of older artefacts nothing says which head, or pooler, is not there on purpose.
+    known = "digest" in section
+    if known and not section.get("stored_as"):
+        source = source.as_named()
+    model = source.meta_model()
+    _install(model, plan, KeyMap(model, ()))
+    missing = set(KeyMap(model, stored).missing) - set(section.get("absent") or ())
+    missing = {name for name in missing if known or "pooler" not in name}
+    if missing:
+        raise ArtifactError(
+            f"the weights in `{folder}` lack {listed(missing)} of `{type(model).__name__}`",
+            "copy the folder again, or convert the model again",
+        )
 
 
 def register() -> None:

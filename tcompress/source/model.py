@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
 from tcompress.source.store import WeightStore
-from tcompress.source.text import first_line, folder_content
+from tcompress.source.text import first_line, folder_content, read_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +116,11 @@ class SourceModel:
             notes = check_weights(folder, store, found.keymap, unknown)
             object.__setattr__(found, "notes", notes)
         return found
+
+    def as_named(self) -> SourceModel:
+        """Describe the class that `architectures` names, be its head stored or not."""
+        kind = _model_class(self.config, self.folder, None, self.trust_remote_code)
+        return replace(self, model_class=kind)
 
     def _as_stored(self) -> SourceModel:
         """Describe the bare model where the head that `architectures` names is not stored.
@@ -210,7 +214,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint=_hint_without_config(folder),
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except ValueError as error:
         raise SourceError(f"`{path}` is no valid JSON ({error})", hint="repair the file") from error
     if not isinstance(config, dict):

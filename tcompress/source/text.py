@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _MOST_LISTED = 12
+_DEEPEST = 100  # libraries that copy a config recurse into it
 
 
 def listed(names: Iterable[str]) -> str:
@@ -28,3 +31,63 @@ def first_line(error: BaseException) -> str:
         return type(error).__name__
     more = f" {text[1].strip()}" if text[0].endswith(":") and text[1:] else ""
     return (text[0] + more).rstrip(".")
+
+
+def read_json(path: Path, *, strict: bool = False) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        strict: Refuse what other readers would understand in another way: keys that stand twice,
+            and numbers that JSON does not have.
+
+    Raises:
+        ValueError: It cannot be read; the message says why, in one line.
+    """
+    try:
+        return parse_json(path.read_bytes(), strict=strict)
+    except OSError as error:
+        raise ValueError(error.strerror or type(error).__name__) from error
+
+
+def parse_json(text: bytes | str, *, strict: bool = False) -> Any:
+    """Parse JSON as `read_json` does."""
+    options: dict[str, Any] = {}
+    if strict:
+        options = {"object_pairs_hook": _unique, "parse_constant": _refuse_constant}
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        value = None
+        deep = True
+    else:
+        deep = _is_deep(value)
+    if deep:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{listed({key for key in names if names.count(key) > 1})} stands twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds `{name}`, which is no number of JSON")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True

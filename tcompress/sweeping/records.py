@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import Metric, Speed
-from tcompress.artifact.shards import digest_of
 from tcompress.recipe.schema import Bench, Convert, Evaluate, Finetune
 from tcompress.reporting.tree import ModelReport
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tcompress
 from tcompress.artifact.card import model_card
+from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import CARD
 from tcompress.artifact.manifest import (
     CalibrationFacts,
@@ -27,7 +28,7 @@ from tcompress.artifact.manifest import (
     read_manifest,
     write_manifest,
 )
-from tcompress.artifact.shards import digest_of
+from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import InputError, TCompressError
 from tcompress.integration.devices import pick_device
@@ -96,7 +97,7 @@ def finetune(
     """
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
-        model = SourceModel.open(model, token=token, converted=True)
+        model = open_checked(model, token=token)
     _check_apart(output, model, "model")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
@@ -222,10 +223,10 @@ class _Run:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.source.folder / path, target)
-        self._prove(folder, cast)
-        manifest = self._manifest(folder, facts)
-        write_manifest(folder, manifest)
+        manifest = self._manifest(facts)
         (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+        write_manifest(folder, manifest.model_copy(update=seal(folder)))
+        self._prove(folder, cast)
 
     def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Opens what was written, and compares some of the weights."""
@@ -247,8 +248,7 @@ class _Run:
                 found[kind] = found.get(kind, 0) + 1
         return max(found, key=lambda kind: found[kind]) if found else torch.float32
 
-    def _manifest(self, folder: Path, facts: TrainingFacts) -> Manifest:
-        checksums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    def _manifest(self, facts: TrainingFacts) -> Manifest:
         before = self.manifest
         if before is None:
             before = Manifest(
@@ -269,7 +269,6 @@ class _Run:
         # Numbers that were measured before belong to other weights.
         return before.model_copy(
             update={
-                "checksums": checksums,
                 "training": [*before.training, facts],
                 "metrics": [],
                 "tool_version": tcompress.__version__,

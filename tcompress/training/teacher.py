@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError, SourceError
 from tcompress.planning.entries import DepthPlan
 from tcompress.reading.inputs import inputs_of, longest_text
@@ -30,7 +31,7 @@ def find_teacher(
     if asked == "none":
         return None
     if asked != "source":
-        return SourceModel.open(asked, token=token, trust_remote_code=trust, converted=True)
+        return open_checked(asked, token=token, trust=trust)
     if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
         return None
     if manifest.source.init == "random":  # the dense model knows nothing either

@@ -1,21 +1,29 @@
-"""What a model consists of, and which of its layers can be rewritten."""
+"""What a model consists of, and which of its layers can be rewritten.
+
+Where the plan of a converted model, or names and shapes of stored tensors, tell all of it, neither
+torch nor the model is loaded, which would take seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.anatomy import anatomy_of
-from tcompress.artifact.reader import Artifact, is_converted
-from tcompress.errors import PlanError
-from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
-from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Calibration, Convert
+from tcompress.anatomy.stored import parameters_among, stored_blocks, stored_parameters
+from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.reporting.describe import describe_attention, describe_parts
-from tcompress.source import SourceModel, WeightStore, resolve
-from tcompress.structures.lowrank import LowRankSpec
+from tcompress.source.names import METHOD, resolve
+from tcompress.source.store import WeightStore
+from tcompress.source.text import read_settings
+
+if TYPE_CHECKING:
+    from tcompress.artifact.reader import Artifact
+    from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
+    from tcompress.source import SourceModel
 
 
 class _Facts(BaseModel):
@@ -87,32 +95,166 @@ class Inspection(_Facts):
     attention: str = ""
 
 
+_BARE = ("encoder", "decoder", "layers", "layer", "h", "blocks")
+_NO_PREFIX = ("t5", "mt5", "umt5")
+
+
 def inspect_model(
     name: str,
     revision: str | None = None,
     token: str | None = None,
     trust_remote_code: bool = False,
+    *,
+    plan: bool = False,
 ) -> Inspection:
     """Looks into a dense or a converted model; no weight is read.
 
     Args:
-        name: Folder, short name or hub id.
+        name: Folder, short name or hub id; of a model without weights, also its `config.json`.
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
         trust_remote_code: Whether Python code that comes with the model may run.
+        plan: Plan a conversion in any case, which builds the model and takes seconds.
 
     Raises:
         SourceError: There is no such model, or it cannot be read.
         ArtifactError: It was converted, and is damaged or too new.
     """
-    folder = resolve(name, revision=revision, token=token)
+    bare = Path(name).expanduser().name == "config.json"
+    folder = resolve(name, revision=revision, token=token, weights=not bare)
+    found = None if plan or bare else _at_once(name, folder)
+    if found is not None:
+        return found
+    from tcompress.artifact.reader import Artifact, is_converted
+    from tcompress.source import SourceModel
+
     if is_converted(folder):
         return _converted(name, Artifact.open(folder))
-    return _dense(name, SourceModel.open(name, revision, token, trust_remote_code))
+    # What has no weights yet can be built all the same: `convert --init random` takes it.
+    seed = 0 if bare or not WeightStore.are_in(folder) else None
+    source = SourceModel.open(name, revision, token, trust_remote_code, seed=seed)
+    return _dense(name, source)
+
+
+def _at_once(name: str, folder: Path) -> Inspection | None:
+    """Tells what files tell without building the model; None where they do not."""
+    try:
+        config = read_settings(folder / "config.json")
+        manifest = read_sealed(folder)
+        section = config.get("quantization_config")
+        if section is None:
+            return _from_headers(name, config, WeightStore.open(folder))
+        if section["quant_method"] == METHOD and manifest and looks_whole(folder, manifest):
+            return _from_manifest(name, config, manifest, WeightStore.open(folder))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError):
+        pass  # what is wrong is said by those who read it in full
+    return None
+
+
+def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> Inspection | None:
+    shapes = {key: store.shape(key) for key in store.keys() if "float" in store.kind(key)}  # noqa: SIM118
+    floats = parameters_among(config, shapes)
+    blocks, count = stored_blocks(config, floats), stored_parameters(config, floats)
+    named = next(iter(config.get("architectures") or ()), None)
+    if blocks is None or count is None or named is None:
+        return None
+    # Names of a bare model under a class with a head: the head may not be there.
+    bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
+    if bare and not named.endswith("Model"):
+        return None
+    layers = [(layer, block.name) for block in blocks for layer in block.layers]
+    return Inspection(
+        model=name,
+        model_class=named,
+        family=config["model_type"],
+        converted=False,
+        parameters=count,
+        blocks=tuple(block.name for block in blocks),
+        layers=tuple(
+            LayerFacts(
+                name=layer.name,
+                block=block,
+                role=layer.role,
+                kind=layer.kind,
+                in_features=layer.in_features,
+                out_features=layer.out_features,
+                parts=tuple(part.name for part in layer.parts) if len(layer.parts) > 1 else (),
+                experts=None,
+                dense_parameters=layer.in_features * layer.out_features,
+                parameters=layer.in_features * layer.out_features,
+                structure=None,
+            )
+            for layer, block in layers
+        ),
+        refused=(),
+        warnings=(),
+    )
+
+
+def _from_manifest(
+    name: str, config: Mapping[str, Any], manifest: Mapping[str, Any], store: WeightStore
+) -> Inspection:
+    """Reads the plan as plain data: digests say that it is as it was written."""
+    entries, plan = config["quantization_config"]["plan"], manifest["plan"]
+    sizes = {key: prod(store.shape(key)) for key in store.keys()}  # noqa: SIM118 - not a mapping
+    layers = tuple(_planned(entry, sizes) for entry in entries["layers"])
+    attention = entries.get("attention", [])
+    saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
+    for entry in attention:
+        unused = entry.get("unused", ())
+        saved += sum(
+            item["out_features"] * (item["in_features"] + item["bias"]) for item in unused
+        ) - _stored(sizes, f"{entry['name']}.tc_")
+    return Inspection(
+        model=name,
+        model_class=next(iter(config.get("architectures") or ()), "unknown"),
+        family=str(config.get("model_type", "unknown")),
+        converted=True,
+        parameters=plan["parameters"] - saved - plan["dropped_parameters"],
+        blocks=tuple(dict.fromkeys(entry["block"] for entry in (*attention, *entries["layers"]))),
+        layers=layers,
+        refused=tuple(RefusedFacts(name=i["name"], reason=i["reason"]) for i in plan["left"]),
+        warnings=tuple(plan["warnings"]),
+        attention=describe_attention(attention),
+    )
+
+
+def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
+    name, parts, experts = entry["name"], entry["parts"], entry.get("experts")
+    parameter = entry.get("parameter", "weight")
+    inside = f"{name}.tc_"
+    if experts is not None:  # `tc_gate_up` holds what was `gate_up_proj`
+        inside = f"{inside}{parameter.removesuffix('_proj')}."
+    columns = parts[0]["terms"][0]["in_features"]
+    rows = sum(part["terms"][0]["out_features"] for part in parts)
+    return LayerFacts(
+        name=name if parameter == "weight" else f"{name}.{parameter}",
+        block=entry["block"],
+        role=entry["role"],
+        kind=entry["kind"],
+        in_features=columns,
+        out_features=rows,
+        parts=tuple(part["name"] for part in parts) if len(parts) > 1 else (),
+        experts=experts,
+        dense_parameters=columns * rows * (experts or 1),
+        parameters=_stored(sizes, inside),
+        structure=describe_parts(parts),
+    )
+
+
+def _stored(sizes: Mapping[str, int], inside: str) -> int:
+    return sum(size for key, size in sizes.items() if key.startswith(inside))
 
 
 def _dense(name: str, source: SourceModel) -> Inspection:
-    anatomy = anatomy_of(source.meta_model())
+    from tcompress.anatomy import anatomy_of
+    from tcompress.errors import PlanError
+    from tcompress.planning.planner import make_plan
+    from tcompress.recipe.schema import Calibration, Convert
+    from tcompress.structures.lowrank import LowRankSpec
+
+    model = source.meta_model()
+    anatomy = anatomy_of(model)
     layers: tuple[LayerPlan, ...] = ()
     left = tuple(RefusedFacts(name=item.name, reason=item.reason) for item in anatomy.refused)
     warnings = (*source.notes, *anatomy.warnings)
@@ -128,7 +270,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
         model_class=source.model_class.__name__,
         family=anatomy.family,
         converted=False,
-        parameters=_stored(source.store),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         blocks=_blocks(layers),
         layers=tuple(_facts(entry, converted=False) for entry in layers),
         refused=left,
@@ -137,23 +279,24 @@ def _dense(name: str, source: SourceModel) -> Inspection:
 
 
 def _converted(name: str, artifact: Artifact) -> Inspection:
+    from tcompress.source import SourceModel
+
     manifest = artifact.manifest
+    dense = SourceModel.open(str(artifact.folder), converted=True).meta_model()
+    saved = sum(entry.dense_parameters - entry.parameters for entry in artifact.layers)
+    saved += sum(entry.saved for entry in artifact.attention)
     return Inspection(
         model=name,
         model_class=next(iter(artifact.config.get("architectures") or ()), "unknown"),
         family=str(artifact.config.get("model_type", "unknown")),
         converted=True,
-        parameters=_stored(artifact.store),
+        parameters=sum(parameter.numel() for parameter in dense.parameters()) - saved,
         blocks=_blocks((*artifact.attention, *artifact.layers)),
         layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
         attention=describe_attention(artifact.attention),
     )
-
-
-def _stored(store: WeightStore) -> int:
-    return sum(prod(store.shape(key)) for key in store.keys())  # noqa: SIM118 - not a mapping
 
 
 def _blocks(layers: Sequence[AttentionPlan | LayerPlan]) -> tuple[str, ...]:

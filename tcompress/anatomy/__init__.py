@@ -1,11 +1,18 @@
-"""Which module of a Hugging Face transformer plays which role in which block."""
+"""Which module of a Hugging Face transformer plays which role in which block.
+
+Names are looked up on first use, so that roles of stored tensors cost no import of torch.
+"""
 
 from __future__ import annotations
 
-from tcompress.anatomy.attention import Attention, attentions_of
-from tcompress.anatomy.data import Anatomy, Block, Layer, Part, Refusal
-from tcompress.anatomy.families import supported_families
-from tcompress.anatomy.find import anatomy_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.anatomy.attention import Attention, attentions_of
+    from tcompress.anatomy.data import Anatomy, Block, Layer, Part, Refusal
+    from tcompress.anatomy.families import supported_families
+    from tcompress.anatomy.find import anatomy_of
 
 __all__ = [
     "Anatomy",
@@ -18,3 +25,17 @@ __all__ = [
     "attentions_of",
     "supported_families",
 ]
+
+_HOMES = {
+    "attention": ("Attention", "attentions_of"),
+    "data": ("Anatomy", "Block", "Layer", "Part", "Refusal"),
+    "families": ("supported_families",),
+    "find": ("anatomy_of",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

@@ -7,8 +7,9 @@ together, as they are in encoders. A family with several kinds of block has seve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tcompress.anatomy.data import Part, Role
@@ -25,10 +26,14 @@ class Style:
         roles: Module path, relative to the block, of each role in order of execution.
         interleaved_qkv: The fused projection stores q, k, v head by head, so that it has no
             contiguous parts.
+        stored: The same paths in checkpoints, where all of them have other names there.
+        transposed: Whether weights are stored as (in, out).
     """
 
     roles: Roles
     interleaved_qkv: bool = False
+    stored: Roles = field(default_factory=dict)
+    transposed: bool = False
 
 
 _SELF_ATTN: Roles = {
@@ -105,7 +110,10 @@ _DEBERTA_V2 = Style(
     }
 )
 _MODERNBERT = Style({"qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"})
-_GPT2 = Style({"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"})
+_GPT2 = Style(
+    {"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    transposed=True,
+)
 _GPT_NEO = Style(
     {
         "q": "attn.attention.q_proj",
@@ -140,7 +148,14 @@ _VIT = Style(
         "v": "attention.v_proj",
         "o": "attention.o_proj",
         **_MLP_FC,
-    }
+    },
+    stored={
+        "q": "attention.attention.query",
+        "k": "attention.attention.key",
+        "v": "attention.attention.value",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    },
 )
 _VIDEOMAE = Style(
     {
@@ -212,6 +227,26 @@ REFUSED_MODULES: Mapping[str, str] = {
 def supported_families() -> tuple[str, ...]:
     """Return the model types with a table of roles, sorted."""
     return tuple(sorted(FAMILIES))
+
+
+def match(roles: Roles, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:
+    """Find the module of each row of a style.
+
+    Args:
+        roles: Rows of the style.
+        names: Paths of the modules, relative to the block.
+
+    Returns:
+        The module of each role, and the paths that are not there, or are several.
+    """
+    hits = {
+        role: [name for name in names if fnmatchcase(name, pattern)]
+        for role, pattern in roles.items()
+    }
+    if not any(hit for role, hit in hits.items() if role.startswith("cross_")):
+        hits = {role: hit for role, hit in hits.items() if not role.startswith("cross_")}
+    absent = [roles[role] for role, hit in hits.items() if len(hit) != 1]
+    return {role: hit[0] for role, hit in hits.items() if hit}, absent
 
 
 def parts_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import transformers
@@ -18,6 +17,7 @@ from tcompress.anatomy.families import (
     REFUSED_MODULES,
     Style,
     calls_of,
+    match,
     parts_of,
 )
 from tcompress.anatomy.heads import head_width
@@ -135,15 +135,9 @@ def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
     """Find the style whose rows are all in the block, and the module of each row."""
     missing: list[str] = []
     for style in FAMILIES[site.family]:
-        hits = {
-            role: [name for name in names if fnmatchcase(name, pattern)]
-            for role, pattern in style.roles.items()
-        }
-        if not any(hit for role, hit in hits.items() if role.startswith("cross_")):
-            hits = {role: hit for role, hit in hits.items() if not role.startswith("cross_")}
-        absent = [style.roles[role] for role, hit in hits.items() if len(hit) != 1]
+        roles, absent = match(style.roles, names)
         if not absent:
-            return style, {role: hit[0] for role, hit in hits.items()}
+            return style, roles
         if not missing or len(absent) < len(missing):
             missing = absent
     raise InputError(

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.artifact.format import CARD, MANIFEST
+from tcompress.source.names import CARD, MANIFEST
+from tcompress.source.text import parse_json
 
 _RECENT_NS = 2 * 10**9
 """Younger files may change again within the same tick of a file system's clock."""
@@ -143,3 +144,47 @@ def _remember(folder: Path, states: States) -> None:
         beside = place.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(old), encoding="utf-8")
         beside.replace(place)
+
+
+ZEROS = "0" * 64
+"""Stand in a manifest for its own digest."""
+
+
+def read_sealed(folder: Path) -> dict[str, Any] | None:
+    """Reads the manifest as plain data, whose digest is compared if it has one.
+
+    Returns:
+        Its content; None if there is no manifest.
+
+    Raises:
+        ValueError: It cannot be read, or was changed; the message says how.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(error.strerror or type(error).__name__) from error
+    raw = parse_json(content, strict=True)
+    if not isinstance(raw, dict):
+        raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
+    digest = raw.get("digest")
+    if digest is not None:
+        blank = content.replace(str(digest).encode(), ZEROS.encode(), 1)
+        if hashlib.sha256(blank).hexdigest() != digest:
+            raise ValueError("it was changed since it was written (its digest differs)")
+    return raw
+
+
+def looks_whole(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether all files have the sizes that they were written with, and `config.json` its content.
+
+    Older manifests do not say.
+    """
+    sizes, config = manifest.get("sizes"), folder / "config.json"
+    if not sizes or not isinstance(sizes, dict) or not manifest.get("digest"):
+        return False
+    found = {name: (folder / name).stat().st_size for name in files_in(folder)}
+    whole = found | sizes == found
+    return whole and manifest["checksums"].get("config.json") == digest_of(config)

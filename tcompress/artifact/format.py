@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tcompress.errors import ArtifactError, RecipeError
+from tcompress.errors import ArtifactError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
-from tcompress.source.names import METHOD
+from tcompress.source.names import CARD as CARD
+from tcompress.source.names import MANIFEST, METHOD
 from tcompress.source.text import first_line, listed
 from tcompress.structures.experts import CHILD_OF
 
 FORMAT_VERSION = 3
 """1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
 
-MANIFEST = "tcompress.json"
-CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -65,25 +64,36 @@ def quantization_section(
     layers: Sequence[LayerPlan],
     attention: Sequence[AttentionPlan] = (),
     forms: Sequence[FormPlan] = (),
+    **facts: Any,
 ) -> dict[str, Any]:
-    """Returns the section of `config.json` from which the model is rebuilt."""
+    """Returns the section of `config.json` from which the model is rebuilt.
+
+    Args:
+        layers: The rewritten layers.
+        attention: Attentions with another mechanism.
+        forms: Other modules that have another form.
+        **facts: Of weights that are less than the class in `architectures`: `stored_as`, the class
+            that they are, and `absent`, names in the model of tensors that are not stored.
+    """
     plan = {"layers": [entry.model_dump(mode="json", exclude_defaults=True) for entry in layers]}
     if attention:
         dumped = [entry.model_dump(mode="json", exclude_defaults=True) for entry in attention]
         plan["attention"] = dumped
     if forms:
         plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
-    return {
+    section = {
         "quant_method": METHOD,
-        "format_version": (version := needed_version(attention, drawn=bool(forms))),
+        "format_version": needed_version(attention, drawn=bool(forms)),
         "plan": plan,
-        "digest": plan_digest(plan, version),
+        **facts,
     }
+    return {**section, "digest": section_digest(section)}
 
 
-def plan_digest(plan: Any, version: Any) -> str:
-    """Returns the SHA-256 of a plan and its format, whatever the layout of the file."""
-    text = json.dumps([version, plan], sort_keys=True, separators=(",", ":"))
+def section_digest(section: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of what a section says, whatever the layout of the file."""
+    said = {name: section.get(name) for name in ("format_version", "plan", "stored_as", "absent")}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -136,7 +146,7 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
             f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
             _AGAIN,
         )
-    if "digest" in section and section["digest"] != plan_digest(plan, version):
+    if "digest" in section and section["digest"] != section_digest(section):
         raise ArtifactError(
             "the plan in `config.json` was changed since it was written (its digest differs)",
             _AGAIN,
@@ -151,8 +161,11 @@ def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
         try:
-            found.append(kind.model_validate(entry))
-        except (ValueError, RecipeError) as error:
+            found.append(made := kind.model_validate(entry))
+            if isinstance(made, LayerPlan | AttentionPlan):
+                stored_tensors(made)
+        # What sizes that do not go together make of shapes may be anything.
+        except Exception as error:
             raise ArtifactError(
                 f"the plan in `config.json` is damaged at {what} `{name}`: {first_problem(error)}",
                 "convert the model again, or take `config.json` from a good copy",

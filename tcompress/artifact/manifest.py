@@ -11,11 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
+from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import Plan
 from tcompress.recipe.scratch import PaperRow
-from tcompress.source.text import parse_json
 
 
 class _Section(BaseModel):
@@ -238,16 +238,13 @@ def environment() -> dict[str, str]:
     }
 
 
-_ZEROS = "0" * 64
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, with a digest of itself, beside the old one, then renames it."""
-    blank = manifest.model_copy(update={"digest": _ZEROS})
+    blank = manifest.model_copy(update={"digest": ZEROS})
     content = (blank.model_dump_json(indent=1) + "\n").encode()
     digest = hashlib.sha256(content).hexdigest()
     beside = folder / f"{MANIFEST}.tmp"
-    beside.write_bytes(content.replace(_ZEROS.encode(), digest.encode(), 1))
+    beside.write_bytes(content.replace(ZEROS.encode(), digest.encode(), 1))
     beside.rename(folder / MANIFEST)
 
 
@@ -257,29 +254,16 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         ArtifactError: It is of a newer format, or damaged.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
     try:
-        content = path.read_bytes()
-        raw = parse_json(content, strict=True)
-        if not isinstance(raw, dict):
-            raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
+        raw = read_sealed(folder)
+        if raw is None:
+            return None
         check_format_version(raw.get("format_version"))
-        _check_digest(content, raw.get("digest"))
         return Manifest.model_validate(raw)
     except ArtifactError:
         raise
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ArtifactError(
-            f"`{path}` is damaged: {first_problem(error)}",
+            f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
             "convert the model again, or restore the file",
         ) from error
-
-
-def _check_digest(content: bytes, digest: Any) -> None:
-    if digest is None:
-        return
-    blank = content.replace(str(digest).encode(), _ZEROS.encode(), 1)
-    if hashlib.sha256(blank).hexdigest() != digest:
-        raise ValueError("it was changed since it was written (its digest differs)")

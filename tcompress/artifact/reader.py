@@ -18,7 +18,7 @@ from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel, resolve
 from tcompress.source.names import METHOD
 from tcompress.source.store import WeightStore
-from tcompress.source.text import read_json
+from tcompress.source.text import read_settings
 
 _AGAIN = "copy the folder again, or convert the model again"
 
@@ -126,6 +126,7 @@ def verify_files(folder: Path) -> Verified:
             "only the folders that `tcompress convert` and `tcompress finetune` write have them",
         )
     _compare(folder, manifest, again=True)
+    _check_plan(folder, manifest)
     names = [*manifest.checksums, *([MANIFEST] if manifest.digest else [])]
     size = sum((folder / name).stat().st_size for name in names)
     others = [name for name in files_in(folder) if name not in manifest.checksums]
@@ -143,12 +144,20 @@ def check_files(folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest is not None:
         _compare(folder, manifest, again=False)
-        if manifest.plan.changes_model and not is_converted(folder):
-            raise ArtifactError(
-                f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model "
-                "was converted",
-                _AGAIN,
-            )
+        _check_plan(folder, manifest)
+    elif is_converted(folder):
+        Artifact.open(folder)
+
+
+def _check_plan(folder: Path, manifest: Manifest) -> None:
+    if is_converted(folder):
+        Artifact.open(folder)
+    elif manifest.plan.changes_model:
+        raise ArtifactError(
+            f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model was "
+            "converted",
+            _AGAIN,
+        )
 
 
 def open_checked(
@@ -168,8 +177,6 @@ def open_checked(
     """
     folder = resolve(name, revision, token)
     check_files(folder)
-    if is_converted(folder):
-        Artifact.open(folder)
     return SourceModel.open(name, revision, token, trust, converted=True)
 
 
@@ -203,12 +210,9 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
             f"`{folder}` has no `config.json`", "give the folder that `tcompress convert` wrote"
         )
     try:
-        config = read_json(path, strict=strict)
+        return read_settings(path, strict=strict)
     except ValueError as error:
-        raise ArtifactError(f"`{path}` is no valid JSON ({error})", _AGAIN) from error
-    if not isinstance(config, dict):
-        raise ArtifactError(f"`{path}` holds a {type(config).__name__}, expected an object", _AGAIN)
-    return config
+        raise ArtifactError(f"`{path}` cannot be used: {error}", _AGAIN) from error
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:

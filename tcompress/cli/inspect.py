@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EPILOG = opt.examples(
     "tcompress inspect bert-base",
     "tcompress inspect ./bert-base-lprod-p4 --layers",
+    "tcompress inspect ./bert-base-lprod-p4 --verify",
     "tcompress inspect gpt2 --json",
 )
 
@@ -25,6 +26,18 @@ def inspect(
     model: opt.Model,
     layers: Annotated[
         bool, typer.Option("--layers", help="List every layer, not one row for equal ones.")
+    ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Build the model and plan a conversion, where names would tell enough."
+        ),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read every file and compare it with the checksums that were written."
+        ),
     ] = False,
     revision: opt.Revision = None,
     token: opt.Token = None,
@@ -36,9 +49,12 @@ def inspect(
     from tcompress.cli.output import print_json, results, silence_libraries
 
     silence_libraries(verbose=verbose)
+    if verify:
+        _verify(model, revision, token, as_json=json)
+        return
     from tcompress.inspection import inspect_model
 
-    found = inspect_model(model, revision, token, allow_remote_code)
+    found = inspect_model(model, revision, token, allow_remote_code, plan=plan)
     if json:
         print_json(found.model_dump(mode="json"))
         return
@@ -56,6 +72,25 @@ def inspect(
     screen.print(_layer_table(found, each=layers))
     if found.refused:
         screen.print(_refused_table(found))
+
+
+def _verify(model: str, revision: str | None, token: str | None, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from tcompress.artifact.reader import verify_files
+    from tcompress.cli.output import print_json, results
+    from tcompress.source import resolve
+
+    found = verify_files(resolve(model, revision, token))
+    if as_json:
+        print_json({"model": model, **asdict(found)})
+        return
+    screen = results()
+    screen.print(f"{model}: {found.files} files of {found.bytes:,} bytes are as they were written")
+    if found.others:
+        names = ", ".join(f"`{name}`" for name in found.others[:8])
+        more = f" and {len(found.others) - 8} more" if len(found.others) > 8 else ""
+        screen.print(f"no checksums of {names}{more}", soft_wrap=True)
 
 
 def _layer_table(found: Inspection, *, each: bool) -> Table:

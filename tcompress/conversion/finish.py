@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tcompress
 from tcompress.artifact.card import model_card
@@ -99,11 +100,12 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
     if plan.changes_model:  # else it is a plain model
-        section = quantization_section(plan.entries, plan.attention, plan.forms)
+        facts: dict[str, Any] = {}
         if source.model_class.__name__ not in (raw.get("architectures") or []):
-            section["stored_as"] = source.model_class.__name__
+            facts["stored_as"] = source.model_class.__name__
         if source.keymap.missing:
-            section["absent"] = sorted(source.keymap.missing)
+            facts["absent"] = sorted(source.keymap.missing)
+        section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
         raw["quantization_config"] = section
     return json.dumps(raw, indent=2) + "\n"
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tcompress.errors import SourceError
+from tcompress.errors import InputError, SourceError
 from tcompress.integration.quantizer import register
 from tcompress.source import SourceModel
 from tcompress.source.drawn import draw_model
@@ -81,7 +81,18 @@ def load_model(
             trust_remote_code=source.trust_remote_code,
             **options,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except InputError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise SourceError(
             f"`{source.folder}` cannot be loaded ({type(error).__name__}: {first_line(error)})",
             hint="`tcompress report` on the folder says what is damaged, if it was converted",

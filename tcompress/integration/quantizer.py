@@ -7,7 +7,7 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,15 @@ from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
-from tcompress.source.text import listed
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` section of a converted model's `config.json`."""
 
-    def __init__(
-        self, plan: Mapping[str, Any] | None = None, format_version: int = 1, **extra: Any
-    ) -> None:
+    def __init__(self, plan: Any = None, format_version: Any = None, **extra: Any) -> None:
         self.quant_method = METHOD
         self.format_version = format_version
-        self.plan = dict(plan or {})
+        self.plan = plan
         for name, value in extra.items():
             if name != "quant_method":
                 setattr(self, name, value)
@@ -88,7 +85,9 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         shapes = stored_shapes([str(file) for file in files])
         if folder is not None and shapes:
             verify_headers(plan, shapes, needed)
-            self._check = partial(_require_all, folder, section, plan, shapes)
+            self._check = partial(
+                _require_all, folder, section, plan, shapes, model.is_remote_code()
+            )
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
         return model
 
@@ -120,7 +119,11 @@ def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> No
 
 
 def _require_all(
-    folder: Path, section: Mapping[str, Any], plan: Rebuilt, stored: Collection[str]
+    folder: Path,
+    section: Mapping[str, Any],
+    plan: Rebuilt,
+    stored: Mapping[str, tuple[int, ...]],
+    trusted: bool,
 ) -> None:
     """Refuses weights that lack tensors which the class that they were saved from has.
 
@@ -128,18 +131,27 @@ def _require_all(
     """
     from tcompress.source import SourceModel  # Transformers may be half loaded above
 
-    source = SourceModel.open(str(folder), converted=True)
+    source = SourceModel.open(str(folder), trust_remote_code=trusted, converted=True)
     # Of older artefacts nothing says which head, or pooler, is not there on purpose.
     known = "digest" in section
     if known and not section.get("stored_as"):
         source = source.as_named()
     model = source.meta_model()
     _install(model, plan, KeyMap(model, ()))
-    missing = set(KeyMap(model, stored).missing) - set(section.get("absent") or ())
-    missing = {name for name in missing if known or "pooler" not in name}
-    if missing:
+    keymap = KeyMap(model, stored)
+    absent = set(keymap.missing) - set(section.get("absent") or ())
+    problems = [f"`{name}` is missing" for name in absent if known or "pooler" not in name]
+    for name, tensor in model.state_dict().items() if known else ():
+        if keymap.has(name) and keymap.sources(name).converter is None:
+            key = keymap.sources(name).keys[0]
+            if stored[key] != tuple(tensor.shape):
+                sizes = f"{list(stored[key])}, by `config.json` {list(tensor.shape)}"
+                problems.append(f"`{key}` has shape {sizes}")
+    if problems:
+        more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ArtifactError(
-            f"the weights in `{folder}` lack {listed(missing)} of `{type(model).__name__}`",
+            f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
+            f"{', '.join(sorted(problems)[:8])}{more}",
             "copy the folder again, or convert the model again",
         )
 

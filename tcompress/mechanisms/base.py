@@ -251,7 +251,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def _parse_layout(value: Any) -> Any:
     if isinstance(value, dict) and "mechanism" in value:
-        return mechanism(value["mechanism"]).layout_type.model_validate(value)
+        return mechanism(str(value["mechanism"])).layout_type.model_validate(value)
     return value
 
 

@@ -53,7 +53,7 @@ class LayerPlan(_Entry):
     kind: Literal["linear", "conv1d", "experts", "embedding"]
     bias: bool
     experts: int | None = None
-    parts: tuple[PartLayout, ...]
+    parts: tuple[PartLayout, ...] = Field(min_length=1)
     input_of: str | None = None
     readers: int = 1
     bank_of: dict[str, str] = Field(default={})

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from tcompress.mechanisms.base import MechanismLayout
-from tcompress.planning.entries import AttentionPlan
-from tcompress.structures.base import Layout
-from tcompress.structures.linear import PartLayout
-from tcompress.structures.lowrank import LowRankLayout
-from tcompress.structures.lprod import LprodLayout
-from tcompress.structures.tt import TTLayout
-from tcompress.structures.tucker import TuckerLayout
+if TYPE_CHECKING:  # plans in files are described without the seconds that importing torch takes
+    from tcompress.mechanisms.base import MechanismLayout
+    from tcompress.planning.entries import AttentionPlan
+    from tcompress.structures.base import Layout
+    from tcompress.structures.linear import PartLayout
+
+Stored = Mapping[str, Any]
+"""An entry, part or layout as `config.json` holds it: without what has its default."""
 
 _MECHANISM_WORDS = {
     "fold": "rows of ",
@@ -23,51 +24,52 @@ _MECHANISM_WORDS = {
 }
 
 
-def describe_parts(parts: Sequence[PartLayout]) -> str:
+def _stored(item: Any) -> Stored:
+    found: Stored = (
+        item if isinstance(item, Mapping) else item.model_dump(mode="json", exclude_defaults=True)
+    )
+    return found
+
+
+def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
     """Describes a layer, such as `lprod p=16 dct + lowrank r=77`.
 
     Parts of a fused projection are told apart where their layouts differ.
     """
     names: dict[str, list[str]] = {}
-    for part in parts:
-        text = " + ".join(describe_layout(term) for term in part.terms)
-        names.setdefault(text, []).append(part.name)
+    for part in map(_stored, parts):
+        text = " + ".join(describe_layout(term) for term in part["terms"])
+        names.setdefault(text, []).append(part["name"])
     if len(names) == 1:
         return next(iter(names))
     return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
 
 
-def describe_layout(layout: Layout) -> str:
+def describe_layout(layout: Layout | Stored) -> str:
     """Describes one term, such as `lprod p=4 fitted b=32x2`: block size and number of stages."""
-    if isinstance(layout, LprodLayout):
-        return _describe_lprod(layout)
-    if isinstance(layout, LowRankLayout):
-        return f"lowrank r={layout.rank}"
-    if isinstance(layout, TTLayout):
-        return _describe_tt(layout)
-    if isinstance(layout, TuckerLayout):
-        return _describe_tucker(layout)
-    options = layout.model_dump(
-        exclude={"structure", "in_features", "out_features"}, exclude_defaults=True
-    )
-    options.pop("structure", None)
-    return " ".join([layout.structure, *(f"{name}={value}" for name, value in options.items())])
+    options = _stored(layout)
+    known = _KNOWN.get(options["structure"])
+    if known is not None:
+        return known(options)
+    left_out = ("structure", "in_features", "out_features")
+    rest = [f"{name}={value}" for name, value in options.items() if name not in left_out]
+    return " ".join([options["structure"], *rest])
 
 
-def describe_attention(entries: Sequence[AttentionPlan]) -> str:
+def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> str:
     """Describes the mechanisms of a model, such as `kronecker 8x8 in 4 blocks`."""
     counts: dict[str, int] = {}
-    for entry in entries:
-        text = describe_mechanism(entry.layout)
+    for entry in map(_stored, entries):
+        text = describe_mechanism(entry["layout"])
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
 
 
-def describe_mechanism(layout: MechanismLayout) -> str:
+def describe_mechanism(layout: MechanismLayout | Stored) -> str:
     """Describes a mechanism, such as `kronecker 8x8` or `graph order 3`."""
-    words = [layout.mechanism]
-    options = layout.model_dump(exclude_defaults=True)
+    options = _stored(layout)
+    words = [options["mechanism"]]
     if grid := options.get("grid"):
         words.append(_modes(grid))
     for field, text in _MECHANISM_WORDS.items():
@@ -76,31 +78,44 @@ def describe_mechanism(layout: MechanismLayout) -> str:
     return " ".join(words)
 
 
-def _describe_lprod(layout: LprodLayout) -> str:
-    words = ["lprod", f"p={layout.p}", layout.transform]
-    if layout.transform == "fitted":
-        words.append(f"b={layout.block_in or layout.block_out}x{layout.stages}")
-    if layout.tubal_rank is not None:
-        words.append(f"r={layout.tubal_rank}")
+def _describe_lprod(layout: Stored) -> str:
+    words = ["lprod", f"p={layout['p']}", layout["transform"]]
+    if layout["transform"] == "fitted":
+        block = layout.get("block_in") or layout.get("block_out", 0)
+        words.append(f"b={block}x{layout.get('stages', 0)}")
+    if layout.get("tubal_rank") is not None:
+        words.append(f"r={layout['tubal_rank']}")
     return " ".join(words)
 
 
-def _describe_tt(layout: TTLayout) -> str:
+def _describe_lowrank(layout: Stored) -> str:
+    return f"lowrank r={layout['rank']}"
+
+
+def _describe_tt(layout: Stored) -> str:
     """Describes a tensor train, such as `tt 32x24 to 24x32 r=96`: modes and inner ranks."""
-    ranks = [str(rank) for rank in layout.ranks]
+    ranks = [str(rank) for rank in layout["ranks"]]
     words = [f"r={ranks[0] if len(set(ranks)) == 1 else ','.join(ranks)}"]
-    words += [] if layout.apply == "auto" else [layout.apply]
-    return " ".join(["tt", _modes(layout.in_modes), "to", _modes(layout.out_modes), *words])
+    words += [layout["apply"]] if layout.get("apply", "auto") != "auto" else []
+    return " ".join(["tt", _modes(layout["in_modes"]), "to", _modes(layout["out_modes"]), *words])
 
 
-def _describe_tucker(layout: TuckerLayout) -> str:
+def _describe_tucker(layout: Stored) -> str:
     """Describes a Tucker form, such as `tucker r=45` or `tucker model 72 of 768x768 r=384`."""
-    left, right = layout.ranks
+    left, right = layout["ranks"]
     ranks = f"r={left}" if left == right else f"r={left},{right}"
-    if layout.bank is None:
+    if layout.get("bank") is None:
         return f"tucker {ranks}"
-    rows, columns = layout.block
-    return f"tucker {layout.share} {layout.cores} of {rows}x{columns} {ranks}"
+    rows, columns = layout.get("block", (1, 1))
+    return f"tucker {layout['share']} {layout.get('cores', 1)} of {rows}x{columns} {ranks}"
+
+
+_KNOWN = {
+    "lprod": _describe_lprod,
+    "lowrank": _describe_lowrank,
+    "tt": _describe_tt,
+    "tucker": _describe_tucker,
+}
 
 
 def _modes(modes: Sequence[int]) -> str:

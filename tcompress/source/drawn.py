@@ -48,10 +48,7 @@ class _DrawnShard:
         self._kind, self._config, self._seed = kind, config, seed
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = kind._from_config(deepcopy(config), dtype=torch.float32)
-        self.infos = {
-            name: TensorInfo(tensor.dtype, tuple(tensor.shape))
-            for name, tensor in _stored(model).items()
-        }
+        self.infos = {name: TensorInfo.of(tensor) for name, tensor in _stored(model).items()}
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
 from tcompress.source.store import WeightStore
-from tcompress.source.text import first_line, folder_content, read_json
+from tcompress.source.text import first_line, folder_content, read_settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +173,12 @@ class SourceModel:
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""
         kind: Any = self.model_class
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            # Building writes to the config, which belongs to this object.
-            model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        try:
+            with torch.device("meta"), meta_device_safe_creation_ops():
+                # Building writes to the config, which belongs to this object.
+                model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        except Exception as error:
+            raise _not_built(kind, error) from error
         return model
 
     @cached_property
@@ -192,11 +195,16 @@ def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) ->
     try:
         return DrawnStore(folder, kind, config, seed)
     except Exception as error:
-        # The class of a model may raise anything where sizes do not go together.
-        raise SourceError(
-            f"no `{kind.__name__}` can be built with these sizes ({first_line(error)})",
-            hint="check the numbers of the configuration",
-        ) from error
+        raise _not_built(kind, error) from error
+
+
+def _not_built(kind: Any, error: Exception) -> SourceError:
+    """The class of a model may raise anything where sizes do not go together."""
+    return SourceError(
+        f"no `{kind.__name__}` can be built with these sizes "
+        f"({type(error).__name__}: {first_line(error)})",
+        hint="check the numbers of the configuration",
+    )
 
 
 def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
@@ -214,14 +222,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint=_hint_without_config(folder),
         )
     try:
-        config = read_json(path)
+        return read_settings(path)
     except ValueError as error:
-        raise SourceError(f"`{path}` is no valid JSON ({error})", hint="repair the file") from error
-    if not isinstance(config, dict):
-        raise SourceError(
-            f"`{path}` holds a {type(config).__name__}, expected an object", hint="repair the file"
-        )
-    return config
+        raise SourceError(f"`{path}` cannot be used: {error}", hint="repair the file") from error
 
 
 def _hint_without_config(folder: Path) -> str:

@@ -12,6 +12,9 @@ from tcompress.source.text import folder_content, listed
 METHOD = "tcompress"
 """Value of `quant_method` in the config of a converted model."""
 
+MANIFEST = "tcompress.json"
+CARD = "README.md"
+
 ALIASES: dict[str, str] = {
     "bart-base": "facebook/bart-base",
     "bart-large": "facebook/bart-large",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import pickle
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tcompress.errors import SourceError
-from tcompress.source.text import first_line
+from tcompress.source.text import first_line, parse_json
+
+if TYPE_CHECKING:  # headers alone are read without the seconds that importing torch takes
+    import torch
+    from torch import Tensor
 
 REOPEN_AFTER_BYTES = 256 * 2**20
 """A mapped file is opened anew after this many bytes: pages that were read stay resident."""
@@ -24,30 +24,27 @@ _MAX_HEADER_BYTES = 100_000_000
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
-# Types that torch may or may not have by this name are looked up and left out if absent.
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, torch_name)
-    for name, torch_name in {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
-        "I64": "int64",
-        "I32": "int32",
-        "I16": "int16",
-        "I8": "int8",
-        "U64": "uint64",
-        "U32": "uint32",
-        "U16": "uint16",
-        "U8": "uint8",
-        "BOOL": "bool",
-        "C64": "complex64",
-    }.items()
-    if hasattr(torch, torch_name)
+# Types by the names of the format: those of torch, which may lack some, and bytes.
+_DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
 }
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,35 @@ class TensorInfo:
     """What is known of a stored tensor without reading it.
 
     Attributes:
-        dtype: Element type.
+        kind: Element type, by its name in torch.
+        itemsize: Bytes of an element.
         shape: Sizes.
         start: First byte in the file, where the format gives one.
     """
 
-    dtype: torch.dtype
+    kind: str
+    itemsize: int
     shape: tuple[int, ...]
     start: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """Describe a tensor in memory."""
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return cls(kind, tensor.dtype.itemsize, tuple(tensor.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.kind)
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 class Shard(Protocol):
@@ -104,10 +117,12 @@ class SafetensorsShard:
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Read rows of a tensor into memory of its own."""
+        import torch
+
         info = self.infos[key]
         shape = (max(stop - start, 0), *info.shape[1:]) if info.shape else ()
-        row_bytes = math.prod(info.shape[1:]) * info.dtype.itemsize
-        buffer = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8)
+        row_bytes = math.prod(info.shape[1:]) * info.itemsize
+        buffer = torch.empty(math.prod(shape) * info.itemsize, dtype=torch.uint8)
         if buffer.numel():
             target: Any = buffer.numpy()
             with self.path.open("rb") as file:
@@ -129,8 +144,10 @@ class SafetensorsShard:
     def _parse(self, header: bytes) -> dict[str, TensorInfo]:
         name = self.path.name
         try:
-            entries: dict[str, Any] = json.loads(header)
-            entries.pop("__metadata__", None)
+            entries: dict[str, Any] = parse_json(header, strict=True)
+            metadata = entries.pop("__metadata__", {})
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("`__metadata__` holds more than texts")
             infos = {key: self._info(key, entry) for key, entry in entries.items()}
             spans = sorted((*entry["data_offsets"], key) for key, entry in entries.items())
             spans_fit = all(
@@ -138,7 +155,7 @@ class SafetensorsShard:
             )
         except SourceError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SourceError(
                 f"`{name}` has a damaged header ({type(error).__name__}: {first_line(error)})"
             ) from error
@@ -160,10 +177,10 @@ class SafetensorsShard:
                 f"which is not supported"
             )
         shape = tuple(entry["shape"])
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"shape {list(shape)}")
-        start = self._data_start + entry["data_offsets"][0]
-        return TensorInfo(_DTYPES[entry["dtype"]], shape, start)
+        begin, end = entry["data_offsets"]
+        if not all(type(size) is int and 0 <= size < _LARGEST for size in (*shape, begin, end)):
+            raise ValueError(f"`{key}` has shape {list(shape)}, offsets {[begin, end]}")
+        return TensorInfo(*_DTYPES[entry["dtype"]], shape, self._data_start + begin)
 
 
 class TorchShard:
@@ -184,14 +201,14 @@ class TorchShard:
                 f"`{path.name}` holds more than a flat dictionary of tensors: "
                 + ", ".join(f"`{key}`" for key in others[:5])
             )
-        self.infos = {
-            key: TensorInfo(value.dtype, tuple(value.shape)) for key, value in tensors.items()
-        }
+        self.infos = {key: TensorInfo.of(value) for key, value in tensors.items()}
         self._open: dict[str, Tensor] | None = None
         self._bytes_read = 0
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Read rows of a tensor into memory of its own."""
+        import torch
+
         if self._open is None:
             self._open, self._bytes_read = self._load("cpu"), 0
         tensor = self._open[key]
@@ -203,7 +220,9 @@ class TorchShard:
 
     def digest(self) -> bytes:
         """Hash names, types and shapes, and a few kilobytes spread over the file."""
-        listing = [(key, str(info.dtype), info.shape) for key, info in sorted(self.infos.items())]
+        listing = [
+            (key, f"torch.{info.kind}", info.shape) for key, info in sorted(self.infos.items())
+        ]
         return hashlib.sha256(repr(listing).encode() + _sampled(self.path)).digest()
 
     def close(self) -> None:
@@ -211,6 +230,8 @@ class TorchShard:
         self._open = None
 
     def _load(self, device: str) -> dict[str, Tensor]:
+        import torch
+
         # Files older than torch 1.6 are no zip archives and cannot be mapped.
         mapped = device == "cpu" and zipfile.is_zipfile(self.path)
         try:
@@ -259,9 +280,11 @@ def _refuse_pointer(path: Path, start: bytes) -> None:
 
 
 def _is_plain_tensor(key: Any, value: Any) -> bool:
+    import torch
+
     return (
         isinstance(key, str)
-        and isinstance(value, Tensor)
+        and isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and not value.is_quantized
     )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tcompress.errors import SourceError
 from tcompress.source.shards import SafetensorsShard, Shard, TensorInfo, TorchShard
-from tcompress.source.text import folder_content, listed
+from tcompress.source.text import folder_content, listed, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # In the order of Transformers: a single file wins over an index, safetensors over torch.
 _LAYOUTS: tuple[tuple[str, Callable[[Path], Shard]], ...] = (
@@ -43,6 +43,11 @@ class WeightStore:
         self._where = dict(where)
         self._inside = dict(inside or {})  # names in the files, where they differ
         self._last: Shard | None = None
+
+    @staticmethod
+    def are_in(folder: Path) -> bool:
+        """Tell whether a folder holds weights under one of the names that are looked for."""
+        return any((folder / name).is_file() for name, _ in _LAYOUTS) or any(folder.glob("*-of-*"))
 
     @classmethod
     def open(cls, folder: Path | str) -> WeightStore:
@@ -110,9 +115,13 @@ class WeightStore:
         """Bytes of all tensors."""
         return sum(self.nbytes(key) for key in self._where)
 
-    def shape(self, key: str) -> torch.Size:
+    def shape(self, key: str) -> tuple[int, ...]:
         """Sizes of a tensor."""
-        return torch.Size(self._info(key).shape)
+        return self._info(key).shape
+
+    def kind(self, key: str) -> str:
+        """Element type of a tensor, as stored, by its name in torch."""
+        return self._info(key).kind
 
     def dtype(self, key: str) -> torch.dtype:
         """Element type of a tensor, as stored."""
@@ -213,8 +222,10 @@ def _joined(folder: Path, problems: list[str]) -> SourceError:
 def _read_index(path: Path, problems: list[str]) -> dict[str, str]:
     """Give the file of each tensor; only names that stay inside the folder are accepted."""
     try:
-        index: Any = json.loads(path.read_text(encoding="utf-8"))
-        pairs = {str(key): str(file) for key, file in index["weight_map"].items()}
+        index: Any = read_json(path, strict=True)
+        pairs: dict[str, str] = index["weight_map"]
+        if others := [key for key, file in pairs.items() if not isinstance(file, str)]:
+            raise ValueError(f"{listed(others)} name no file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problems.append(f"`{path.name}` is no weight index ({type(error).__name__}: {error})")
         return {}

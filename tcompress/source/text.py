@@ -91,3 +91,24 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
+    """Read a `config.json`, of which what is used first is known to be of the right kind.
+
+    Raises:
+        ValueError: It cannot be read, or is none; the message says why, in one line.
+    """
+    found = read_json(path, strict=strict)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, expected an object")
+    for key, kind, what in (
+        ("model_type", str, "a text"),
+        ("architectures", list, "a list of texts"),
+        ("auto_map", dict, "an object"),
+    ):
+        value = found.get(key)
+        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if value is not None and not (isinstance(value, kind) and texts):
+            raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected {what}")
+    return found

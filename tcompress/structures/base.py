@@ -313,7 +313,7 @@ def svd_flops(rows: int, columns: int) -> float:
 
 def _parse_layout(value: Any) -> Any:
     if isinstance(value, dict) and "structure" in value:
-        return structure(value["structure"]).layout_type.model_validate(value)
+        return structure(str(value["structure"])).layout_type.model_validate(value)
     return value
 
 

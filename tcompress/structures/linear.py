@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,7 +28,7 @@ class PartLayout(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    terms: tuple[AnyLayout, ...]
+    terms: tuple[AnyLayout, ...] = Field(min_length=1)
 
     @property
     def out_features(self) -> int:

@@ -198,9 +198,9 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
 
 def _is_described(config: Mapping[str, Any], store: WeightStore, named: str) -> bool:
     """Tells whether types, sizes and class are as a config says; what is wrong takes the model."""
-    keys = store.keys()
-    kinds = {store.kind(key) for key in keys if len(store.shape(key)) > 1}
-    found = {size for key in keys for size in store.shape(key)}
+    shapes = parameters_among(config, {key: store.shape(key) for key in store.keys()})  # noqa: SIM118
+    kinds = {store.kind(key) for key in shapes}
+    found = {size for shape in shapes.values() for size in shape}
     wanted = {config[name] for name in _WIDTHS if isinstance(config.get(name), int)}
     home = find_spec("transformers")
     family = str(config["model_type"]).replace("-", "_")

@@ -28,8 +28,7 @@ from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
-from tcompress.source.conversions import sparing
-from tcompress.source.conversions import without_fusing
+from tcompress.source.conversions import sparing, without_fusing
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
 from tcompress.structures.linear import StructuredLinear

@@ -53,3 +53,16 @@ def test_parts_of_a_fused_weight_may_stay_dense(tmp_path: Path) -> None:
         torch.testing.assert_close(zoo.outputs(found, inputs)[0], want, rtol=1e-4, atol=1e-5)
     small = AutoModel.from_pretrained(tmp_path / "small")
     assert sum("tc_" in name for name, _ in small.named_parameters()) == 2 * 2
+
+
+@pytest.mark.parametrize("calibration", ["none", "builtin"])
+def test_a_pattern_reaches_layers_outside_of_blocks(calibration: str, tmp_path: Path) -> None:
+    model, _ = zoo.build("bert")
+    model.save_pretrained(tmp_path / "dense")
+    options = {"method": "svd", "target": 0.5, "only": ["transform.dense"]}
+    if calibration == "none":
+        api.convert(tmp_path / "dense", output=tmp_path / "o", calibration="none", **options)
+    plan = api.plan(tmp_path / "dense", calibration=calibration, **options)
+    assert [layer.name for layer in plan.layers] == ["cls.predictions.transform.dense"]
+    whole = api.plan(tmp_path / "dense", method="svd", target=0.5)
+    assert all(layer.name.startswith("bert.encoder.layer.") for layer in whole.layers)

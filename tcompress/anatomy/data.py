@@ -133,6 +133,7 @@ class Anatomy:
         refused: Modules inside blocks that must be left alone.
         warnings: What a user should know before relying on this anatomy.
         supported: Whether every block belongs to a supported family.
+        outside: Ordinary linear layers outside of blocks, rewritten only where they are named.
     """
 
     family: str
@@ -142,6 +143,7 @@ class Anatomy:
     refused: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     supported: bool
+    outside: tuple[Layer, ...] = ()
 
     @property
     def layers(self) -> tuple[Layer, ...]:

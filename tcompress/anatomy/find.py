@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tcompress.anatomy.data import GROUP_OF_ROLE, Anatomy, Block, Layer, Part, Refusal, Role
 from tcompress.anatomy.families import (
@@ -44,7 +45,7 @@ class _Site:
     config: Any
 
     def path(self, relative: str) -> str:
-        return f"{self.name}.{relative}"
+        return f"{self.name}.{relative}" if self.name else relative
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
@@ -88,6 +89,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         refused=tuple(refused),
         warnings=_warnings(family, sites, blocks),
         supported=bool(sites) and all(site.family in FAMILIES for site in sites),
+        outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
     )
 
 
@@ -140,6 +142,21 @@ def _read(
         if site.path(name) not in taken
     ]
     return tuple(layers), tuple(refused)
+
+
+def _outside(
+    whole: _Site, sites: Collection[_Site], known: Mapping[nn.Module, str]
+) -> Iterator[Layer]:
+    """Yield the ordinary linear layers of the whole model that are in no block, nor tied."""
+    named = whole.block.named_parameters(remove_duplicate=False)
+    uses = Counter(id(parameter) for _, parameter in named)
+    inside = tuple(f"{site.name}." for site in sites)
+    for name, module in projections(whole.block).items():
+        if name.startswith(inside) or not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        free = uses[id(module.weight)] == 1 and module not in known
+        if free and reason_to_refuse(name, whole.block) is None:
+            yield _layer(whole, "linear", name, None)
 
 
 def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import nn
@@ -17,7 +17,7 @@ from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.forms import plan_forms
 from tcompress.planning.goals import STAND_IN, plan_within
-from tcompress.planning.match import check_patterns, left_out, matches, names_of
+from tcompress.planning.match import check_patterns, left_out, matches, named_outside, names_of
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
@@ -271,6 +271,8 @@ def _plan(
     recipe: Convert, source: SourceModel, model: nn.Module, label: str, choices: Choices
 ) -> Plan:
     anatomy = anatomy_of(model)
+    named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
+    anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
     exchanged = plan_attention(recipe, source, anatomy)
     planner = _Planner(recipe, source, anatomy, choices, exchanged.unused)

@@ -6,6 +6,7 @@ torch nor the model is loaded, which would take seconds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -95,6 +96,7 @@ class Inspection(_Facts):
     attention: str = ""
 
 
+_FLOATS = {"float32", "float16", "bfloat16", "float64"}
 _BARE = ("encoder", "decoder", "layers", "layer", "h", "blocks")
 _NO_PREFIX = ("t5", "mt5", "umt5")
 
@@ -152,11 +154,14 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
 
 
 def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> Inspection | None:
+    kinds = {store.kind(key) for key in store.keys()}  # noqa: SIM118 - not a mapping
+    if not _FLOATS & kinds or any("float" in kind for kind in kinds - _FLOATS):
+        return None
     shapes = {key: store.shape(key) for key in store.keys() if "float" in store.kind(key)}  # noqa: SIM118
     floats = parameters_among(config, shapes)
     blocks, count = stored_blocks(config, floats), stored_parameters(config, floats)
-    named = next(iter(config.get("architectures") or ()), None)
-    if blocks is None or count is None or named is None:
+    named = next(iter(config.get("architectures") or ()), "")
+    if blocks is None or count is None or not _is_of(named, config["model_type"]):
         return None
     # Names of a bare model under a class with a head: the head may not be there.
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
@@ -189,6 +194,12 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         refused=(),
         warnings=(),
     )
+
+
+def _is_of(model_class: str, family: str) -> bool:
+    """Whether a class is one of a family's, by its name."""
+    start = re.sub(r"_text$|[-_]", "", family.lower())
+    return model_class.lower().startswith(start)
 
 
 def _from_manifest(

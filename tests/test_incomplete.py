@@ -164,7 +164,7 @@ def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) ->
     name = _stored_otherwise(tmp_path / "dense", family, change, **config)
     data_free = _recipe(calibration={"source": "none"})
     for use in (
-        lambda: inspect_model(name),
+        lambda: inspect_model(name, plan=True),
         lambda: report_of(name),
         lambda: SourceModel.open(name, converted=True),  # as `evaluate`, `bench`, `finetune` do
         lambda: convert(name, data_free, tmp_path / "out"),

@@ -19,7 +19,8 @@ from tcompress.errors import ArtifactError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import CARD as CARD
-from tcompress.source.names import MANIFEST, METHOD
+from tcompress.source.names import MANIFEST as MANIFEST
+from tcompress.source.names import METHOD
 from tcompress.source.text import first_line, listed
 from tcompress.structures.experts import CHILD_OF
 

@@ -257,7 +257,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], objec
     ),
     "a factor dropped": ("bert", {}, lambda w: w.pop(_first(w, "tc_a")), "dense.tc_a` is missing"),
     "a wrong name": (
-        "bert", {}, lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}), "bias` is missing"
+        "bert", {}, lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}), "is missing"
     ),
     "another shape": (
         "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n][:-1]}), "does not load"

@@ -96,15 +96,18 @@ def _damage(folder: Path, name: str, wanted: str, size: int | None, states: Stat
     path, parts = folder / name, PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\\" in name:
         return f"`{MANIFEST}` names `{name}`, outside the folder"
-    if not path.is_file():
-        return f"`{name}` is missing"
-    if size is not None and path.stat().st_size != size:
-        return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
-    state = [wanted, *_state(path)]
-    if states.get(name) != state:
-        if digest_of(path) != wanted:
-            return f"`{name}` differs from its checksum"
-        states[name] = state
+    try:
+        if not path.is_file():
+            return f"`{name}` is missing"
+        state = [wanted, *_state(path)]
+        if size not in (None, state[1]):
+            return f"`{name}` has {state[1]} bytes, written were {size}"
+        if states.get(name) != state:
+            if digest_of(path) != wanted:
+                return f"`{name}` differs from its checksum"
+            states[name] = state
+    except OSError as error:
+        return f"`{name}` cannot be read ({error.strerror})"
     return None
 
 

@@ -30,6 +30,12 @@ FORMAT_VERSION = 3
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+NOTE = (
+    "converted by tcompress: `pip install tcompress`, then `import tcompress` before loading; "
+    "without this section nothing can load the model"
+)
+"""For those who look into `config.json` since Transformers told them to delete the section."""
+
 _AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
@@ -84,6 +90,7 @@ def quantization_section(
         plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
     section = {
         "quant_method": METHOD,
+        "note": NOTE,
         "format_version": needed_version(attention, drawn=bool(forms)),
         "plan": plan,
         **facts,

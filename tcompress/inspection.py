@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from tcompress.anatomy.stored import parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
-from tcompress.reporting.describe import describe_attention, describe_parts
-from tcompress.source.names import METHOD, resolve
+from tcompress.reporting.describe import describe_attention, describe_entry
+from tcompress.source.names import FORMAT_VERSION, METHOD, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -146,7 +146,8 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         if section is None:
             return _from_headers(name, config, WeightStore.open(folder))
-        if section["quant_method"] == METHOD and manifest and looks_whole(folder, manifest):
+        known = section["quant_method"] == METHOD and section["format_version"] <= FORMAT_VERSION
+        if known and manifest and looks_whole(folder, manifest):
             return _from_manifest(name, config, manifest, WeightStore.open(folder))
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full
@@ -208,7 +209,7 @@ def _from_manifest(
     """Reads the plan as plain data: digests say that it is as it was written."""
     entries, plan = config["quantization_config"]["plan"], manifest["plan"]
     sizes = {key: prod(store.shape(key)) for key in store.keys()}  # noqa: SIM118 - not a mapping
-    layers = tuple(_planned(entry, sizes) for entry in entries["layers"])
+    layers = tuple(_planned(entry, sizes, plan["method"]) for entry in entries["layers"])
     attention = entries.get("attention", [])
     saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
     for entry in attention:
@@ -230,7 +231,7 @@ def _from_manifest(
     )
 
 
-def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
+def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) -> LayerFacts:
     name, parts, experts = entry["name"], entry["parts"], entry.get("experts")
     parameter = entry.get("parameter", "weight")
     inside = f"{name}.tc_"
@@ -249,7 +250,7 @@ def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
         experts=experts,
         dense_parameters=columns * rows * (experts or 1),
         parameters=_stored(sizes, inside),
-        structure=describe_parts(parts),
+        structure=describe_entry(entry, method),
     )
 
 
@@ -303,7 +304,10 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
         converted=True,
         parameters=sum(parameter.numel() for parameter in dense.parameters()) - saved,
         blocks=_blocks((*artifact.attention, *artifact.layers)),
-        layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
+        layers=tuple(
+            _facts(entry, manifest.plan.method if manifest else "", converted=True)
+            for entry in artifact.layers
+        ),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
         attention=describe_attention(artifact.attention),
@@ -318,7 +322,7 @@ def _refused(left: tuple[Left, ...]) -> tuple[RefusedFacts, ...]:
     return tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left)
 
 
-def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
+def _facts(entry: LayerPlan, method: str = "", *, converted: bool) -> LayerFacts:
     single = entry.parameter == "weight"
     return LayerFacts(
         name=entry.name if single else f"{entry.name}.{entry.parameter}",
@@ -331,5 +335,5 @@ def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
         experts=entry.experts,
         dense_parameters=entry.dense_parameters,
         parameters=entry.parameters if converted else entry.dense_parameters,
-        structure=describe_parts(entry.parts) if converted else None,
+        structure=describe_entry(entry, method) if converted else None,
     )

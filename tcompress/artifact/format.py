@@ -19,13 +19,11 @@ from tcompress.errors import ArtifactError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import CARD as CARD
+from tcompress.source.names import FORMAT_VERSION as FORMAT_VERSION
 from tcompress.source.names import MANIFEST as MANIFEST
 from tcompress.source.names import METHOD
 from tcompress.source.text import first_line, listed
-from tcompress.structures.experts import CHILD_OF
-
-FORMAT_VERSION = 3
-"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
+from tcompress.structures.experts import child_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -215,7 +213,7 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
         names = dict(entry.tensor_shapes)
         names["weight"] = (0,)
     else:
-        child = CHILD_OF[entry.parameter]
+        child = child_of(entry.parameter)
         names = {f"{child}.{name}": shape for name, shape in entry.tensor_shapes.items()}
         names[entry.parameter] = (0,)
     return {f"{entry.name}.{name}": shape for name, shape in names.items()}

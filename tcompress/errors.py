@@ -8,6 +8,7 @@ TCompressError
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
 ├── WriteError                     what was written is not what was fitted: exit code 1
+├── DiskError (OSError)             a disk is full, or refuses a file
 ├── FitError (ArithmeticError)     a factorisation failed: names the layer
 └── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
@@ -97,6 +98,12 @@ class WriteError(TCompressError):
     """What was written does not load, or is not what was fitted; it was not published."""
 
 
+class DiskError(TCompressError, OSError):
+    """A disk is full, or refuses a file; work that was begun can go on."""
+
+    exit_code = 2
+
+
 class FitError(TCompressError, ArithmeticError):
     """A factorisation failed or met values that are not finite."""
 
@@ -107,6 +114,11 @@ class TrainingError(TCompressError, ArithmeticError):
     """Training met values that are not finite, or cannot go on."""
 
     exit_code = 2
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says, without its hint, to be quoted in another one."""
+    return str(error).partition("\n")[0]
 
 
 def refuse_replica(module: object) -> NoReturn:

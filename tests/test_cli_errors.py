@@ -342,8 +342,9 @@ def test_traceback_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_full_disk_says_what_to_do() -> None:
     found = describe(OSError(errno.ENOSPC, "No space left on device"))
-    assert found.code == 1
-    assert found.hint == "free some disk space, then run the same command again"
+    assert found.code == 2
+    assert found.message.startswith("there is no space for `.`: ")
+    assert "free some disk space, then run the same command again" in (found.hint or "")
 
 
 def test_lack_of_memory_says_what_to_do() -> None:

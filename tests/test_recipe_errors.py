@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tcompress.errors import RecipeError
@@ -269,6 +271,17 @@ def test_problem_of_the_conversion(written: str, line: str) -> None:
         (
             "a: &b [*b]",
             "1: the recipe is nested too deeply, or an alias contains itself",
+            START,
+        ),
+        (
+            "a: &a [x, x, x, x, x, x, x, x]\n"
+            + "\n".join(f"{n}: &{n} [{','.join([f'*{o}'] * 8)}]" for o, n in pairwise("abcdefgh")),
+            "1:8: the recipe has more than 20,000 values, those that aliases repeat included",
+            START,
+        ),
+        (
+            "x" * 100_001,
+            "1: 100,001 characters are too many for a recipe, 100,000 are the most",
             START,
         ),
         (

@@ -21,7 +21,7 @@ from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import CARD as CARD
 from tcompress.source.names import MANIFEST, METHOD
 from tcompress.source.text import first_line, listed
-from tcompress.structures.experts import CHILD_OF
+from tcompress.structures.experts import child_of
 
 FORMAT_VERSION = 3
 """1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
@@ -207,7 +207,7 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
         names = dict(entry.tensor_shapes)
         names["weight"] = (0,)
     else:
-        child = CHILD_OF[entry.parameter]
+        child = child_of(entry.parameter)
         names = {f"{child}.{name}": shape for name, shape in entry.tensor_shapes.items()}
         names[entry.parameter] = (0,)
     return {f"{entry.name}.{name}": shape for name, shape in names.items()}

@@ -14,6 +14,7 @@ import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
+from tcompress.files import write_text
 from tcompress.planning.entries import Plan
 from tcompress.recipe.scratch import PaperRow
 
@@ -252,13 +253,10 @@ def environment() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, with a digest of itself, beside the old one, then renames it."""
-    blank = manifest.model_copy(update={"digest": ZEROS})
-    content = (blank.model_dump_json(indent=1) + "\n").encode()
-    digest = hashlib.sha256(content).hexdigest()
-    beside = folder / f"{MANIFEST}.tmp"
-    beside.write_bytes(content.replace(ZEROS.encode(), digest.encode(), 1))
-    beside.rename(folder / MANIFEST)
+    """Writes the manifest, with a digest of itself; a reader finds the old one or the new one."""
+    blank = manifest.model_copy(update={"digest": ZEROS}).model_dump_json(indent=1) + "\n"
+    digest = hashlib.sha256(blank.encode()).hexdigest()
+    write_text(folder / MANIFEST, blank.replace(ZEROS, digest, 1))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

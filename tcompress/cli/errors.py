@@ -7,10 +7,8 @@ was missed, 130 interrupted, 143 by a SIGTERM.
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,6 +19,7 @@ import typer
 
 from tcompress.cli.output import notices, print_json
 from tcompress.errors import TCompressError
+from tcompress.files import disk_error
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
@@ -69,6 +68,9 @@ def describe(error: BaseException) -> Failure:
         return Failure("UsageError", message, hint, USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
+    refused = disk_error(error)
+    if refused is not None:
+        return describe(refused)
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `~name`
         return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
     lines = str(error).strip().splitlines()
@@ -88,7 +90,7 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
     """
     failure = describe(error)
     if os.environ.get(TRACEBACK, "0") not in ("", "0"):
-        traceback.print_exception(error, file=sys.stderr)
+        notices().print("".join(traceback.format_exception(error)), soft_wrap=True)
     if as_json:
         facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
         with suppress(OSError):  # where stdout is what is wrong
@@ -119,8 +121,6 @@ def _print(failure: Failure) -> None:
 
 
 def _unexpected_hint(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "free some disk space, then run the same command again"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
             "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "

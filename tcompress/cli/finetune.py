@@ -121,8 +121,10 @@ def finetune(
     settings = settings_of(context.params)
     folder = Path(output) if output else default_output(model, settings)
     from tcompress.artifact.reader import open_checked
+    from tcompress.artifact.workplace import check_output
     from tcompress.training.run import finetune as train_model
 
+    check_output(folder, force=force)  # before a long download
     quiet = quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
         source = open_checked(model, token=token, trust=allow_remote_code)

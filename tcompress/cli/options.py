@@ -154,8 +154,9 @@ Share = Annotated[
     str | None,
     typer.Option(
         metavar="none|heads|layers|model",
-        help="tucker: what shares factors and cores: nothing, the heads of an attention, all "
-        "layers of a role, or the whole model. Default `none`.",
+        help="tucker: what shares factors and cores: nothing (then it is `svd` with more "
+        "parameters), the heads of an attention, all layers of a role, or the whole model. "
+        "Default `none`.",
         rich_help_panel=METHOD,
         autocompletion=complete.shares,
     ),

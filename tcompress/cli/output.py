@@ -1,13 +1,18 @@
-"""Where things go: results to stdout, everything else to stderr."""
+"""Where things go: results to stdout, everything else to stderr.
+
+Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
+take for a command gets through: the consoles made here, and `print_json`, are the only way out.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +24,10 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON documents that commands print."""
 
+# Control characters but for line breaks and tabs, marks of direction, halves of characters.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _PIPE_WIDTH = 100  # of tables in files and pipes, unless COLUMNS says otherwise
 _SILENCED = {
     "DATASETS_VERBOSITY": "error",
@@ -42,9 +51,20 @@ def notices() -> Console:
 
 def _console(file: TextIO) -> Console:
     from rich.console import Console
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
+            for text, style, control in super().render(*given, **options):
+                yield Segment(text if control else visible(text), style, control)
 
     width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
+    return Safe(file=file, width=width, highlight=False, emoji=False, markup=False)
+
+
+def visible(text: str) -> str:
+    """Shows that there are commands to a terminal, in place of giving them."""
+    return _COMMANDS.sub("\ufffd", text)
 
 
 @contextmanager
@@ -126,7 +146,7 @@ def table(*names: str, right: Collection[str] = ()) -> Table:
 def print_json(document: dict[str, Any]) -> None:
     """Prints the one JSON document of a command; `schema` comes first."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def say(text: str, *, quiet: bool = False) -> None:

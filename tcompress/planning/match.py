@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.anatomy import Layer, anatomy_of
+from tcompress.anatomy import Anatomy, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
@@ -103,8 +103,10 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
     Raises:
         PlanError: Some do not; the message names all of them.
     """
-    layers = anatomy_of(model).layers
+    anatomy = anatomy_of(model)
+    layers = anatomy.layers
     known = {name for layer in layers for name in names_of(source, layer)}
+    known |= {name for layer in anatomy.outside for name in names_of(source, layer)[:-1]}
     patterns = [*recipe.keep, *recipe.only, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost and layers:  # without any, the plan says why
@@ -117,6 +119,18 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
             if close
             else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
         )
+
+
+def named_outside(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> list[Layer]:
+    """Lists layers outside of blocks that a pattern names which selects nothing inside them."""
+    inside = {name for layer in anatomy.layers for name in names_of(source, layer)}
+    given = (*recipe.only, *(rule.match for rule in recipe.layers))
+    patterns = [pattern for pattern in given if not matches(pattern, inside)]
+    return [
+        layer
+        for layer in anatomy.outside
+        if any(matches(pattern, names_of(source, layer)[:-1]) for pattern in patterns)
+    ]
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str | None:

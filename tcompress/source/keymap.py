@@ -314,7 +314,7 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     return tensor
 
 
-def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> torch.Size | None:
+def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
     """Give the shape that a runtime parameter has by the headers of a checkpoint's files.
 
     Args:

@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
-from tcompress.artifact.format import MANIFEST
 from tcompress.errors import DiskError, InputError, TCompressError
 from tcompress.files import (
     check_space,
@@ -31,6 +30,7 @@ from tcompress.files import (
     unwritable,
     write_text,
 )
+from tcompress.source.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
 _WEIGHTS = (".safetensors", ".bin")

@@ -7,6 +7,7 @@ torch nor the model is loaded, which would take seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,8 @@ class Inspection(_Facts):
     attention: str = ""
 
 
+_WEIGHTS = {"float16", "bfloat16", "float32", "float64"}
+_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "d_ff", "dim", "hidden_dim")
 _BARE = ("encoder", "decoder", "layers", "layer", "h", "blocks")
 _NO_PREFIX = ("t5", "mt5", "umt5")
 
@@ -158,6 +161,8 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
     named = next(iter(config.get("architectures") or ()), None)
     if blocks is None or count is None or named is None:
         return None
+    if not _is_described(config, store, named):
+        return None
     # Names of a bare model under a class with a head: the head may not be there.
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
     if bare and not named.endswith("Model"):
@@ -189,6 +194,20 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         refused=(),
         warnings=(),
     )
+
+
+def _is_described(config: Mapping[str, Any], store: WeightStore, named: str) -> bool:
+    """Tells whether types, sizes and class are as a config says; what is wrong takes the model."""
+    shapes = parameters_among(config, {key: store.shape(key) for key in store.keys()})  # noqa: SIM118
+    kinds = {store.kind(key) for key in shapes}
+    found = {size for shape in shapes.values() for size in shape}
+    wanted = {config[name] for name in _WIDTHS if isinstance(config.get(name), int)}
+    home = find_spec("transformers")
+    family = str(config["model_type"]).replace("-", "_")
+    if home is None or home.origin is None or not kinds <= _WEIGHTS or not wanted <= found:
+        return False
+    source = Path(home.origin).parent / "models" / family / f"modeling_{family}.py"
+    return f"class {named}(" in source.read_text(encoding="utf-8")
 
 
 def _from_manifest(

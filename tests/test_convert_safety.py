@@ -259,14 +259,11 @@ LPROD = {"name": "lprod", "p": 4, "transform": "fitted"}
 Q0 = "encoder.layer.0.attention.self.query"
 BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = {
     "a dense tensor dropped": (
-        "bert", {}, lambda w: w.pop(_first(w, "LayerNorm.weight")), "LayerNorm.weight` is missing"
+        "bert", {}, lambda w: w.pop(_first(w, "LayerNorm.weight")), "LayerNorm.weight`"
     ),
     "a factor dropped": ("bert", {}, lambda w: w.pop(_first(w, "tc_a")), "dense.tc_a` is missing"),
     "a wrong name": (
-        "bert",
-        {},
-        lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}),
-        "key.bias` is missing",
+        "bert", {}, lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}), "key.bias`"
     ),
     "another shape": (
         "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n][:-1]}), "does not load"

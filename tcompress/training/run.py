@@ -237,10 +237,10 @@ class _Run:
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
         carry_files(self.source.folder, self.source.companion_files(), folder)
-        self._prove(folder, cast)
         manifest = self._manifest(facts)
         write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
+        self._prove(folder, cast)
 
     def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Opens what was written, and compares some of the weights."""

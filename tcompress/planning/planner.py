@@ -112,13 +112,10 @@ class _Planner:
         """Name of a layer in the checkpoint, and what it becomes."""
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
-            converter = self.source.keymap.sources(layer.weight_name).converter
-            if layer.kind != "experts":
-                self.source.keymap.apart([layer.weight_name])
+            self.source.keymap.sources(layer.weight_name)
+            self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        if converter and layer.kind == "experts" and len(converter.target_patterns) > 1:
-            raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
         choice = self._choice(names_of(self.source, layer))
         if choice is None:

@@ -272,8 +272,8 @@ class KeyMap:
                 prefix = prefix.rpartition(".")[0]
                 yield prefix
         # Of a layer that a converter makes: as Transformers names it when it saves the model again.
+        # No other name will do: what is saved again would not be found under it.
         yield apply_renamings(f"{module_name}.weight", self._used).removesuffix(".weight")
-        yield module_name
 
     def _loads_back(self, prefix: str, module_name: str) -> bool:
         probe = _Probe(self._modules)

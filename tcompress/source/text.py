@@ -97,11 +97,14 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """Read a `config.json`, of which what is used first is known to be of the right kind.
 
     Raises:
-        ValueError: It cannot be read, or is none; the message says why, in one line.
+        ValueError: It cannot be read, or is none; the message is a predicate in one line.
     """
-    found = read_json(path, strict=strict)
+    try:
+        found = read_json(path, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"is no valid JSON ({first_line(error)})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, expected an object")
+        raise ValueError(f"holds a {type(found).__name__}, expected an object")
     for key, kind, what in (
         ("model_type", str, "a text"),
         ("architectures", list, "a list of texts"),
@@ -110,5 +113,5 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
         value = found.get(key)
         texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
         if value is not None and not (isinstance(value, kind) and texts):
-            raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected {what}")
+            raise ValueError(f"has `{str(value)[:40]}` as `{key}`, expected {what}")
     return found

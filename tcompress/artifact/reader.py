@@ -213,7 +213,7 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     try:
         return read_settings(path, strict=strict)
     except ValueError as error:
-        raise ArtifactError(f"`{path}` cannot be used: {error}", _AGAIN) from error
+        raise ArtifactError(f"`{path}` {error}", _AGAIN) from error
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:

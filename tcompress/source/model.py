@@ -224,7 +224,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return read_settings(path)
     except ValueError as error:
-        raise SourceError(f"`{path}` cannot be used: {error}", hint="repair the file") from error
+        raise SourceError(f"`{path}` {error}", hint="repair the file") from error
 
 
 def _hint_without_config(folder: Path) -> str:

@@ -97,11 +97,14 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """Read a `config.json`, of which what is used first is known to be of the right kind.
 
     Raises:
-        ValueError: It cannot be read, or is none; the message says why, in one line.
+        ValueError: It cannot be read, or is none; the message is a predicate in one line.
     """
-    found = read_json(path, strict=strict)
+    try:
+        found = read_json(path, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"is no valid JSON ({first_line(error)})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, expected an object")
+        raise ValueError(f"holds a {type(found).__name__}, expected an object")
     for key, kind, what in (
         ("model_type", str, "a text"),
         ("architectures", list, "a list of texts"),
@@ -110,7 +113,7 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
         value = found.get(key)
         texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
         if value is not None and not (isinstance(value, kind) and texts):
-            raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected {what}")
+            raise ValueError(f"has `{str(value)[:40]}` as `{key}`, expected {what}")
     check_counts(found)
     return found
 
@@ -129,4 +132,4 @@ def check_counts(settings: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             check_counts(value)
         elif type(value) is int and ("layer" in key or "depth" in key) and value > MOST_LAYERS:
-            raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected at most {MOST_LAYERS:,}")
+            raise ValueError(f"has {str(value)[:40]} as `{key}`, expected at most {MOST_LAYERS:,}")

@@ -314,7 +314,7 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     return tensor
 
 
-def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> torch.Size | None:
+def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
     """Give the shape that a runtime parameter has by the headers of a checkpoint's files.
 
     Args:
@@ -333,7 +333,7 @@ def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> torch.S
         return torch.empty(store.shape(key), dtype=store.dtype(key), device="meta")
 
     try:
-        return _converted(empty, keymap, param_name, sources).shape
+        return tuple(_converted(empty, keymap, param_name, sources).shape)
     except (SourceError, NotImplementedError):
         return None
 

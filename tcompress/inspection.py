@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.anatomy.stored import parameters_among, stored_blocks, stored_parameters
+from tcompress.anatomy.stored import Shapes, parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.reporting.describe import describe_attention, describe_entry
-from tcompress.source.names import METHOD, resolve
+from tcompress.source.names import FORMAT_VERSION, METHOD, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -96,7 +96,7 @@ class Inspection(_Facts):
     attention: str = ""
 
 
-_WEIGHTS = {"float16", "bfloat16", "float32", "float64"}
+_FLOATS = {"float32", "float16", "bfloat16", "float64"}
 _WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "d_ff", "dim", "hidden_dim")
 _BARE = ("encoder", "decoder", "layers", "layer", "h", "blocks")
 _NO_PREFIX = ("t5", "mt5", "umt5")
@@ -147,7 +147,8 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         if section is None:
             return _from_headers(name, config, WeightStore.open(folder))
-        if section["quant_method"] == METHOD and manifest and looks_whole(folder, manifest):
+        known = section["quant_method"] == METHOD and section["format_version"] <= FORMAT_VERSION
+        if known and manifest and looks_whole(folder, manifest):
             return _from_manifest(name, config, manifest, WeightStore.open(folder))
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full
@@ -155,13 +156,14 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
 
 
 def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> Inspection | None:
+    kinds = {store.kind(key) for key in store.keys()}  # noqa: SIM118 - not a mapping
+    if not _FLOATS & kinds or any("float" in kind for kind in kinds - _FLOATS):
+        return None
     shapes = {key: store.shape(key) for key in store.keys() if "float" in store.kind(key)}  # noqa: SIM118
     floats = parameters_among(config, shapes)
     blocks, count = stored_blocks(config, floats), stored_parameters(config, floats)
-    named = next(iter(config.get("architectures") or ()), None)
-    if blocks is None or count is None or named is None:
-        return None
-    if not _is_described(config, store, named):
+    named = next(iter(config.get("architectures") or ()), "")
+    if blocks is None or count is None or not _is_described(config, floats, named):
         return None
     # Names of a bare model under a class with a head: the head may not be there.
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
@@ -196,15 +198,13 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
     )
 
 
-def _is_described(config: Mapping[str, Any], store: WeightStore, named: str) -> bool:
-    """Tells whether types, sizes and class are as a config says; what is wrong takes the model."""
-    shapes = parameters_among(config, {key: store.shape(key) for key in store.keys()})  # noqa: SIM118
-    kinds = {store.kind(key) for key in shapes}
-    found = {size for shape in shapes.values() for size in shape}
+def _is_described(config: Mapping[str, Any], floats: Shapes, named: str) -> bool:
+    """Tells whether sizes and class are as a config says; what is wrong takes the model."""
+    found = {size for shape in floats.values() for size in shape}
     wanted = {config[name] for name in _WIDTHS if isinstance(config.get(name), int)}
     home = find_spec("transformers")
     family = str(config["model_type"]).replace("-", "_")
-    if home is None or home.origin is None or not kinds <= _WEIGHTS or not wanted <= found:
+    if home is None or home.origin is None or not wanted <= found:
         return False
     source = Path(home.origin).parent / "models" / family / f"modeling_{family}.py"
     return f"class {named}(" in source.read_text(encoding="utf-8")

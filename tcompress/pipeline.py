@@ -9,7 +9,7 @@ from typing import Any
 
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import check_output
+from tcompress.artifact.workplace import check_output, tidy
 from tcompress.benching.run import Bench, Settings, bench
 from tcompress.conversion.run import convert
 from tcompress.errors import InputError, Problems
@@ -221,6 +221,7 @@ class _Run:
         """Converts, unless that is done."""
         if self._is_converted():
             self.outcome.skipped.append("convert")
+            tidy(self.outcome.converted)
             self.say(f"`{self.outcome.converted.name}` is already converted{_AGAIN}")
             return
         convert(
@@ -239,6 +240,7 @@ class _Run:
             return
         if self._is_trained():
             self.outcome.skipped.append("finetune")
+            tidy(self.outcome.folder)
             self.say(f"`{self.outcome.folder.name}` is already trained{_AGAIN}")
             return
         finetune(

@@ -145,7 +145,7 @@ def test_conversion_prints_the_result_and_writes_a_model(model: Path) -> None:
         "Not healed yet: imitating the dense model usually wins much of the quality back.",
         "Next: `tcompress finetune bert-lprod-p2 --data FILE`",
     ]
-    assert re.fullmatch(r"writing: 0\.\d of 0\.\d MB in \d+\.\d s\n", done.err)
+    assert re.fullmatch(r"fitting and writing: 0\.\d of 0\.\d MB in \d+\.\d s\n", done.err)
     assert AutoModelForMaskedLM.from_pretrained("bert-lprod-p2").config.model_type == "bert"
 
 

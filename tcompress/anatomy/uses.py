@@ -46,7 +46,8 @@ def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
-        for use in _uses(type(module)):
+        kind: Any = type(module)
+        for use in _uses(kind):
             if not all(_may_be(module, *condition) for condition in use.conditions):
                 continue
             reason = f"`{type(module).__name__}.{use.method}` uses its weight directly"

@@ -266,11 +266,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         ArtifactError: It is of a newer format, or damaged.
     """
     try:
-        raw = read_sealed(folder)
-        if raw is None:
-            return None
-        check_format_version(raw.get("format_version"))
-        return Manifest.model_validate(raw)
+        raw = read_sealed(folder, check_format_version)
+        return None if raw is None else Manifest.model_validate(raw)
     except ArtifactError:
         raise
     except ValueError as error:

@@ -386,6 +386,13 @@ class Workplace:
                 remove(item)
 
 
+def tidy(output: Path) -> None:
+    """Removes what a run that was killed in its clean-up left beside a finished output."""
+    if kind_of(partial_folder(output)) is None:
+        with suppress(InputError):  # another run is at work there
+            Workplace(output, "", force=True).discard()
+
+
 def identity_of(parts: Mapping[str, Any]) -> str:
     """Renders what determines a result; the version of torch changes rounding."""
     facts = {**parts, "torch": torch.__version__}

@@ -258,16 +258,11 @@ class _Job:
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
         self.outputs = Outputs.of(self.source, *parts)
         self.proof = Proof(self.outputs, self.plan)
-        names = map(self.outputs.runtime_name, self.plan.layers)  # some outside of blocks
-        self.block_of = (
-            {name: name for name in names}
-            | {
-                layer.name: block.name
-                for block in anatomy_of(self.source.meta_model()).blocks
-                for layer in block.layers
-            }
-            | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
-        )
+        self.block_of = {
+            layer.name: block.name
+            for block in anatomy_of(self.source.meta_model()).blocks
+            for layer in block.layers
+        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
 
     def fit_embeddings(self, place: FitWorkplace) -> None:
         """Fits tables of word embeddings on the words of the calibration data, if there is any."""

@@ -83,7 +83,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        names = {entry.name for entry in (*plan.layers, *plan.attention)}
+        names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
         needed = {name for name in names if keymap.runtime_name(name) is not None}
         shapes = stored_shapes([str(file) for file in files])
         if folder is not None and shapes:

@@ -197,7 +197,8 @@ class MomentSums:
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else torch.zeros_like(means)
-        return Moments(*parts, mean, dense_mean, self._rows)
+        gram, cross, dense = parts
+        return Moments(gram, cross, dense, mean, dense_mean, self._rows)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from tcompress.source.text import folder_content, listed
 METHOD = "tcompress"
 """Value of `quant_method` in the config of a converted model."""
 
+FORMAT_VERSION = 3
+"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
+
 MANIFEST = "tcompress.json"
 CARD = "README.md"
 

@@ -64,11 +64,15 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_file():
             content = path.read_bytes()
             if path.name == "tcompress.json":
-                facts = {**json.loads(content), "created": "", "seconds": 0, "digest": ""}
-                facts["training"] = [{**run, "seconds": 0} for run in facts["training"]]
+                facts = json.loads(content, object_hook=_timeless)
                 content = json.dumps(facts).encode()
             found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
     return found
+
+
+def _timeless(facts: dict[str, Any]) -> dict[str, Any]:
+    changing = ("created", "seconds", "digest")
+    return {name: value for name, value in facts.items() if name not in changing}
 
 
 class Interrupt(Silent):
@@ -94,7 +98,7 @@ class Killer:
         self._stage = name
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        if self._stage == self._wanted:
+        if self._stage.endswith(self._wanted):  # what is fitted without data is written at once
             self._left -= 1
             if not self._left:
                 die()

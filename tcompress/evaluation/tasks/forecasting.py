@@ -141,14 +141,15 @@ def _linear(windows: Windows) -> Forecast | None:
         return None
     step = -(-(last + 1) * len(windows.variables) // FITTED_ROWS)
     training = replace(windows, starts=np.arange(0, last + 1, step))
-    gram, cross = 0.0, 0.0
+    size = windows.context
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    cross = torch.zeros(size, windows.horizon, dtype=torch.float64)
     for first in range(0, len(training), 256):
         past, future = (part.double() for part in training.batch(slice(first, first + 256)))
         x, y = ((part - past[:, -1:]).mT.flatten(0, 1) for part in (past, future))
         gram, cross = gram + x.mT @ x, cross + x.mT @ y
-    gram = torch.as_tensor(gram)
     level = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
-    weight = torch.linalg.solve(gram + level * torch.eye(len(gram)).to(gram), cross)
+    weight = torch.linalg.solve(gram + level * torch.eye(size).to(gram), cross)
 
     def forecast(past: Tensor) -> Tensor:
         return past[:, -1:] + (weight.mT @ (past - past[:, -1:]))

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tcompress.errors import SourceError
-from tcompress.source.keymap import KeyMap, stored_shape
+from tcompress.source.keymap import KeyMap, made_of
 from tcompress.source.store import WeightStore
 from tcompress.source.text import listed
 
@@ -122,13 +122,28 @@ def _misshapen(store: WeightStore, keymap: KeyMap) -> Iterator[str]:
     wrong = {}
     for name, wanted in keymap.model.state_dict().items():
         if keymap.has(name):
-            found = stored_shape(store, keymap, name)
+            found = _stored_shape(store, keymap, name)
             if found is not None and found != wanted.shape:
                 wrong[f"`{name}` has shape {list(found)}"] = f"not {list(wanted.shape)}"
     for found_text, wanted_text in list(wrong.items())[:_MOST]:
         yield f"{found_text}, {wanted_text}"
     if len(wrong) > _MOST:
         yield f"{len(wrong) - _MOST} more have other shapes"
+
+
+def _stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
+    """Shape that a parameter has by the headers of files; None if only reading tells it."""
+    sources = keymap.sources(param_name)
+    if sources.converter is None:
+        return store.shape(sources.keys[0])
+
+    def empty(key: str) -> Tensor:
+        return torch.empty(store.shape(key), dtype=store.dtype(key), device="meta")
+
+    try:
+        return tuple(made_of(empty, keymap, param_name, sources).shape)
+    except (SourceError, NotImplementedError):
+        return None
 
 
 _MOST = 8

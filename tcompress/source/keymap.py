@@ -303,7 +303,7 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     if sources.converter is None:
         tensor = store.tensor(sources.keys[0])
     else:
-        tensor = _converted(store.tensor, keymap, param_name, sources)
+        tensor = made_of(store.tensor, keymap, param_name, sources)
     expected = keymap.model.get_parameter_or_buffer(param_name).shape
     if tensor.shape != expected:
         raise SourceError(
@@ -312,30 +312,6 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
             hint="use the `config.json` that belongs to these weights",
         )
     return tensor
-
-
-def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
-    """Give the shape that a runtime parameter has by the headers of a checkpoint's files.
-
-    Args:
-        store: The checkpoint.
-        keymap: Names of checkpoint and model.
-        param_name: Runtime name of a parameter or buffer.
-
-    Returns:
-        The shape; None if only reading tells it, or if nothing can be made of what is stored.
-    """
-    sources = keymap.sources(param_name)
-    if sources.converter is None:
-        return store.shape(sources.keys[0])
-
-    def empty(key: str) -> Tensor:
-        return torch.empty(store.shape(key), dtype=store.dtype(key), device="meta")
-
-    try:
-        return _converted(empty, keymap, param_name, sources).shape
-    except (SourceError, NotImplementedError):
-        return None
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
@@ -365,9 +341,14 @@ def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
     return require_finite(value, store.name_inside(keymap.sources(param_name).keys[0]))
 
 
-def _converted(
+def made_of(
     read: Callable[[str], Tensor], keymap: KeyMap, param_name: str, sources: Sources
 ) -> Tensor:
+    """Make a parameter of several tensors, or of a part of one.
+
+    Raises:
+        SourceError: Transformers cannot make it of them.
+    """
     converter = deepcopy(sources.converter)
     for key, pattern in zip(sources.keys, sources.patterns, strict=True):
         # A callable is read by the converter at the moment it needs the tensor.

@@ -7,16 +7,17 @@ torch nor the model is loaded, which would take seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.anatomy.stored import parameters_among, stored_blocks, stored_parameters
+from tcompress.anatomy.stored import Shapes, parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
-from tcompress.reporting.describe import describe_attention, describe_parts
-from tcompress.source.names import METHOD, resolve
+from tcompress.reporting.describe import describe_attention, describe_entry
+from tcompress.source.names import FORMAT_VERSION, METHOD, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -95,6 +96,8 @@ class Inspection(_Facts):
     attention: str = ""
 
 
+_FLOATS = {"float32", "float16", "bfloat16", "float64"}
+_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "d_model", "d_ff", "dim", "hidden_dim")
 _BARE = ("encoder", "decoder", "layers", "layer", "h", "blocks")
 _NO_PREFIX = ("t5", "mt5", "umt5")
 
@@ -144,7 +147,8 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         if section is None:
             return _from_headers(name, config, WeightStore.open(folder))
-        if section["quant_method"] == METHOD and manifest and looks_whole(folder, manifest):
+        known = section["quant_method"] == METHOD and section["format_version"] <= FORMAT_VERSION
+        if known and manifest and looks_whole(folder, manifest):
             return _from_manifest(name, config, manifest, WeightStore.open(folder))
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full
@@ -152,11 +156,14 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
 
 
 def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> Inspection | None:
+    kinds = {store.kind(key) for key in store.keys()}  # noqa: SIM118 - not a mapping
+    if not _FLOATS & kinds or any("float" in kind for kind in kinds - _FLOATS):
+        return None
     shapes = {key: store.shape(key) for key in store.keys() if "float" in store.kind(key)}  # noqa: SIM118
     floats = parameters_among(config, shapes)
     blocks, count = stored_blocks(config, floats), stored_parameters(config, floats)
-    named = next(iter(config.get("architectures") or ()), None)
-    if blocks is None or count is None or named is None:
+    named = next(iter(config.get("architectures") or ()), "")
+    if blocks is None or count is None or not _is_described(config, floats, named):
         return None
     # Names of a bare model under a class with a head: the head may not be there.
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
@@ -191,13 +198,25 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
     )
 
 
+def _is_described(config: Mapping[str, Any], floats: Shapes, named: str) -> bool:
+    """Tells whether sizes and class are as a config says; what is wrong takes the model."""
+    found = {size for shape in floats.values() for size in shape}
+    wanted = {config[name] for name in _WIDTHS if isinstance(config.get(name), int)}
+    home = find_spec("transformers")
+    family = str(config["model_type"]).replace("-", "_")
+    if home is None or home.origin is None or not wanted <= found:
+        return False
+    source = Path(home.origin).parent / "models" / family / f"modeling_{family}.py"
+    return f"class {named}(" in source.read_text(encoding="utf-8")
+
+
 def _from_manifest(
     name: str, config: Mapping[str, Any], manifest: Mapping[str, Any], store: WeightStore
 ) -> Inspection:
     """Reads the plan as plain data: digests say that it is as it was written."""
     entries, plan = config["quantization_config"]["plan"], manifest["plan"]
     sizes = {key: prod(store.shape(key)) for key in store.keys()}  # noqa: SIM118 - not a mapping
-    layers = tuple(_planned(entry, sizes) for entry in entries["layers"])
+    layers = tuple(_planned(entry, sizes, plan["method"]) for entry in entries["layers"])
     attention = entries.get("attention", [])
     saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
     for entry in attention:
@@ -219,7 +238,7 @@ def _from_manifest(
     )
 
 
-def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
+def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) -> LayerFacts:
     name, parts, experts = entry["name"], entry["parts"], entry.get("experts")
     parameter = entry.get("parameter", "weight")
     inside = f"{name}.tc_"
@@ -238,7 +257,7 @@ def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
         experts=experts,
         dense_parameters=columns * rows * (experts or 1),
         parameters=_stored(sizes, inside),
-        structure=describe_parts(parts),
+        structure=describe_entry(entry, method),
     )
 
 
@@ -292,7 +311,10 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
         converted=True,
         parameters=sum(parameter.numel() for parameter in dense.parameters()) - saved,
         blocks=_blocks((*artifact.attention, *artifact.layers)),
-        layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
+        layers=tuple(
+            _facts(entry, manifest.plan.method if manifest else "", converted=True)
+            for entry in artifact.layers
+        ),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
         attention=describe_attention(artifact.attention),
@@ -307,7 +329,7 @@ def _refused(left: tuple[Left, ...]) -> tuple[RefusedFacts, ...]:
     return tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left)
 
 
-def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
+def _facts(entry: LayerPlan, method: str = "", *, converted: bool) -> LayerFacts:
     single = entry.parameter == "weight"
     return LayerFacts(
         name=entry.name if single else f"{entry.name}.{entry.parameter}",
@@ -320,5 +342,5 @@ def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
         experts=entry.experts,
         dense_parameters=entry.dense_parameters,
         parameters=entry.parameters if converted else entry.dense_parameters,
-        structure=describe_parts(entry.parts) if converted else None,
+        structure=describe_entry(entry, method) if converted else None,
     )

@@ -40,21 +40,66 @@ def test_position_tables_of_deberta_are_refused_and_shared_keys_are_marked() -> 
     )
 
 
-@pytest.mark.parametrize("stem", ["Albert", "Deberta", "Mamba2"])
-def test_refused_family_lists_all_its_projections_with_the_reason(stem: str) -> None:
-    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if stem == "Mamba2":
-        options = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8}
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "direct"),
+    [
+        ("Deberta", {}, {"in_proj"}),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2}, {"out_proj"}),
+        ("WavLM", {}, {"q_proj", "k_proj", "v_proj", "out_proj"}),
+        ("Albert", {}, set()),
+        ("Bloom", {}, set()),
+        ("Bloom", {"pretraining_tp": 2, "slow_but_exact": True}, {"dense", "dense_4h_to_h"}),
+        ("T5", {"d_model": 32, "num_layers": 2}, set()),  # reads no more than a dtype
+    ],
+)
+def test_layers_whose_weights_a_forward_pass_reads_stay_dense(
+    kind: str, options: dict[str, Any], direct: set[str]
+) -> None:
     with torch.device("meta"):
-        model = getattr(transformers, f"{stem}Model")(
-            getattr(transformers, f"{stem}Config")(**options, vocab_size=100)
-        )
-    anatomy = anatomy_of(model)
-    reason = anatomy.refused[0].reason
-    assert not anatomy.blocks
-    assert not anatomy.supported
-    assert {refusal.reason for refusal in anatomy.refused} == {reason}
-    assert anatomy.warnings == (f"family `{anatomy.family}` is left alone: {reason}",)
+        config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
+        anatomy = anatomy_of(getattr(transformers, f"{kind}Model")(config))
+    reasons = [item for item in anatomy.refused if "uses its weight directly" in item.reason]
+    assert {item.name.rpartition(".")[2] for item in reasons} == direct
+    assert anatomy.layers
+    assert not any("left alone" in warning for warning in anatomy.warnings)
+
+
+class _Backwards(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class _Clipped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-5, 5))
+
+
+def test_subclasses_of_linear_layers_are_told_by_what_they_compute() -> None:
+    block = nn.ModuleDict({"a": _Backwards(8, 8), "b": _Clipped(8, 8), "norm": nn.LayerNorm(8)})
+    anatomy = anatomy_of(nn.ModuleList([block]))
+    assert [layer.name for layer in anatomy.layers] == ["0.a"]
+    assert anatomy.refused == (
+        Refusal("0.b", "its class `_Clipped` has a forward pass of its own"),
+    )
+
+
+def test_prediction_heads_beside_a_decoder_are_no_blocks() -> None:
+    def head() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([_Item()]), "boxes": nn.ModuleList([head(), head()])}
+    )
+    assert [block.name for block in anatomy_of(model).blocks] == ["layers.0"]
 
 
 def test_each_tower_follows_its_own_config() -> None:
@@ -128,7 +173,8 @@ def test_unknown_model_is_scanned_by_structure() -> None:
     assert {refusal.name: refusal.reason for refusal in anatomy.refused} == {
         "layers.0.attention.out_proj": "`nn.MultiheadAttention` uses its weight directly",
         "layers.1.gate": "it routes tokens to experts, which a small error changes",
-        "layers.1.experts": "its 3-D weights have a known layout in supported families only",
+        "layers.1.experts": "its forward pass does not say how it multiplies by its stacked"
+        " weights: `w1`",
     }
     assert anatomy.warnings[0].startswith("family `_Scanned` has no table of roles")
 

@@ -65,6 +65,8 @@ def test_an_intact_model_opens(written: Path) -> None:
     assert f"{QUERY}.tc_slices" in artifact.store
     artifact.verify_checksums()
     assert is_converted(written)
+    section = artifact.config["quantization_config"]
+    assert "`import tcompress` before loading" in section["note"]
 
 
 def test_a_model_without_manifest_opens(folder: Path) -> None:

@@ -25,6 +25,12 @@ from tests.support.tiny import TINY, build
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files between the passes may be somebody else's; models are in safetensors here."""
+    monkeypatch.setattr(torch, "load", None)
+
+
 def _walk(
     folder: Path, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
 ) -> dict[str, Worth]:
@@ -89,7 +95,9 @@ def test_block_by_block_equals_a_plain_backward_pass(family: str, tmp_path: Path
     for name, worth in wanted.items():
         assert found[name].rows == worth.rows, name
         assert _distance(found[name].curvature, worth.curvature) < 1e-5, name
-        assert _distance(found[name].gram, worth.gram) < 1e-5, name
+        assert _distance(found[name].moment(centred=False), worth.moment(centred=False)) < 1e-5, (
+            name
+        )
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
@@ -105,7 +113,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     for name, worth in found[0].items():
         assert found[1][name].rows == worth.rows == 14
         assert _distance(found[1][name].curvature, worth.curvature) < 1e-5
-        assert _distance(found[1][name].gram, worth.gram) < 1e-5
+        assert _distance(found[1][name].moment(centred=False), worth.moment(centred=False)) < 1e-5
 
 
 class _Fixed(OutputProbe):

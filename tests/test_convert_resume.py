@@ -18,6 +18,7 @@ from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.run import Converted, Silent, convert
 from tcompress.errors import InputError
+from tcompress.planning.entries import Plan
 from tests.support.conversions import calibration, threads
 from tests.support.interrupted import (
     Interrupt,
@@ -215,6 +216,42 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
     Artifact.open(output).verify_checksums()
 
 
+def test_damaged_results_count_as_none(tmp_path: Path) -> None:
+    """Whatever a conversion keeps is written whole; what is damaged all the same is done again."""
+    place = FitWorkplace(tmp_path / "out", "x")
+    place.keep_change(0.5)
+    place.keep_method("svd")
+    place.keep_banks({("a", "b"): {"c": torch.ones(2)}})
+    place.keep_plan(Plan(layers=(), source="m", method="svd"))
+    place.keep_curvature("block", {"q": torch.ones(2, 2)})
+    place.keep_inputs("block", {"q": torch.ones(2, 2)})
+    assert (place.change(), place.method()) == (0.5, "svd")
+    assert place.plan() is not None
+    assert place.banks() is not None
+    (place.folder / "curvature" / "block.safetensors").write_bytes(b"cut off")
+    assert place.plan() is None  # it rests on them
+    for path in place.folder.rglob("*"):
+        if path.is_file() and path.name != "lock":
+            path.write_bytes(b"\xff{")
+    assert (place.change(), place.method(), place.plan(), place.banks()) == (None,) * 4
+    assert (place.depth(), place.block("block")) == (None, None)
+    assert place.curvature("block") == place.inputs("block") == {}
+
+
+def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
+    place = FitWorkplace(tmp_path / "out", "x")
+    trial = place.trial("svd")
+    trial.keep_plan(Plan(layers=(), source="m", method="svd"))
+    trial.keep_inputs("block", {"q": torch.ones(2, 2)})
+    trial.close()
+    (trial.folder / "inputs").rename(place.folder / "inputs")  # so far it came
+    place.adopt("svd")
+    place.adopt("svd")
+    assert place.plan() is not None
+    assert place.inputs("block")
+    assert not (place.folder / "trials").exists()
+
+
 def test_a_damaged_working_folder_is_no_obstacle(
     source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
 ) -> None:
@@ -227,9 +264,11 @@ def test_a_damaged_working_folder_is_no_obstacle(
     block.write_bytes(block.read_bytes()[:50])
     with (folder / "journal.jsonl").open("a") as file:
         file.write('{"kind": "shard", "file": "model-0')
+    for shard in (folder / "model").glob("*.safetensors"):
+        shard.write_bytes(bytes(shard.stat().st_size))
     run(source, output, True)
     assert contents(output) == contents(uninterrupted(True).folder)
-    assert Workplace(output, "x").notes("shard") == []
+    assert Workplace(output, "x", force=True).notes("shard") == []
 
 
 def test_what_attention_began_with_is_kept(tmp_path: Path) -> None:

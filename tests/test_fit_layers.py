@@ -113,6 +113,27 @@ def test_errors_are_those_on_rows(terms: list[Method]) -> None:
     assert fitted.errors == {"calibration": pytest.approx(error, abs=1e-9)}
 
 
+@pytest.mark.parametrize("terms", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_weight_of_zeros_is_fitted_without_error(terms: list[Method], aware: bool) -> None:
+    entry, weight = _plan(terms, bias=True), torch.zeros(OUTPUTS, WIDTH)
+    moments = [part.moments(centred=True) for part in (Rows.drawn(), Rows.drawn(30, seed=50))]
+    fitted = _fit(entry, weight, LayerMoments(*moments) if aware else LayerMoments(), damping=0.01)
+    kinds = ("calibration", "held_out") if aware else ("weight",)
+    assert fitted.errors == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.parametrize("terms", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("size", [1e-38, 3e38])
+def test_errors_do_not_depend_on_the_size_of_a_weight(terms: list[Method], size: float) -> None:
+    entry, weight = _plan(terms), randn(OUTPUTS, WIDTH).clamp(-1, 1)
+    moments = [LayerMoments(), LayerMoments(Rows.drawn().moments(centred=False))]
+    for own in moments:
+        usual, extreme = (_fit(entry, s * weight, own, damping=0.01) for s in (1.0, size))
+        for kind, error in usual.errors.items():
+            assert extreme.errors[kind] == pytest.approx(error, rel=1e-3)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_held_out_errors_are_those_of_the_layer_on_held_out_rows(bias: bool) -> None:
     entry, weight = _plan([LOW], bias=bias), randn(OUTPUTS, WIDTH)

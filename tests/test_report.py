@@ -160,13 +160,16 @@ def test_what_stays_dense_is_listed_with_and_without_manifest(tmp_path: Path) ->
     assert again[-1].reason == "it routes tokens to experts, which a small error changes"
 
 
-def test_a_model_that_was_trained_in_place_keeps_its_errors(tmp_path: Path) -> None:
+def test_a_manifest_of_other_files_is_refused(tmp_path: Path) -> None:
     done = converted("bert", tmp_path)
     transformers.AutoModel.from_pretrained(done.folder).save_pretrained(tmp_path / "again")
     shutil.copy(done.folder / "tcompress.json", tmp_path / "again")
+    with pytest.raises(ArtifactError, match="is not as it was written: `config") as caught:
+        report_of(tmp_path / "again")
+    assert "delete" in str(caught.value.hint)
+    (tmp_path / "again" / "tcompress.json").unlink()
     report = report_of(tmp_path / "again")
     assert report.layers[0].name == "encoder.layer.0.attention.self.query"
-    assert report.errors == report_of(done.folder).errors
 
 
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +261,7 @@ def test_a_class_without_the_planned_layers_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tcompress.json").unlink()  # its checksums would say so before
     with pytest.raises(ArtifactError) as caught:
         report_of(folder)
     assert caught.value.message == (

@@ -116,8 +116,8 @@ def test_heads_and_bare_models_read_each_others_checkpoints(
         ("mixtral", "model.layers.0.mlp", "model.layers.0.block_sparse_moe"),
         ("qwen3_moe", "model.layers.1.mlp.experts", "model.layers.1.mlp.experts"),
         ("gpt2", "transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
-        # A third of a stored tensor has no stored name; its own is then free to use.
-        ("nomic_bert", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"),
+        # A third of a stored tensor has no stored name: what saving would call it is free to use.
+        ("nomic_bert", "layers.0.self_attn.q_proj", "encoder.layers.0.self_attn.q_proj"),
         ("nomic_bert", "layers.0.self_attn.o_proj", "encoder.layers.0.attn.out_proj"),
     ],
 )
@@ -196,6 +196,15 @@ def test_a_fused_tensor_is_taken_apart(saved: Saved) -> None:
     assert keys.module_key(stored) == "layers.0.self_attn.q_proj.weight"
 
 
+def test_what_is_fused_with_rewritten_layers_is_found(saved: Saved) -> None:
+    keys = SourceModel.open(str(saved("nomic_bert")[0])).keymap
+    one, rest = "layers.0.self_attn.q_proj.weight", ("k", "v")
+    names = [f"layers.0.self_attn.{part}_proj.weight" for part in rest]
+    assert keys.apart([one]) == {f"encoder.{name}": name for name in names}
+    assert keys.apart([one, *names]) == {}
+    assert keys.apart(["layers.0.self_attn.o_proj.weight"]) == {}
+
+
 def test_tied_parameters_share_their_source(saved: Saved) -> None:
     keys = SourceModel.open(str(saved("llama_tied")[0])).keymap
     assert keys.tied("lm_head.weight") == ("model.embed_tokens.weight",)
@@ -269,7 +278,7 @@ def test_a_module_that_transformers_would_not_fill_is_refused(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swallowed = [WeightRenaming(r"self\.query", "self.key")]
-    monkeypatch.setattr(keymap, "get_model_conversion_mapping", lambda _: swallowed)
+    monkeypatch.setattr(keymap, "get_model_conversion_mapping", lambda _, **__: swallowed)
     _, keys = map_as(saved("bert_base")[0], "BertModel")
     with pytest.raises(SourceError) as caught:
         keys.checkpoint_prefix("encoder.layer.0.attention.self.query")

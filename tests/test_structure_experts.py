@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from tcompress.anatomy.projections import shapes_of
 from tcompress.structures import Site, structure
-from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import PartLayout, keep_weights
 from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12
+BOTH = ("gate_up_proj", "down_proj")
 
 METHODS = {
     "lowrank": [("lowrank", {"rank": 3})],
@@ -63,7 +76,7 @@ def _parts(method: str, name: str) -> tuple[PartLayout, ...]:
     return tuple(PartLayout(name=part, terms=tuple(terms)) for part in names)
 
 
-def _structured(method: str, rewritten: tuple[str, ...] = tuple(CHILD_OF)) -> StructuredExperts:
+def _structured(method: str, rewritten: tuple[str, ...] = BOTH) -> StructuredExperts:
     experts = StructuredExperts(_host())
     for name in rewritten:
         experts.rewrite(name, _parts(method, name), dtype=torch.float64)
@@ -74,8 +87,8 @@ def _structured(method: str, rewritten: tuple[str, ...] = tuple(CHILD_OF)) -> St
 def _weights(experts: StructuredExperts) -> dict[str, Tensor]:
     """Dense weights of both stacks."""
     found = {}
-    for name, child in CHILD_OF.items():
-        stack = getattr(experts, child, None)
+    for name in BOTH:
+        stack = experts.stacks.get(name)
         found[name] = getattr(experts, name) if stack is None else stack.dense_weight()
     return found
 
@@ -116,8 +129,8 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
         wanted = experts(*call)
         assert keep_weights(experts) == 8 * EXPERTS * 3 * UNITS * WIDTH
         assert_close(experts(*call), wanted)
-        for child in CHILD_OF.values():
-            weight = getattr(experts, child).kept_weight()
+        for stack in experts.stacks.values():
+            weight = stack.kept_weight()
             assert weight is not None
             weight.zero_()
         assert not bool(experts(*call).any())  # they are what is applied
@@ -136,7 +149,7 @@ def test_equals_the_transformers_module(routing: str) -> None:
 def test_weights_that_are_not_rewritten_stay_dense(rewritten: tuple[str, ...]) -> None:
     experts, call = _structured("fitted", rewritten), _call("unbalanced")
     assert_close(experts(*call), _loop(_weights(experts), *call))
-    for name in CHILD_OF:  # what is rewritten leaves nothing under the dense name
+    for name in BOTH:  # what is rewritten leaves nothing under the dense name
         assert bool(getattr(experts, name).numel()) == (name not in rewritten)
 
 
@@ -199,3 +212,71 @@ def test_memory_stays_bounded_where_routing_is_not_balanced(
     index[:, 1] = 1
     experts(randn(60, WIDTH), index, torch.ones(60, 2, dtype=torch.float64))
     assert max(seen) <= 2 * index.numel() + EXPERTS
+
+
+def _config(name: str) -> Any:
+    """A config of any family, with every name for the same sizes."""
+    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS}
+    widths = {"moe_intermediate_size": UNITS, "intermediate_size": UNITS, "moe_hidden_size": WIDTH}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = getattr(transformers, name)(hidden_size=WIDTH, **sizes, **widths, hidden_act="silu")
+    config._experts_implementation = "eager"
+    return config
+
+
+HOSTS: dict[str, Callable[[], nn.Module]] = {
+    "gate up down": _host,
+    "interleaved, transposed, biased, clamped": lambda: GptOssExperts(_config("GptOssConfig")),
+    "no gate": lambda: NemotronHExperts(_config("NemotronHConfig")),
+    "norm after each": lambda: MuseSparkExperts(_config("MuseSparkTextConfig")),
+    "own forward, transposed": lambda: Llama4TextExperts(_config("Llama4TextConfig")),
+    "own forward, split rows": lambda: JetMoeParallelExperts(EXPERTS, WIDTH, UNITS),
+    "own forward, all picked": lambda: MoshiFlexibleLinear(WIDTH, UNITS, EXPERTS),
+}
+
+
+def _arguments(host: nn.Module) -> tuple[Any, ...]:
+    if isinstance(host, Llama4TextExperts):
+        return (randn(EXPERTS * 3, WIDTH, seed=3),)
+    if isinstance(host, JetMoeParallelExperts):
+        return randn(9, WIDTH, seed=3), [4, 0, 2, 3, 0]
+    if isinstance(host, MoshiFlexibleLinear):
+        return randn(2, 3, WIDTH, seed=3), torch.tensor([2, 0, 2])
+    return tuple(item.detach() for item in _call("unbalanced"))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("layout", HOSTS)
+def test_every_layout_computes_what_its_own_module_does(layout: str, kept: bool) -> None:
+    host = HOSTS[layout]().double().eval()
+    fill_random(host, seed=2)
+    shapes, call = shapes_of(host), _arguments(host)
+    assert {shape.parameter for shape in shapes} == {
+        name for name, weight in host.named_parameters() if weight.ndim == 3
+    }
+    wrapped = StructuredExperts(copy.deepcopy(host)).eval()
+    kind = structure("lowrank")
+    for shape in shapes:
+        site = Site(shape.in_features, shape.out_features, "in")
+        part = PartLayout(name="all", terms=(kind.layout(kind.spec(rank=3), site),))
+        options = {"transposed": shape.transposed, "dtype": torch.float64}
+        wrapped.rewrite(shape.parameter, (part,), **options)  # type: ignore[arg-type]
+    stacks = wrapped.stacks
+    for seed, stack in enumerate(stacks.values()):
+        fill_random(stack, seed)
+    with torch.no_grad():
+        for shape in shapes:
+            weight = stacks[shape.parameter].dense_weight()
+            getattr(host, shape.parameter).copy_(weight.mT if shape.transposed else weight)
+        if kept:
+            keep_weights(wrapped)
+        assert_close(wrapped(*call), host(*call))
+        assert_close(copy.deepcopy(wrapped)(*call), host(*call))
+
+
+def test_biases_that_follow_do_not_hide_experts_that_nobody_chose() -> None:
+    host = GptOssExperts(_config("GptOssConfig")).double()
+    fill_random(host, seed=2)
+    x = randn(4, WIDTH)
+    index, scale = torch.tensor([[1, 2]] * 4), randn(4, 2, seed=6).abs()
+    assert_close(StructuredExperts(copy.deepcopy(host))(x, index, scale), host(x, index, scale))

@@ -53,7 +53,7 @@ class Layer:
         name: Module path in the running model; for experts, of the module that holds the weights.
         role: What the layer computes; `linear` where only its shape is known.
         kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), or `experts`
-            (experts, out, in).
+            (experts, out, in), unless they are `transposed`.
         in_features: Width of one input row.
         out_features: Width of one output row, the sum of the sizes of `parts`.
         bias: Whether the layer has a bias.
@@ -62,6 +62,7 @@ class Layer:
             the same tensor.
         experts: Number of experts, or None for a single weight.
         parameter: Attribute of the module that holds the weight.
+        transposed: Whether stacked weights are stored as (experts, in, out).
         calls: How often one forward pass of the block runs the layer. Only the first call reads
             the group's input.
         head: Width of one head of the attention that the layer belongs to, if it is known.
@@ -77,6 +78,7 @@ class Layer:
     group: str
     experts: int | None = None
     parameter: str = "weight"
+    transposed: bool = False
     calls: int = 1
     head: int | None = None
 
@@ -86,6 +88,11 @@ class Layer:
         if self.role == "linear":
             return "both"
         return "out" if self.role in _OUT_ROLES else "in"
+
+    @property
+    def routed(self) -> bool:
+        """Whether these are experts of whose routing is known what calibration needs."""
+        return self.role in ("experts_gate_up", "experts_down")
 
     @property
     def weight_name(self) -> str:
@@ -126,6 +133,7 @@ class Anatomy:
         refused: Modules inside blocks that must be left alone.
         warnings: What a user should know before relying on this anatomy.
         supported: Whether every block belongs to a supported family.
+        outside: Ordinary linear layers outside of blocks, rewritten only where they are named.
     """
 
     family: str
@@ -135,6 +143,7 @@ class Anatomy:
     refused: tuple[Refusal, ...]
     warnings: tuple[str, ...]
     supported: bool
+    outside: tuple[Layer, ...] = ()
 
     @property
     def layers(self) -> tuple[Layer, ...]:

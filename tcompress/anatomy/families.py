@@ -205,18 +205,6 @@ FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()
 }
 
-_SHARED = "its blocks run several times per forward pass, so their layers have no single input"
-_RAW_WEIGHTS = "its forward pass uses the weights of its layers directly"
-_REFUSED_ROWS: tuple[tuple[str, str], ...] = (
-    ("albert", _SHARED),
-    ("bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2", _RAW_WEIGHTS),
-    ("nemotron_h zamba zamba2", _RAW_WEIGHTS),
-    ("deberta gemma3n gemma3n_text longcat_flash mobilebert reformer wavlm", _RAW_WEIGHTS),
-)
-REFUSED_FAMILIES: Mapping[str, str] = {
-    family: reason for names, reason in _REFUSED_ROWS for family in names.split()
-}
-
 # Modules that have no role although their family is known.
 REFUSED_MODULES: Mapping[str, str] = {
     "pos_key_proj": "it reads the table of relative positions, not the tokens",
@@ -267,7 +255,7 @@ def parts_of(
     Raises:
         InputError: The config's head counts do not add up to the layer's width.
     """
-    if role in ("gate_up", "experts_gate_up"):
+    if role == "gate_up":
         return Part("gate", out_features // 2), Part("up", out_features // 2)
     if role != "qkv" or style.interleaved_qkv:
         return (Part(role, out_features),)

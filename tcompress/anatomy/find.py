@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tcompress.anatomy.data import GROUP_OF_ROLE, Anatomy, Block, Layer, Part, Refusal, Role
 from tcompress.anatomy.families import (
     FAMILIES,
-    REFUSED_FAMILIES,
     REFUSED_MODULES,
     Style,
     calls_of,
@@ -21,8 +21,18 @@ from tcompress.anatomy.families import (
     parts_of,
 )
 from tcompress.anatomy.heads import head_width
-from tcompress.anatomy.projections import projections, reason_to_refuse, shape_of
+from tcompress.anatomy.projections import (
+    Shape,
+    is_block,
+    projections,
+    reason_to_refuse,
+    shape_of,
+    shapes_of,
+)
+from tcompress.anatomy.uses import direct_uses
 from tcompress.errors import InputError
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class _Site:
     config: Any
 
     def path(self, relative: str) -> str:
-        return f"{self.name}.{relative}"
+        return f"{self.name}.{relative}" if self.name else relative
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
@@ -62,11 +72,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"no transformer block was found in this `{type(model).__name__}`",
             "give the whole model, with its blocks in a ModuleList",
         )
-    shared = _shared(model)
+    reasons = dict.fromkeys(_shared(model), "several blocks share it")
+    reasons |= direct_uses(model)
     blocks: list[Block] = []
     refused: list[Refusal] = []
     for site in sites:
-        layers, left = _read(site, shared)
+        layers, left = _read(site, reasons)
         refused.extend(left)
         if layers:
             blocks.append(Block(site.name, layers))
@@ -78,6 +89,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         refused=tuple(refused),
         warnings=_warnings(family, sites, blocks),
         supported=bool(sites) and all(site.family in FAMILIES for site in sites),
+        outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
     )
 
 
@@ -87,18 +99,18 @@ def _family(module: nn.Module) -> str | None:
 
 
 def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_Site]:
-    """Yield the items of the outermost module lists that hold projections."""
+    """Yield the items of the outermost lists that hold blocks."""
     if own := _family(module):
         family, config = own, getattr(module, "config", None)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if not isinstance(child, nn.ModuleList):
-            yield from _sites(child, child_path, family, config)
-            continue
-        for index, item in child.named_children():
-            # A list of bare linear layers is a list of heads, not of blocks.
-            if projections(item):
-                yield _Site(f"{child_path}.{index}", item, family, config)
+        if isinstance(module, nn.ModuleList):
+            below = []  # all that is below an item is part of the block
+        else:
+            below = list(_sites(child, child_path, family, config))
+        yield from below
+        if not below and isinstance(module, _LISTS) and is_block(child):
+            yield _Site(child_path, child, family, config)
 
 
 def _shared(model: nn.Module) -> frozenset[nn.Module]:
@@ -108,20 +120,21 @@ def _shared(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def _read(
-    site: _Site, shared: Collection[nn.Module]
+    site: _Site, known: Mapping[nn.Module, str]
 ) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
     """Sort the projections of one block into layers and refusals."""
     modules = projections(site.block)
-    reasons = {name: reason_to_refuse(name, site.block, shared) for name in modules}
+    reasons = {
+        name: reason_to_refuse(name, site.block) or known.get(module)
+        for name, module in modules.items()
+    }
     if site.family in FAMILIES:
         style, roles = _match(site, list(modules))
         layers = [_layer(site, role, name, style) for role, name in roles.items()]
         default = f"the table of family `{site.family}` gives it no role"
-    elif site.family in REFUSED_FAMILIES:
-        layers, default = [], REFUSED_FAMILIES[site.family]
     else:
         plain = [name for name, reason in reasons.items() if reason is None]
-        layers, default = [_layer(site, "linear", name, None) for name in plain], ""
+        layers, default = [layer for name in plain for layer in _scanned(site, name)], ""
     taken = {layer.name for layer in layers}
     refused = [
         Refusal(site.path(name), REFUSED_MODULES.get(_last(name)) or reason or default)
@@ -129,6 +142,21 @@ def _read(
         if site.path(name) not in taken
     ]
     return tuple(layers), tuple(refused)
+
+
+def _outside(
+    whole: _Site, sites: Collection[_Site], known: Mapping[nn.Module, str]
+) -> Iterator[Layer]:
+    """Yield the ordinary linear layers of the whole model that are in no block, nor tied."""
+    named = whole.block.named_parameters(remove_duplicate=False)
+    uses = Counter(id(parameter) for _, parameter in named)
+    inside = tuple(f"{site.name}." for site in sites)
+    for name, module in projections(whole.block).items():
+        if name.startswith(inside) or not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        free = uses[id(module.weight)] == 1 and module not in known
+        if free and reason_to_refuse(name, whole.block) is None:
+            yield _layer(whole, "linear", name, None)
 
 
 def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
@@ -155,13 +183,24 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _layer(site: _Site, role: Role, name: str, style: Style | None) -> Layer:
+def _scanned(site: _Site, name: str) -> Iterator[Layer]:
+    """Yield the layers of a module of which only the structure is known."""
+    for shape in shapes_of(site.block.get_submodule(name)):
+        yield _layer(site, shape.role, name, None, shape)
+
+
+def _layer(
+    site: _Site, role: Role, name: str, style: Style | None, shape: Shape | None = None
+) -> Layer:
     path = site.path(name)
-    shape = shape_of(site.block.get_submodule(name), role, path)
+    shape = shape or shape_of(site.block.get_submodule(name), role, path)
     parts: tuple[Part, ...] = (Part(role, shape.out_features),)
-    group, calls = path, 1
+    group, calls = path if shape.experts is None else f"{path}.{shape.parameter}", 1
+    if shape.halves:
+        parts = Part("gate", shape.out_features // 2), Part("up", shape.out_features // 2)
     if style is not None:
-        parts = parts_of(path, role, shape.out_features, style, site.config)
+        if shape.experts is None:
+            parts = parts_of(path, role, shape.out_features, style, site.config)
         group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
     return Layer(
         name=path,
@@ -174,6 +213,7 @@ def _layer(site: _Site, role: Role, name: str, style: Style | None) -> Layer:
         group=group,
         experts=shape.experts,
         parameter=shape.parameter,
+        transposed=shape.transposed,
         calls=calls,
         head=head_width(site.block, name, role, site.config),
     )
@@ -186,14 +226,17 @@ def _embeddings(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, transformers.PreTrainedModel):
             try:
                 found.append(module.get_input_embeddings())
-            except NotImplementedError:  # two towers, no embedding of its own
+            except (NotImplementedError, AttributeError):  # no embedding of its own
                 continue
     wanted = {module for module in found if isinstance(module, nn.Embedding)}
     return tuple(name for name, module in model.named_modules() if module in wanted)
 
 
 def _output_head(model: nn.Module) -> str | None:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    try:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
@@ -203,12 +246,7 @@ def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) 
         f"family `{name}` has no table of roles: its linear layers were found by their place in a"
         " numbered list, so that roles, shared inputs and order of execution are unknown"
         for name in families
-        if name not in FAMILIES and name not in REFUSED_FAMILIES
-    ]
-    warnings += [
-        f"family `{name}` is left alone: {REFUSED_FAMILIES[name]}"
-        for name in families
-        if name in REFUSED_FAMILIES
+        if name not in FAMILIES
     ]
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:

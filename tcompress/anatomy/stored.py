@@ -19,6 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _BLOCK = re.compile(r"((?:.*?\.)??\d+)\.(.+)")  # up to the first number
 _NO_LAYERS = ("relative_attention_bias",)
+_FIRST = (*_NO_LAYERS, "attn_norm.")  # what the first block alone has, or lacks
 # Other names that configs have for what parts are computed from.
 _ALIASES = {"num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
@@ -91,7 +92,12 @@ def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...
             return None
         blocks.append(Block(name, layers))
     depths = [part.get(name) for part in (config, *_parts(config)) for name in _COUNTS]
-    return tuple(blocks) if blocks and all(n in depths for n in _stacks(blocks)) else None
+    stacks: dict[str, list[Block]] = {}
+    for block in blocks:
+        stacks.setdefault(block.name.rpartition(".")[0], []).append(block)
+    # What does not fit together, or not the config, is for the model to say.
+    fits = all(len(stack) in depths and _alike(stack, found) for stack in stacks.values())
+    return tuple(blocks) if stacks and fits and _wide(blocks, config) else None
 
 
 def stored_parameters(config: Mapping[str, Any], shapes: Shapes) -> int | None:
@@ -166,10 +172,26 @@ def _place(block: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def _stacks(blocks: list[Block]) -> list[int]:
-    """Number of blocks in each stack."""
-    names = [block.name.rpartition(".")[0] for block in blocks]
-    return [names.count(name) for name in dict.fromkeys(names)]
+def _alike(stack: list[Block], found: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether blocks of a stack hold the same tensors; the first of some has one more."""
+    names = [
+        {key for key in found[block.name] if not any(part in key for part in _FIRST)}
+        for block in stack
+    ]
+    return all(other == names[0] for other in names)
+
+
+def _wide(blocks: list[Block], config: Mapping[str, Any]) -> bool:
+    """Whether the layers are as wide as the config says, where it does."""
+    width = config.get("intermediate_size")
+    sizes = [
+        part.size
+        for block in blocks
+        for layer in block.layers
+        for part in layer.parts
+        if part.name in ("gate", "up")
+    ]
+    return width is None or all(size == width for size in sizes)
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +31,11 @@ def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_whole(path: Path, checksum: str | None) -> bool:
+    """Whether a file that an interrupted run had finished is still as it was."""
+    return checksum is not None and path.is_file() and digest_of(path) == checksum
 
 
 def files_in(folder: Path) -> list[str]:
@@ -96,15 +101,18 @@ def _damage(folder: Path, name: str, wanted: str, size: int | None, states: Stat
     path, parts = folder / name, PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\\" in name:
         return f"`{MANIFEST}` names `{name}`, outside the folder"
-    if not path.is_file():
-        return f"`{name}` is missing"
-    if size is not None and path.stat().st_size != size:
-        return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
-    state = [wanted, *_state(path)]
-    if states.get(name) != state:
-        if digest_of(path) != wanted:
-            return f"`{name}` differs from its checksum"
-        states[name] = state
+    try:
+        if not path.is_file():
+            return f"`{name}` is missing"
+        state = [wanted, *_state(path)]
+        if size not in (None, state[1]):
+            return f"`{name}` has {state[1]} bytes, written were {size}"
+        if states.get(name) != state:
+            if digest_of(path) != wanted:
+                return f"`{name}` differs from its checksum"
+            states[name] = state
+    except OSError as error:
+        return f"`{name}` cannot be read ({error.strerror})"
     return None
 
 
@@ -150,8 +158,14 @@ ZEROS = "0" * 64
 """Stand in a manifest for its own digest."""
 
 
-def read_sealed(folder: Path) -> dict[str, Any] | None:
+def read_sealed(
+    folder: Path, check_version: Callable[[Any], None] = lambda _: None
+) -> dict[str, Any] | None:
     """Reads the manifest as plain data, whose digest is compared if it has one.
+
+    Args:
+        folder: Folder of the model.
+        check_version: Refuses formats of which nothing more is known.
 
     Returns:
         Its content; None if there is no manifest.
@@ -169,6 +183,7 @@ def read_sealed(folder: Path) -> dict[str, Any] | None:
     raw = parse_json(content, strict=True)
     if not isinstance(raw, dict):
         raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
+    check_version(raw.get("format_version"))
     digest = raw.get("digest")
     if digest is not None:
         blank = content.replace(str(digest).encode(), ZEROS.encode(), 1)

@@ -19,15 +19,20 @@ from tcompress.errors import ArtifactError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
 from tcompress.source.names import CARD as CARD
-from tcompress.source.names import MANIFEST, METHOD
+from tcompress.source.names import FORMAT_VERSION as FORMAT_VERSION
+from tcompress.source.names import MANIFEST as MANIFEST
+from tcompress.source.names import METHOD
 from tcompress.source.text import first_line, listed
-from tcompress.structures.experts import CHILD_OF
-
-FORMAT_VERSION = 3
-"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
+from tcompress.structures.experts import child_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+NOTE = (
+    "converted by tcompress: `pip install tcompress`, then `import tcompress` before loading; "
+    "without this section nothing can load the model"
+)
+"""For those who look into `config.json` since Transformers told them to delete the section."""
 
 _AGAIN = "copy the folder again, or convert the model again"
 
@@ -83,6 +88,7 @@ def quantization_section(
         plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
     section = {
         "quant_method": METHOD,
+        "note": NOTE,
         "format_version": needed_version(attention, drawn=bool(forms)),
         "plan": plan,
         **facts,
@@ -207,7 +213,7 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
         names = dict(entry.tensor_shapes)
         names["weight"] = (0,)
     else:
-        child = CHILD_OF[entry.parameter]
+        child = child_of(entry.parameter)
         names = {f"{child}.{name}": shape for name, shape in entry.tensor_shapes.items()}
         names[entry.parameter] = (0,)
     return {f"{entry.name}.{name}": shape for name, shape in names.items()}

@@ -21,7 +21,7 @@ from tcompress.conversion.capture import (
     run_to_input,
     token_rows,
 )
-from tcompress.conversion.experts import ExpertSums, Routing, routed_arguments
+from tcompress.conversion.experts import ExpertSums, Routing, in_a_list, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
@@ -36,6 +36,7 @@ from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures.bank import BankModule
 from tcompress.structures.embedding import StructuredEmbedding, TiedTable
+from tcompress.structures.experts import is_routed
 
 Group = tuple[LayerPlan, ...]
 
@@ -199,9 +200,8 @@ class BlockFitter:
         del new.forward  # the copy runs by itself; the original pauses its stream
         result = BlockResult(block.name, {}, {})
         self._exchange(block, new, (stored or result).attention)
-        experts = [layer.name for layer in block.layers if layer.kind == "experts"]
-        inside = experts[0].removeprefix(f"{block.name}.") if experts else None
-        routing = Routing(dense, inside)
+        experts = {layer.name for layer in block.layers if layer.routed}
+        routing = Routing(dense, [name.removeprefix(f"{block.name}.") for name in experts])
         for group in self._groups(block):
             progress(block.name, ", ".join(entry.role for entry in group))
             if stored is None:
@@ -292,7 +292,9 @@ class BlockFitter:
         path = self._paths[group[0].name]
         inside = path.removeprefix(f"{block.name}.")
         try:
-            if group[0].kind == "experts":
+            if group[0].kind == "experts" and not is_routed(dense.get_submodule(inside)):
+                moments = [{group[0].bias: LayerMoments()}]  # nothing is known of their routing
+            elif group[0].kind == "experts":
                 moments = self._expert_moments(block, group[0], dense, new, inside)
             else:
                 moments = [self._moments(block, group, dense, new, inside)]
@@ -302,7 +304,7 @@ class BlockFitter:
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
             weight = read_finite(self._source.store, self._source.keymap, name)
-            weights.append((weight.mT if entry.kind == "conv1d" else weight).to(self._device))
+            weights.append((weight.mT if entry.is_flipped else weight).to(self._device))
             own.append([pair[entry.bias] for pair in moments])
         by_dtype = self._dtype_of(group[0])
         curves = {name: s.to(self._device) for name, s in self._curvatures(block.name).items()}
@@ -329,9 +331,14 @@ class BlockFitter:
     ) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
+        listed = in_a_list(dense, inside)
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
             x = self._input(block.name, one, self._own[block.name], dense, inside)
             y = self._input(block.name, two, new.forward, new, inside)
+            if listed and x is None:  # an expert that no token of these chose
+                continue
+            if listed and (y is None or y.shape != x.shape or x.shape[:-1].numel() < _tokens(one)):
+                y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
                 raise DataError(f"layer `{group[0].name}` did not run on calibration data")
             rows, mask = token_rows(x, one.batch, block.name, group[0].role)
@@ -382,10 +389,17 @@ class BlockFitter:
         for entry in group:
             module = made[entry.name]
             fill(module, entry, result.layers[f"{entry.name}.{entry.parameter}"].tensors)
-            if entry.bias:
+            if entry.bias and entry.kind != "experts":
                 with torch.no_grad():
                     module.bias.copy_(result.biases[entry.name])  # type: ignore[union-attr,operator]
             module.requires_grad_(False)
+
+
+def _tokens(stream: Stream) -> int:
+    """Number of tokens that a block is given."""
+    call = stream.call
+    assert call is not None
+    return first_tensor(*call.args, **call.kwargs).shape[:-1].numel()
 
 
 def _runs_twice(block: str) -> DataError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.conversion.sums import SplitSums
-from tcompress.structures.experts import CHILD_OF
+from tcompress.structures.experts import StructuredExperts, activated, bias_of, up_name
 
+Arguments = tuple[Any, ...]
 Routed = tuple[Tensor, Tensor, Tensor]  # hidden states, experts of each token, their weights
 
 
-def routed_arguments(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
-    """Names the arguments of an experts module."""
-    return hidden_states, top_k_index, top_k_weights
+def routed_arguments(*args: Tensor, **kwargs: Tensor) -> Routed:
+    """Returns the arguments of routed experts, whatever the family calls them."""
+    hidden, index, weights = (*args, *kwargs.values())
+    return hidden, index, weights
+
+
+def in_a_list(block: nn.Module, inside: str) -> bool:
+    """Tells whether a layer belongs to an item of a list inside a block, as experts may."""
+    steps = inside.split(".")
+    above = (block.get_submodule(".".join(steps[:depth])) for depth in range(1, len(steps)))
+    return any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in above)
 
 
 class Routing:
@@ -27,32 +37,32 @@ class Routing:
 
     Args:
         dense: The dense block.
-        inside: Path of the experts module below the block, or None where it has none.
+        inside: Paths of routed experts below the block.
     """
 
-    def __init__(self, dense: nn.Module, inside: str | None) -> None:
-        self._inside = inside
-        self._routes: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, dense: nn.Module, inside: Collection[str]) -> None:
+        self._inside = tuple(inside)
+        self._routes: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.current = 0
-        if inside is not None:
-            host = dense.get_submodule(inside)
-            host.register_forward_pre_hook(self._record, with_kwargs=True)
+        for path in self._inside:
+            hook = partial(self._record, path)
+            dense.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def replay_in(self, new: nn.Module) -> None:
         """Makes the experts of the compressed block follow the recorded routing."""
-        if self._inside is not None:
-            module = new.get_submodule(self._inside)
-            module.register_forward_pre_hook(self._replay, with_kwargs=True)
+        for path in self._inside:
+            hook = partial(self._replay, path)
+            new.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
         _, index, weights = routed_arguments(*args, **kwargs)
-        self._routes[self.current] = (index, weights)
+        self._routes[path, self.current] = (index, weights)
 
     def _replay(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]
+    ) -> tuple[Arguments, dict[str, Any]]:
         hidden, _, _ = routed_arguments(*args, **kwargs)
-        return (hidden, *self._routes[self.current]), {}
+        return (hidden, *self._routes[path, self.current]), {}
 
 
 class ExpertSums:
@@ -67,11 +77,13 @@ class ExpertSums:
     def __init__(self, dense: Any, new: Any, *, down: bool) -> None:
         self._dense = dense
         self._down = down
-        stack = new._modules.get(CHILD_OF["gate_up_proj"]) if down else None
-        self._new_weight: Tensor = (
-            self._dense.gate_up_proj if stack is None else stack.dense_weight(torch.float32)
-        )
-        self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(self._new_weight))]
+        name = up_name(dense)
+        self._bias = bias_of(dense, name)
+        weight: Tensor = getattr(dense, name)
+        self._weight = weight.mT if dense.is_transposed else weight
+        stack = new.stacks.get(name) if down and isinstance(new, StructuredExperts) else None
+        self._new_weight = self._weight if stack is None else stack.dense_weight(torch.float32)
+        self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:
         """Adds one batch.
@@ -88,12 +100,12 @@ class ExpertSums:
             rows = chosen if mask is None else chosen & mask
             if not bool(rows.any()):
                 continue
-            one = self._inputs(dense_hidden[rows], self._dense.gate_up_proj[expert])
-            two = self._inputs(hidden[rows], self._new_weight[expert])
+            one = self._inputs(dense_hidden[rows], self._weight, expert)
+            two = self._inputs(hidden[rows], self._new_weight, expert)
             sums.add(one, two, holdout=holdout)
 
-    def _inputs(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def _inputs(self, tokens: Tensor, weight: Tensor, expert: int) -> Tensor:
         if not self._down:
             return tokens
-        gate, up = linear(tokens, weight).chunk(2, -1)
-        return self._dense.act_fn(gate) * up  # type: ignore[no-any-return]
+        bias = None if self._bias is None else self._bias[expert]
+        return activated(self._dense, linear(tokens, weight[expert], bias))

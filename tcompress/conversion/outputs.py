@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import FittedLayer
+from tcompress.conversion.fit import WIDER, FittedLayer
 from tcompress.conversion.start import generator_of, projection_moments
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
 from tcompress.integration.forms import first_table
+from tcompress.planning.disk import rewritten_names
 from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-from tcompress.source import SourceModel
+from tcompress.source import SourceModel, read_finite
 from tcompress.source.keymap import FACTOR_PREFIX
 
 Cluster = tuple[LayerPlan, ...]
@@ -47,6 +49,8 @@ class Outputs:
         made: Clusters by the names of the tensors they yield.
         started: Attentions by the names of the tensors that their mechanisms store.
         moved: Checkpoint names of dense tensors by the name under which they are stored.
+        parts: Dense parameters of the model by the name under which they are stored, where the
+            checkpoint has them fused with what is rewritten.
         positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
         adapted: First values of mechanisms that calibration data told, by checkpoint name.
@@ -58,6 +62,7 @@ class Outputs:
     made: dict[str, Cluster] = field(default_factory=dict)
     started: dict[str, AttentionPlan] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
     adapted: dict[str, Tensor] = field(default_factory=dict)
@@ -74,12 +79,13 @@ class Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype)
         self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
-        replaced: dict[str, Cluster] = {}
+        replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
         for cluster in clusters_of(layers):
             for entry in cluster:
                 for key in self._sources(entry):
-                    replaced[key] = cluster
+                    replaced.setdefault(key, []).append(cluster)
         done: set[int] = set()
+        self.parts = source.keymap.apart(rewritten_names(source, layers))
         guarded = {self._key(e.guard.name, "weight"): e for e in attention if e.guard}
         unused = {
             self._key(layer.name, leaf)
@@ -101,9 +107,14 @@ class Outputs:
             elif key not in replaced:
                 self.copied.add(key)
                 self.tensors.append(Stored(key, tuple(store.shape(key)), self._cast(key)))
-            elif id(replaced[key]) not in done:
-                done.add(id(replaced[key]))
-                self._add_cluster(replaced[key])
+            for cluster in replaced.get(key, ()):
+                if id(cluster) not in done:
+                    done.add(id(cluster))
+                    self._add_cluster(cluster)
+        for name, path in self.parts.items():
+            shape = tuple(source.keymap.model.get_parameter_or_buffer(path).shape)
+            dtype = self._cast(source.keymap.sources(path).keys[0])
+            self.tensors.append(Stored(name, shape, dtype))
         for other in attention:
             self._add_mechanism(other)
         return self
@@ -127,10 +138,11 @@ class Outputs:
         if item.key in self.positions:
             drawn = self.source.store.tensor(item.key)
             return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.copied:
-            return copied_value(self.source, item)
-        if item.key in self.moved:
-            return copied_value(self.source, item, self.moved[item.key])
+        if item.key in self.parts:
+            keymap = self.source.keymap
+            return read_finite(self.source.store, keymap, self.parts[item.key]).to(item.dtype)
+        if item.key in self.copied or item.key in self.moved:
+            return copied_value(self.source, item, self.moved.get(item.key))
         if item.key in self.started:
             entry = self.started[item.key]
             values = started_values(self.source, entry) | self.adapted
@@ -191,6 +203,8 @@ def layer_values(
     values[entry.parameter] = torch.empty(0, dtype=dtype)  # the guard under the dense name
     if bias is not None:
         values["bias"] = bias.to(dtype)
+        if not bool(torch.isfinite(values["bias"]).all()):
+            raise FitError(f"the bias of layer `{entry.name}` does not fit into {dtype}", WIDER)
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
@@ -217,15 +231,20 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
         key: Its name in the source, where that is another.
 
     Raises:
-        FitError: It holds NaN; infinities may be masks.
+        FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
+            hold minus infinity, as masks do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
     if tensor.is_floating_point() and tensor.numel():
-        low, high = torch.aminmax(tensor)
-        if bool(torch.isnan(low)) or bool(torch.isnan(high)):
-            name = source.store.name_inside(key)
+        low, high = map(float, torch.aminmax(tensor))
+        largest = max(high, -low) if key.endswith(".weight") else high
+        name = source.store.name_inside(key)
+        if isnan(largest) or largest == inf:
             raise FitError(
-                f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
+                f"tensor `{name}` of the source holds NaN or infinity",
+                "repair the checkpoint first",
             )
+        if largest > torch.finfo(item.dtype).max:
+            raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
     return tensor.to(item.dtype)

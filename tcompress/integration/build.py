@@ -11,7 +11,7 @@ from tcompress.errors import ArtifactError
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.structures.bank import BankModule
 from tcompress.structures.embedding import LookupScale, StructuredEmbedding, tie_tables
-from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.experts import StructuredExperts, child_of
 from tcompress.structures.linear import StructuredLinear
 
 
@@ -51,7 +51,8 @@ def install_layers(
             continue
         if entry.kind == "experts":
             stack = made[entry.name] = _experts_at(root, path)
-            stack.rewrite(entry.parameter, entry.parts, dtype=dtype, device=device)
+            options = {"transposed": entry.transposed, "dtype": dtype, "device": device}
+            stack.rewrite(entry.parameter, entry.parts, **options)  # type: ignore[arg-type]
             continue
         own = dtype_of(path) if dtype_of is not None else None
         owner = made.get(entry.input_of) if entry.input_of else None
@@ -115,7 +116,7 @@ def stored_name(entry: LayerPlan, tensor: str) -> str:
     """Returns the name below the layer under which a tensor is stored."""
     if entry.kind != "experts":
         return tensor
-    return f"{CHILD_OF[entry.parameter]}.{tensor}"
+    return f"{child_of(entry.parameter)}.{tensor}"
 
 
 def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:

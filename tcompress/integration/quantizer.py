@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -27,8 +28,10 @@ from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
+from tcompress.source.conversions import sparing, without_fusing
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
+from tcompress.structures.linear import StructuredLinear
 
 
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -80,7 +83,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        names = {entry.name for entry in (*plan.layers, *plan.attention)}
+        names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
         needed = {name for name in names if keymap.runtime_name(name) is not None}
         shapes = stored_shapes([str(file) for file in files])
         if folder is not None and shapes:
@@ -89,6 +92,14 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
                 _require_all, folder, section, plan, shapes, model.is_remote_code()
             )
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in plan.layers
+            if entry.name in needed
+        }
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):
+                part._init_weights = partial(_initialise, part._init_weights)
         return model
 
     def get_weight_conversions(self) -> list[Any]:
@@ -101,14 +112,48 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             check()
         return []
 
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        return sparing(updated, getattr(self, "_guards", ()))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        for part in model.modules():
+            vars(part).pop("_init_weights", None)
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+
+    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+    """
+    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
+    guards = [layer._buffers.get("weight") for layer in layers]
+    for layer, guard in zip(layers, guards, strict=True):
+        if guard is not None:
+            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+            whole._is_hf_initialized = True  # type: ignore[attr-defined]
+            layer._buffers["weight"] = whole
+    try:
+        original(module)
+    finally:
+        for layer, guard in zip(layers, guards, strict=True):
+            if guard is not None:
+                layer._buffers["weight"] = guard
 
 
 def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:

@@ -18,7 +18,7 @@ from tcompress.integration.quantizer import register
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import KeyMap, WeightStore, read_parameter
 from tcompress.source.text import first_line, listed
-from tcompress.structures.experts import CHILD_OF
+from tcompress.structures.experts import child_of
 from tcompress.structures.linear import StructuredLinear
 
 _HINT = (
@@ -77,7 +77,7 @@ class Reopened:
             WriteError: There is no such layer in the model.
         """
         path = self.keymap.runtime_name(entry.name)
-        path = f"{path}.{CHILD_OF[entry.parameter]}" if entry.kind == "experts" else path
+        path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
         modules = dict(self.model.named_modules())
         layer = modules.get(path or "")
         if not isinstance(layer, StructuredLinear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -15,6 +16,17 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     """Names in the checkpoint of the tensors that a rewritten weight is read from."""
     path = source.keymap.runtime_name(entry.name) or entry.name
     return tuple(source.keymap.sources(f"{path}.{entry.parameter}").keys)
+
+
+def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
+    """Lists the model's parameters in whose place structures are stored."""
+    found = []
+    for entry in layers:
+        path = source.keymap.runtime_name(entry.name) or entry.name
+        found.append(f"{path}.{entry.parameter}")
+        if entry.bias and entry.kind != "experts":
+            found.append(f"{path}.bias")
+    return found
 
 
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
@@ -45,6 +57,10 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     total = sum(
         prod(store.shape(k)) * _itemsize(store.dtype(k), asked) for k in copied_keys(source, plan)
     )
+    keymap = source.keymap
+    for path in keymap.apart(rewritten_names(source, plan.entries)).values():
+        own = store.dtype(keymap.sources(path).keys[0])
+        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, asked)
     for entry in plan.entries:
         total += entry.parameters * weight_bytes(source, entry, dtype)
     for other in plan.attention:

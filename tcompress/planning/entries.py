@@ -40,6 +40,7 @@ class LayerPlan(_Entry):
         kind: How the dense weight is stored.
         bias: Whether the layer has a bias.
         experts: Number of stacked experts, if any.
+        transposed: Whether stacked experts are stored as (experts, in, out).
         parts: Layouts of the runs of output features.
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides, itself included.
@@ -53,6 +54,7 @@ class LayerPlan(_Entry):
     kind: Literal["linear", "conv1d", "experts", "embedding"]
     bias: bool
     experts: int | None = None
+    transposed: bool = False
     parts: tuple[PartLayout, ...] = Field(min_length=1)
     input_of: str | None = None
     readers: int = 1
@@ -62,6 +64,11 @@ class LayerPlan(_Entry):
     def in_features(self) -> int:
         """Width of the input."""
         return self.parts[0].terms[0].in_features
+
+    @property
+    def is_flipped(self) -> bool:
+        """Whether the dense weight is stored as ([experts,] in, out)."""
+        return self.kind == "conv1d" or self.transposed
 
     @property
     def out_features(self) -> int:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cache
+from re import _parser as sre_parse  # type: ignore[attr-defined]
+from typing import Any
 
 from torch import nn
 
-from tcompress.anatomy import Layer, anatomy_of
+from tcompress.anatomy import Anatomy, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
+
+_LONGEST = 60  # characters of a layer's name, about
+_MOST_WAYS = 2e7  # four times `.*`, for example
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
@@ -28,12 +36,49 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
         PlanError: The regular expression is invalid.
     """
     if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except re.error as error:
-            raise PlanError(f"`{pattern}` is not a regular expression: {error}") from error
+        expression = _compiled(pattern)
         return any(expression.search(name) for name in names)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    hint = "such as `re:layer\\.[0-3]\\.`; `*` wildcards need no `re:`, as in `*.layer.0.*`"
+    try:
+        ways = _ways(sre_parse.parse(pattern[3:]))
+        expression = re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PlanError(f"`{pattern}` is not a regular expression: {error}", hint) from error
+    if ways > _MOST_WAYS:
+        raise PlanError(
+            f"`{pattern}` could take for ever, since it repeats what repeats, or repeats too often",
+            hint,
+        )
+    return expression
+
+
+def _ways(parts: Iterable[Any]) -> float:
+    """Bounds in how many ways an expression can match a name: backtracking tries all of them."""
+    total = 1.0
+    for kind, found in parts:
+        name = str(kind)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            low, high, inner = found
+            high = min(int(high), _LONGEST)
+            total *= (high - min(int(low), high) + 1) * min(_ways(inner), 10.0) ** high
+        elif name == "BRANCH":
+            total *= sum(map(_ways, found[1]))
+        elif name == "SUBPATTERN":
+            total *= _ways(found[3])
+        elif name in ("ASSERT", "ASSERT_NOT"):
+            total *= _ways(found[1])
+        elif name == "ATOMIC_GROUP":
+            total *= _ways(found)
+        elif name == "GROUPREF_EXISTS":
+            total *= _ways(found[1]) + _ways(found[2] or ())
+        if total > _MOST_WAYS:
+            return math.inf
+    return total
 
 
 def names_of(source: SourceModel, layer: Layer) -> tuple[str, ...]:
@@ -58,8 +103,10 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
     Raises:
         PlanError: Some do not; the message names all of them.
     """
-    layers = anatomy_of(model).layers
+    anatomy = anatomy_of(model)
+    layers = anatomy.layers
     known = {name for layer in layers for name in names_of(source, layer)}
+    known |= {name for layer in anatomy.outside for name in names_of(source, layer)[:-1]}
     patterns = [*recipe.keep, *recipe.only, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost and layers:  # without any, the plan says why
@@ -70,8 +117,20 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
             f"no layer matches {listed}; roles are {roles}",
             f"did you mean `{close}`?"
             if close
-            else f"`tcompress inspect {source.id} --layers` lists the names",
+            else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
         )
+
+
+def named_outside(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> list[Layer]:
+    """Lists layers outside of blocks that a pattern names which selects nothing inside them."""
+    inside = {name for layer in anatomy.layers for name in names_of(source, layer)}
+    given = (*recipe.only, *(rule.match for rule in recipe.layers))
+    patterns = [pattern for pattern in given if not matches(pattern, inside)]
+    return [
+        layer
+        for layer in anatomy.outside
+        if any(matches(pattern, names_of(source, layer)[:-1]) for pattern in patterns)
+    ]
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str | None:

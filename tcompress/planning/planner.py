@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import nn
@@ -17,7 +17,7 @@ from tcompress.planning.embeddings import plan_embeddings
 from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.forms import plan_forms
 from tcompress.planning.goals import STAND_IN, plan_within
-from tcompress.planning.match import check_patterns, left_out, matches, names_of
+from tcompress.planning.match import check_patterns, left_out, matches, named_outside, names_of
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
@@ -112,10 +112,12 @@ class _Planner:
         """Name of a layer in the checkpoint, and what it becomes."""
         try:
             name = self.source.keymap.checkpoint_prefix(layer.name)
-            converted = self.source.keymap.sources(layer.weight_name).converter is not None
+            converter = self.source.keymap.sources(layer.weight_name).converter
+            if layer.kind != "experts":
+                self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        if converted and layer.kind != "experts":
+        if converter and layer.kind == "experts" and len(converter.target_patterns) > 1:
             raise Refusal("the checkpoint stores its weight fused with that of other layers")
         stored = f"{name}.{layer.parameter}"
         choice = self._choice(names_of(self.source, layer))
@@ -144,6 +146,7 @@ class _Planner:
             kind=layer.kind,
             bias=layer.bias,
             experts=layer.experts,
+            transposed=layer.transposed,
             parts=parts,
         )
         share = kept_share(entry, sharing)
@@ -268,6 +271,8 @@ def _plan(
     recipe: Convert, source: SourceModel, model: nn.Module, label: str, choices: Choices
 ) -> Plan:
     anatomy = anatomy_of(model)
+    named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
+    anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
     exchanged = plan_attention(recipe, source, anatomy)
     planner = _Planner(recipe, source, anatomy, choices, exchanged.unused)
@@ -308,6 +313,7 @@ def _plan(
             *exchanged.notes,
             *note_of(planner.layers),
             *_note_of_ranks(planner.clipped),
+            *_note_of_experts(planner),
         ),
     )
 
@@ -326,6 +332,17 @@ def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:
         name, note = next(iter(clipped.items()))
         layers = "1 layer" if len(clipped) == 1 else f"{len(clipped)} layers, such as"
         yield f"ranks are more than shapes admit in {layers} `{name}`: {note}"
+
+
+def _note_of_experts(planner: _Planner) -> Iterator[str]:
+    """Says which experts calibration does not reach."""
+    dark = [e.name for e in planner.layers if e.kind == "experts" and e.role == "linear"]
+    if dark and planner.recipe.calibration.source != "none":
+        names = ", ".join(f"`{name}`" for name in dark[:2]) + (", ..." if len(dark) > 2 else "")
+        yield (
+            f"{len(dark)} stacks of experts ({names}) are fitted without data: their module routes"
+            " tokens in a way of its own"
+        )
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:

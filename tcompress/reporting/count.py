@@ -126,12 +126,13 @@ def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
     Args:
         entry: The layer.
         runs: Experts that a token passes, all of them equally often. What they share runs once:
-            the input side of their first weight, the output side of their second.
+            the input side of their first weight, the output side of their second unless biases
+            come after it. Of experts that route tokens in a way of their own nothing is shared.
         length: Number of tokens T in the sequence.
     """
     if entry.kind != "experts":
         return entry.macs(length)
-    once = "out" if entry.parameter == "down_proj" else "in"
+    once = {"experts_gate_up": "in", "experts_down": "" if entry.bias else "out"}.get(entry.role)
     total = 0
     for index, part in enumerate(entry.parts):
         for layout in part.terms:

@@ -20,7 +20,7 @@ from tcompress.recipe.scratch import Architecture, Words
 from tcompress.scratch.words import word_tokenizer
 from tcompress.source import SourceModel, resolve
 from tcompress.source.model import registered_classes
-from tcompress.source.text import listed
+from tcompress.source.text import check_counts, listed
 
 _OWN = ("num_labels", "architectures", "tie_word_embeddings", "dtype")  # of every configuration
 _NUMBERS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
@@ -57,6 +57,12 @@ def open_architecture(
         [architecture.kind] if architecture.kind else list(sizes.pop("architectures", None) or ())
     )
     problems = list(_unknown_keys(kind, sizes))
+    try:
+        check_counts(sizes)
+    except ValueError as error:
+        raise RecipeError(
+            f"`architecture`: {error}", "check the sizes in `architecture`"
+        ) from error
     bare = _built(kind, {}, problems=[])
     model_class = _model_class(bare, names, problems)
     if problems:

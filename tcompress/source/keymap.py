@@ -3,7 +3,7 @@
 A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
 model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
 where the model has one tensor of three dimensions. Transformers translates on loading; this file
-asks it how. It is the only one that uses `transformers.core_model_loading`, which is internal:
+asks it how. It and `conversions.py` alone use `transformers.core_model_loading`, which is internal:
 verified with 5.17 and 5.23.
 """
 
@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -89,6 +90,7 @@ class KeyMap:
         self._module_keys: dict[str, str] = {}
         self._sources: dict[str, Sources] = {}
         self._collect(checkpoint_keys)
+        self._used = [item.reverse_transform() for item in self._renamings if item.was_used()][::-1]
 
     def module_key(self, checkpoint_key: str) -> str:
         """Translate a checkpoint name into a runtime name.
@@ -100,8 +102,7 @@ class KeyMap:
         if checkpoint_key in self._module_keys:
             return self._module_keys[checkpoint_key]
         prefix, found, leaf = checkpoint_key.partition(f".{FACTOR_PREFIX}")
-        module = self.runtime_name(prefix) if found else None
-        if module is not None:
+        if found and (module := self.runtime_name(prefix)) is not None:
             return f"{module}.{FACTOR_PREFIX}{leaf}"
         return self._rename(checkpoint_key, self._names)[0]
 
@@ -156,6 +157,24 @@ class KeyMap:
             "builds it of other tensors on loading",
             hint="leave this module out of the conversion",
         )
+
+    def apart(self, param_names: Iterable[str]) -> dict[str, str]:
+        """Find what is stored fused with given parameters, which shall no longer be stored so.
+
+        Returns:
+            Other parameters made of the same tensors, by names under which each loads by itself.
+
+        Raises:
+            SourceError: If Transformers would not load one of them so.
+        """
+        given = {name: self._sources[name] for name in param_names if name in self._sources}
+        fused = {id(sources) for sources in given.values() if sources.converter is not None}
+        found = {}
+        for name, sources in self._sources.items() if fused else ():
+            if id(sources) in fused and name not in given:
+                module, _, leaf = name.rpartition(".")
+                found[f"{self.checkpoint_prefix(module)}.{leaf}"] = name
+        return found
 
     def runtime_name(self, checkpoint_prefix: str) -> str | None:
         """Translate the stored name of a module back; None if this model has no such module.
@@ -252,6 +271,8 @@ class KeyMap:
             while "." in prefix:
                 prefix = prefix.rpartition(".")[0]
                 yield prefix
+        # Of a layer that a converter makes: as Transformers names it when it saves the model again.
+        yield apply_renamings(f"{module_name}.weight", self._used).removesuffix(".weight")
         yield module_name
 
     def _loads_back(self, prefix: str, module_name: str) -> bool:
@@ -293,7 +314,7 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     return tensor
 
 
-def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> torch.Size | None:
+def stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
     """Give the shape that a runtime parameter has by the headers of a checkpoint's files.
 
     Args:

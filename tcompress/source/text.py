@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,4 +111,22 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
         texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
         if value is not None and not (isinstance(value, kind) and texts):
             raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected {what}")
+    check_counts(found)
     return found
+
+
+MOST_LAYERS = 10_000
+"""More than any model has; so many modules are built one by one, which would not end."""
+
+
+def check_counts(settings: Mapping[str, Any]) -> None:
+    """Refuses numbers of layers that nothing could build.
+
+    Raises:
+        ValueError: There are some, at the top or in a part; names the first.
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        elif type(value) is int and ("layer" in key or "depth" in key) and value > MOST_LAYERS:
+            raise ValueError(f"`{key}` is `{str(value)[:40]}`, expected at most {MOST_LAYERS:,}")

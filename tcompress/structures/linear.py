@@ -125,6 +125,8 @@ class StructuredLinear(nn.Module):
         if bias:
             empty = torch.empty(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(empty)
+        # Some families draw first values for whatever has `Linear` in its class's name.
+        self._is_hf_initialized = True
         self._build_sides(input_of, readers, dtype, device)
         # In a dict, banks of other layers stay out of this one's children: they are stored once.
         self.banks: dict[str, BankModule] = {}
@@ -185,14 +187,17 @@ class StructuredLinear(nn.Module):
             encoded.append(structure(layout.structure).encode(rows, None, layout))
         return encoded
 
-    def core(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Applies the layer's own tensors: a result per part and term."""
+    def core(self, encoded: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
+        """Applies the layer's own tensors, or those of one expert: a result per part and term."""
         results = []
         for index, part in enumerate(self.parts):
             row = []
             for term, layout in enumerate(part.terms):
                 z = encoded[term]
-                tensors = {k: t.to(z.dtype) for k, t in self._tensors(index, term).items()}
+                own = self._tensors(index, term)
+                if expert is not None:
+                    own = {name: stack[expert] for name, stack in own.items()}
+                tensors = {name: tensor.to(z.dtype) for name, tensor in own.items()}
                 row.append(structure(layout.structure).core(z, tensors, layout))
             results.append(row)
         return results

@@ -112,7 +112,7 @@ class TTLayout(Layout):
     def _modes_fit(self) -> TTLayout:
         sizes = [(self.in_modes, self.in_features), (self.out_modes, self.out_features)]
         lengths = {len(self.in_modes), len(self.out_modes), len(self.ranks) + 1}
-        if len(lengths) > 1 or any(prod(modes) != size for modes, size in sizes):
+        if len(lengths) > 1 or any(prod(modes) < size for modes, size in sizes):
             raise ValueError(
                 f"modes {list(self.in_modes)} and {list(self.out_modes)} with ranks "
                 f"{list(self.ranks)} do not make {self.in_features} x {self.out_features}"

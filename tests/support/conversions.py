@@ -22,7 +22,7 @@ from tcompress.linalg.ttfit import fit_tt
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
 from tcompress.structures import lprod, tt
-from tcompress.structures.experts import CHILD_OF, StructuredExperts
+from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tests.support.tiny import TINY, build
 
@@ -136,9 +136,7 @@ def structured(model: nn.Module) -> dict[str, StructuredLinear]:
     found: dict[str, StructuredLinear] = {}
     for name, module in model.named_modules():
         if isinstance(module, StructuredExperts):
-            for parameter, child in CHILD_OF.items():
-                if child in module._modules:
-                    found[f"{name}.{parameter}"] = getattr(module, child)
+            found |= {f"{name}.{parameter}": stack for parameter, stack in module.stacks.items()}
         elif isinstance(module, StructuredLinear) and module.experts is None:
             found[f"{name}.weight"] = module
     return found
@@ -153,7 +151,8 @@ def dense_weight(dense: nn.Module, name: str) -> Tensor:
     path, _, parameter = name.rpartition(".")
     host = dense.get_submodule(path)
     weight: Tensor = getattr(host, parameter).detach()
-    return weight.mT if isinstance(host, Conv1D) else weight
+    flipped = isinstance(host, Conv1D) or getattr(host, "is_transposed", False)
+    return weight.mT if flipped else weight
 
 
 def densified(model: nn.Module, dense: nn.Module) -> nn.Module:

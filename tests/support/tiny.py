@@ -226,3 +226,58 @@ TINY: dict[str, TinyModel] = {
         ("series",),
     ),
 }
+
+_ROUTED = {
+    **_GROUPED,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+
+# One model of every layout of experts, by what is special about it.
+EXPERTS: dict[str, TinyModel] = {
+    "chunked": TinyModel("MixtralConfig", "MixtralForCausalLM", _ROUTED),
+    "transposed, biased, interleaved": TinyModel(
+        "GptOssConfig", "GptOssForCausalLM", {**_ROUTED, "head_dim": 16}
+    ),
+    "renamed": TinyModel("GraniteMoeConfig", "GraniteMoeForCausalLM", _ROUTED),
+    "a module for each weight": TinyModel(
+        "JetMoeConfig", "JetMoeForCausalLM", {**_ROUTED, "kv_channels": 8}
+    ),
+    "one product for all": TinyModel(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**_ROUTED, "intermediate_size_mlp": 64, "head_dim": 8, "num_experts_per_tok": 1},
+    ),
+    "shared expert": TinyModel(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_ROUTED, "shared_expert_intermediate_size": 32},
+    ),
+    "latent attention": TinyModel("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+    "indexer": TinyModel(
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
+    ),
+    "list": TinyModel(
+        "SwitchTransformersConfig",
+        "SwitchTransformersForConditionalGeneration",
+        {**_T5, "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        ("text", "decoder"),
+    ),
+}

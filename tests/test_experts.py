@@ -1,0 +1,161 @@
+"""Mixtures of experts of every layout: found, converted, loaded, saved again and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tcompress.anatomy import anatomy_of
+from tcompress.calibrate.data import CalibrationData
+from tcompress.conversion.run import Converted, convert
+from tcompress.exporting import dense as exporting
+from tcompress.recipe.schema import Convert
+from tests.support.conversions import distance, outputs
+from tests.support.tiny import EXPERTS, TinyModel
+
+SVD = {"method": {"name": "svd"}, "target": 0.6}
+
+
+def _thin(tiny: TinyModel) -> Any:
+    """The model with matrices of rank 2, which a truncated SVD keeps as they are."""
+    model, generator = tiny.build(), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
+                *lead, rows, columns = weight.shape
+                left = torch.randn(*lead, rows, 2, generator=generator)
+                right = torch.randn(*lead, 2, columns, generator=generator)
+                weight.copy_(left @ right * (2 * columns) ** -0.5)
+    return model
+
+
+def _batches(layout: str, count: int) -> CalibrationData:
+    drawn = [EXPERTS[layout].inputs(2, 6, seed) for seed in range(count)]
+    return CalibrationData(drawn, [count - 1], "tiny", 2 * count, 12 * count, layout)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[nn.Module, Converted]]:
+    """Dense models, and what became of them without data."""
+
+    def make(layout: str) -> tuple[nn.Module, Converted]:
+        folder = tmp_path_factory.mktemp("experts")
+        dense = _thin(EXPERTS[layout])
+        dense.save_pretrained(folder / "dense")
+        recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD})
+        return dense, convert(str(folder / "dense"), recipe, folder / "small")
+
+    return cache(make)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_rank_two_is_kept_through_loading_saving_and_exporting(
+    layout: str, made: Callable[[str], Any], tmp_path: Path
+) -> None:
+    dense, converted = made(layout)
+    kind, inputs = type(dense), EXPERTS[layout].inputs(2, 6, 50)
+    model, info = kind.from_pretrained(converted.folder, output_loading_info=True)
+    assert {name: found for name, found in info.items() if found} == {}
+    wanted = outputs(dense, inputs)
+    assert distance(outputs(model, inputs), wanted) < 1e-4
+    model.save_pretrained(tmp_path / "again")
+    again = kind.from_pretrained(tmp_path / "again")
+    assert distance(outputs(again, inputs), outputs(model, inputs)) == 0
+    exporting.export_dense(converted.folder, tmp_path / "dense")
+    exported, info = kind.from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert {name: found for name, found in info.items() if found} == {}
+    assert distance(outputs(exported, inputs), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_all_but_what_chooses_is_rewritten(layout: str, made: Callable[[str], Any]) -> None:
+    dense, converted = made(layout)
+    plan = converted.manifest.plan
+    named = {item.name for item in plan.left}
+    blocks = {block.name for block in anatomy_of(dense).blocks}
+    rewritten = {(entry.name, entry.parameter) for entry in plan.layers}
+    assert len(rewritten) == len(plan.layers)
+    total = sum(
+        weight.numel()
+        for name, weight in dense.named_parameters()
+        if any(name.startswith(f"{block}.") for block in blocks)
+        and (weight.ndim == 3 or (weight.ndim == 2 and "bias" not in name))
+        and not any(name.startswith(left) for left in named)
+    )
+    assert sum(entry.dense_parameters for entry in plan.layers) == total
+    chooses = {
+        name
+        for name, module in dense.named_modules()
+        if any(weight.ndim == 2 for weight in module.parameters(recurse=False))
+        and any(mark in name for mark in ("router", "mlp.gate.", "_gate.", "indexer"))
+    }
+    assert chooses <= named
+    if layout == "indexer":
+        assert sum("indexer" in name for name in named) == 6
+
+
+SIZED = ("shared expert", "list", "one product for all")
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_loss"), [*((name, False) for name in EXPERTS), *((name, True) for name in SIZED)]
+)
+def test_a_few_tokens_suffice(layout: str, by_loss: bool, tmp_path: Path) -> None:
+    dense: Any = EXPERTS[layout].build()
+    dense.save_pretrained(tmp_path / "dense")
+    chosen = {**SVD, "allocation": "loss" if by_loss else "uniform"}
+    recipe = Convert.model_validate({"calibration": {"source": "builtin"}, **chosen})
+    converted = convert(
+        str(tmp_path / "dense"), recipe, tmp_path / "small", data=_batches(layout, 2)
+    )
+    model = type(dense).from_pretrained(converted.folder)
+    assert all(
+        bool(torch.isfinite(item).all()) for item in outputs(model, _batches(layout, 1).batches[0])
+    )
+    dark = [text for text in converted.manifest.plan.warnings if "fitted without data" in text]
+    assert len(dark) == (layout in ("a module for each weight", "one product for all"))
+
+
+@pytest.mark.parametrize(("layout", "only"), [("chunked", "*.0.*"), ("latent attention", "*down*")])
+def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
+    layout: str, only: str, tmp_path: Path
+) -> None:
+    """Transformers stores the experts of these families one by one."""
+    dense: Any = _thin(EXPERTS[layout])
+    dense.save_pretrained(tmp_path / "dense")
+    recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD, "only": [only]})
+    converted = convert(str(tmp_path / "dense"), recipe, tmp_path / "small")
+    assert any(entry.experts for entry in converted.manifest.plan.layers)
+    model = type(dense).from_pretrained(converted.folder)
+    model.save_pretrained(tmp_path / "again")
+    again, info = type(dense).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert {name: found for name, found in info.items() if found} == {}
+    inputs = EXPERTS[layout].inputs(2, 6, 50)
+    assert distance(outputs(again, inputs), outputs(dense, inputs)) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["chunked", "transposed, biased, interleaved"])
+def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Path) -> None:
+    dense: Any = EXPERTS[layout].build()
+    dense.save_pretrained(tmp_path / "dense")
+    errors: dict[str, float] = {}
+    for source in ("none", "builtin"):
+        recipe = Convert.model_validate({"calibration": {"source": source}, **SVD, "target": 0.5})
+        data = _batches(layout, 8) if source == "builtin" else None
+        converted = convert(str(tmp_path / "dense"), recipe, tmp_path / source, data=data)
+        model: Any = type(dense).from_pretrained(converted.folder)
+        errors[source] = sum(
+            _change(dense, model, EXPERTS[layout].inputs(2, 6, seed)) for seed in range(4)
+        )
+    assert errors["builtin"] < errors["none"]
+
+
+def _change(dense: nn.Module, model: nn.Module, inputs: dict[str, Tensor]) -> float:
+    one, two = outputs(dense, inputs)[0], outputs(model, inputs)[0]
+    return float((one - two).norm())

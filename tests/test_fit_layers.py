@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from tcompress.conversion import fit as fitting
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.quality import Judge
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
@@ -367,9 +368,11 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
     moments = [LayerMoments(Rows.drawn().moments(centred=False))]
     options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
     entry = _plan([LOW], sizes)
-    given = {"curvatures": {"b.q": curvature}, **options}
+    gram = Rows.drawn(seed=7).moments(centred=False).gram
+    judge = Judge(gram, curvature)
+    given = {"curvatures": {"b.q": curvature}, "judges": {"b.q": judge}, **options}
     fused = fit_layers([entry], [weight], [moments], **given)[0]
-    start = 0
+    start, lost, whole = 0, list[Tensor](), list[Tensor]()
     for index, size in enumerate(sizes):
         rows = slice(start, start + size)
         single = _plan([LOW], (size,))
@@ -383,4 +386,8 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
             )
         ]
         assert_close(*found)
+        # Errors on rows x with gradients d at the part's own outputs, written out as |d e x|^2.
+        for total, part in ((lost, weight[rows] - found[0]), (whole, weight[rows])):
+            total.append((roots[rows].T @ part @ torch.linalg.cholesky(gram)).square().sum())
         start += size
+    assert fused.loss == pytest.approx(float(sum(lost) / sum(whole)))

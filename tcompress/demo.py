@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tcompress.artifact.workplace import check_output
 from tcompress.conversion.run import Converted, convert
-from tcompress.errors import InputError
+from tcompress.files import write_text
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Calibration, Convert
 from tcompress.reporting.model import report_of
@@ -155,17 +156,16 @@ def run_demo(
         progress: Hears how far it is.
 
     Raises:
-        InputError: The folder is not empty.
+        InputError: The folder is not empty, or cannot be written.
     """
     from transformers import AutoTokenizer
 
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise InputError(f"folder `{output}` is not empty", "choose another folder")
+    check_output(output, force=False)
     output.mkdir(parents=True, exist_ok=True)
     progress, variants = progress or Silent(), variants or VARIANTS
     fitting, measured = data.texts[:FITTING_STORIES], data.texts[FITTING_STORIES:]
     stories = output / "stories.txt"
-    stories.write_text("\n".join(fitting) + "\n", encoding="utf-8")
+    write_text(stories, "\n".join(fitting) + "\n")
     reader = _Reader(AutoTokenizer.from_pretrained(data.model), measured)
     rows: list[DemoRow] = []
     progress.stage("models", len(variants) + 1, "models")

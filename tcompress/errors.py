@@ -8,12 +8,15 @@ TCompressError
 │   ├── DataError                  data to calibrate, train or measure with cannot be used
 │   └── ArtifactError              a converted model is damaged or too new
 ├── WriteError                     what was written is not what was fitted: exit code 1
+├── DiskError (OSError)             a disk is full, or refuses a file
 ├── FitError (ArithmeticError)     a factorisation failed: names the layer
 └── TrainingError (ArithmeticError) training diverged, or cannot go on
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -42,6 +45,35 @@ class InputError(TCompressError, ValueError):
     exit_code = 2
 
 
+class Problems:
+    """Collects what is wrong with several things, to say all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[InputError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps the error of the block, if it raises one about what the user gave."""
+        try:
+            yield
+        except InputError as error:
+            self.found.append(error)
+
+    def report(self) -> None:
+        """Raises what was collected.
+
+        Raises:
+            InputError: The only one, or one that lists all of them, with their hints.
+        """
+        found = {error.message: error for error in self.found}
+        if len(found) == 1:
+            raise next(iter(found.values()))
+        if found:
+            lines = "".join(f"\n  - {message}" for message in found)
+            hints = dict.fromkeys(error.hint for error in self.found if error.hint)
+            raise InputError(f"{len(found)} problems:{lines}", "; ".join(hints) or None)
+
+
 class SourceError(InputError):
     """The model to convert cannot be found or read."""
 
@@ -66,6 +98,12 @@ class WriteError(TCompressError):
     """What was written does not load, or is not what was fitted; it was not published."""
 
 
+class DiskError(TCompressError, OSError):
+    """A disk is full, or refuses a file; work that was begun can go on."""
+
+    exit_code = 2
+
+
 class FitError(TCompressError, ArithmeticError):
     """A factorisation failed or met values that are not finite."""
 
@@ -76,6 +114,11 @@ class TrainingError(TCompressError, ArithmeticError):
     """Training met values that are not finite, or cannot go on."""
 
     exit_code = 2
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says, without its hint, to be quoted in another one."""
+    return str(error).partition("\n")[0]
 
 
 def refuse_replica(module: object) -> NoReturn:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tcompress.anatomy.stored import parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
-from tcompress.reporting.describe import describe_attention, describe_parts
+from tcompress.reporting.describe import describe_attention, describe_entry
 from tcompress.source.names import METHOD, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
@@ -197,7 +197,7 @@ def _from_manifest(
     """Reads the plan as plain data: digests say that it is as it was written."""
     entries, plan = config["quantization_config"]["plan"], manifest["plan"]
     sizes = {key: prod(store.shape(key)) for key in store.keys()}  # noqa: SIM118 - not a mapping
-    layers = tuple(_planned(entry, sizes) for entry in entries["layers"])
+    layers = tuple(_planned(entry, sizes, plan["method"]) for entry in entries["layers"])
     attention = entries.get("attention", [])
     saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
     for entry in attention:
@@ -219,7 +219,7 @@ def _from_manifest(
     )
 
 
-def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
+def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) -> LayerFacts:
     name, parts, experts = entry["name"], entry["parts"], entry.get("experts")
     parameter = entry.get("parameter", "weight")
     inside = f"{name}.tc_"
@@ -238,7 +238,7 @@ def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> LayerFacts:
         experts=experts,
         dense_parameters=columns * rows * (experts or 1),
         parameters=_stored(sizes, inside),
-        structure=describe_parts(parts),
+        structure=describe_entry(entry, method),
     )
 
 
@@ -292,7 +292,10 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
         converted=True,
         parameters=sum(parameter.numel() for parameter in dense.parameters()) - saved,
         blocks=_blocks((*artifact.attention, *artifact.layers)),
-        layers=tuple(_facts(entry, converted=True) for entry in artifact.layers),
+        layers=tuple(
+            _facts(entry, manifest.plan.method if manifest else "", converted=True)
+            for entry in artifact.layers
+        ),
         refused=_refused(manifest.plan.left) if manifest else (),
         warnings=manifest.plan.warnings if manifest else (),
         attention=describe_attention(artifact.attention),
@@ -307,7 +310,7 @@ def _refused(left: tuple[Left, ...]) -> tuple[RefusedFacts, ...]:
     return tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left)
 
 
-def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
+def _facts(entry: LayerPlan, method: str = "", *, converted: bool) -> LayerFacts:
     single = entry.parameter == "weight"
     return LayerFacts(
         name=entry.name if single else f"{entry.name}.{entry.parameter}",
@@ -320,5 +323,5 @@ def _facts(entry: LayerPlan, *, converted: bool) -> LayerFacts:
         experts=entry.experts,
         dense_parameters=entry.dense_parameters,
         parameters=entry.parameters if converted else entry.dense_parameters,
-        structure=describe_parts(entry.parts) if converted else None,
+        structure=describe_entry(entry, method) if converted else None,
     )

@@ -12,11 +12,12 @@ from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output
 from tcompress.benching.run import Bench, Settings, bench
 from tcompress.conversion.run import convert
-from tcompress.errors import InputError
+from tcompress.errors import InputError, Problems
 from tcompress.evaluation.compare import Baseline
-from tcompress.evaluation.run import evaluate
+from tcompress.evaluation.run import check_measurement, evaluate
 from tcompress.evaluation.scores import ModelScores
 from tcompress.evaluation.threshold import Threshold
+from tcompress.integration.devices import pick_device
 from tcompress.progress import Progress, Silent
 from tcompress.reading.tables import check_data
 from tcompress.recipe.schema import Bench as BenchOptions
@@ -26,6 +27,8 @@ from tcompress.reporting.together import reports_of
 from tcompress.reporting.tree import ModelReport
 from tcompress.source import SourceModel
 from tcompress.training.run import finetune
+from tcompress.training.setup import check_run
+from tcompress.training.teacher import find_teacher
 
 Say = Callable[[str], None]
 
@@ -143,6 +146,23 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
     return [*names, *(item.data for item in recipe.evaluate)]
 
 
+def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
+    """Opens the model that will be imitated, before there is one that imitates it.
+
+    Args:
+        recipe: What will be done.
+        source: The dense model.
+        token: Access token for the hub.
+
+    Raises:
+        SourceError: There is no such model.
+    """
+    name = recipe.finetune.teacher if recipe.finetune is not None else "none"
+    if name == "source":
+        return source if source.seed is None else None
+    return find_teacher(name, None, token, trust=source.trust_remote_code)
+
+
 @dataclass
 class _Run:
     recipe: Recipe
@@ -155,19 +175,39 @@ class _Run:
     say: Say
 
     def check(self) -> None:
-        """Refuses, before any work, what would fail in the end."""
-        if self.recipe.report is not None:
-            check_target(Path(self.recipe.report).expanduser())
-        for item in self.recipe.evaluate:
-            if item.threshold is not None:
-                self._check_bound(Threshold.parse(item.threshold), item.threshold)
+        """Refuses, before any work, what would fail in the end; names all problems."""
+        problems, recipe = Problems(), self.recipe
         converted = self._is_converted()
-        trains = self.recipe.finetune is not None and not self._is_trained()
-        check_data(data_of(self.recipe, converts=not converted, trains=trains))
-        if not converted:
-            check_output(self.outcome.converted, force=self.force)
-        if trains:
-            check_output(self.outcome.folder, force=self.force)
+        trains = recipe.finetune is not None and not self._is_trained()
+        if recipe.report is not None:
+            with problems.collected():
+                check_target(Path(recipe.report).expanduser())
+        for item in recipe.evaluate:
+            with problems.collected():
+                if item.threshold is not None:
+                    self._check_bound(Threshold.parse(item.threshold), item.threshold)
+        with problems.collected():
+            check_data(data_of(recipe, converts=not converted, trains=trains))
+        for folder, wanted in (
+            (self.outcome.converted, not converted),
+            (self.outcome.folder, trains),
+        ):
+            with problems.collected():
+                if wanted:
+                    check_output(folder, force=self.force)
+        teacher = None
+        with problems.collected():
+            pick_device(recipe.convert.device)
+            teacher = teacher_of(recipe, self.source, self.token) if trains else None
+        problems.report()
+        # What takes reading: all of it is there.
+        with problems.collected():
+            if trains and recipe.finetune is not None:
+                check_run(self.source, teacher, recipe.finetune)
+        for item in recipe.evaluate:
+            with problems.collected():
+                check_measurement(item, self.source, heads=self.source.seed is None)
+        problems.report()
 
     def _check_bound(self, bound: Threshold, text: str) -> None:
         if bound.relative and self.source.seed is not None:

@@ -252,6 +252,42 @@ def test_both_axes_combine_and_layers_make_up_for_the_mechanism(
     assert errors[True] < 0.9 * errors[False]
 
 
+@pytest.mark.parametrize("layers", [False, True], ids=["alone", "with-svd"])
+def test_a_small_core_keeps_the_scores_that_matter(
+    layers: bool, shop: Workshop, tmp_path: Path
+) -> None:
+    """Of the same rank, factors from data lose less of held-out scores than those from weights."""
+    folder = shop.source("bert")
+    batches = [FAMILIES["bert"].inputs(batch=8, length=12, seed=s) for s in range(4)]
+    data = CalibrationData(
+        name="drawn", batches=batches, holdout=[3], samples=32, tokens=384, fingerprint="0"
+    )
+    dense = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval().bert
+    own = dense.encoder.layer[0].attention.self
+    inputs = FAMILIES["bert"].inputs(batch=8, length=12, seed=9)
+    with torch.no_grad():
+        states = dense.embeddings(inputs["input_ids"])
+        q, k = (part(states).unflatten(-1, (4, 8)).transpose(1, 2) for part in (own.query, own.key))
+    valid = inputs["attention_mask"].bool()
+    pairs = valid[:, None, :, None] & valid[:, None, None, :]
+
+    def lost(left: Tensor, right: Tensor) -> float:
+        scores = (q @ k.mT - q @ left @ right.mT @ k.mT) * pairs
+        mean = scores.sum(-1, keepdim=True) / pairs.sum(-1, keepdim=True).clamp(1)
+        return float(((scores - mean) * pairs).norm())  # softmax does not see what keys share
+
+    errors = [lost(torch.eye(8, 4), torch.eye(8, 4))]
+    extra = {"method": {"name": "svd", "rank": 8}} if layers else {}
+    for calibration in ("none", "builtin"):
+        recipe = recipe_for("tucker", calibration={"source": calibration}, **extra)
+        given = data if calibration == "builtin" else None
+        done = convert(str(folder), recipe, tmp_path / calibration, data=given)
+        prefix = f"{done.manifest.plan.attention[0].name}.{CHILD}."
+        store = Artifact.open(done.folder).store
+        errors.append(lost(*(store.tensor(f"{prefix}factor_{side}") for side in "qk")))
+    assert errors[2] < errors[1] < errors[0]
+
+
 def test_dropped_queries_count_as_saved(shop: Workshop) -> None:
     made = shop.hosted("bert", "tga")
     model, _ = made.load()

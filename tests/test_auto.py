@@ -307,7 +307,10 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
     sizes = {"hidden_size": 15, "intermediate_size": 35, "num_attention_heads": 3}
     model = BertForMaskedLM(BertConfig(vocab_size=100, num_hidden_layers=2, **sizes))
     model.save_pretrained(tmp_path / "odd")
-    plan = _convert(tmp_path / "odd", tmp_path / "out", AUTO).manifest.plan
+    tried = _facts(_convert(tmp_path / "odd", tmp_path / "out", AUTO).manifest.plan).tried
+    assert set(tried) == {"auto", "tt", "tucker"}  # no slices; low rank is what `auto` comes to
+    assert min(tried.values()) > 0
+    plan = _convert(tmp_path / "odd", tmp_path / "predicted", PREDICTED).manifest.plan
     assert {entry.parts[0].terms[0].structure for entry in plan.layers} == {"lowrank"}
 
 

@@ -75,6 +75,8 @@ def _chosen(folder: Path, place: FitWorkplace, **changes: float | None) -> str:
         ({"auto": 1.0, "svd": 1.1, "lprod": 0.99}, "auto"),  # of equals the first
         ({"auto": None, "svd": 2.0, "lprod": 1.0}, "lprod"),
         ({"auto": 1.0, "svd": None, "lprod": None}, "auto"),
+        ({"auto": 0.0, "svd": 0.0, "lprod": 1e-300}, "auto"),
+        ({"auto": 1e-9, "svd": -1e-9, "lprod": 0.0}, "svd"),  # what older versions measured
     ],
 )
 def test_choice(changes: dict[str, float | None], taken: str, folder: Path, tmp_path: Path) -> None:

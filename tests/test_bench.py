@@ -18,7 +18,7 @@ from tcompress.benching.machine import threads
 from tcompress.benching.memory import peak_bytes
 from tcompress.benching.record import save_speed
 from tcompress.benching.run import Settings, bench
-from tcompress.benching.timing import alternate
+from tcompress.benching.timing import alternate, spread
 from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.source import SourceModel
@@ -394,3 +394,8 @@ def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "load_model", noted)
     bench([str(folder), str(folder)], settings=Settings(**FEW), save=False)
     assert loaded == ["bert", "bert-small", "bert-small"]
+
+
+def test_spread_is_that_of_the_middle_half() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx(2 / 3)
+    assert spread([1.0, 2.0, 3.0]) is None

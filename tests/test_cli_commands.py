@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,37 @@ def test_recipes_validate_shows_the_problems_of_all_files(tmp_path: Path) -> Non
     done = run("recipes", "validate", *files, "encoder/minilm-lprod")
     assert (done.code, done.out) == (2, "")
     assert all(f"1 problem in `{file}`" in done.err for file in files)
+
+
+HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9bc\u202ed\r[red]e"
+COMMANDS = set("\x1b\x07\x9b\u202e\r\x7f\udcff")
+
+
+def test_terminals_get_no_commands_from_models(tmp_path: Path) -> None:
+    """Not from names of folders or layers, nor from options, on stdout or stderr."""
+    folder = tmp_path / HOSTILE
+    shutil.copytree("small", folder)
+    for name in ("tcompress.json", "config.json"):
+        word = json.dumps(HOSTILE)[1:-1]
+        (folder / name).write_text((folder / name).read_text().replace("GPT2LMHeadModel", word))
+    for command in (["inspect"], ["report"], ["report", "--layers"], ["export", "--to", HOSTILE]):
+        done = run(command[0], folder, *command[1:])
+        said = done.out + done.err
+        assert "a\ufffd[2J\ufffd]0;b" in said
+        assert "[red]e" in said  # no markup
+        assert not set(said) & COMMANDS
+
+
+def test_terminals_get_no_commands_from_recipes(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(json.dumps({"recipe_version": 1, HOSTILE: 2}))
+    done = run("recipes", "validate", tmp_path / "my.yaml")
+    assert "`a\ufffd[2J\ufffd]0;b" in done.err
+    assert not set(done.err) & COMMANDS
+
+
+@pytest.mark.parametrize("name", ["half \udcff", "c1 \x9b", "delete \x7f"])
+def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
+    """Names of folders may hold what is no character at all."""
+    done = run("inspect", tmp_path / name, "--json")
+    assert name in done.document["error"]["message"]
+    assert not set(done.out + done.err) & COMMANDS

@@ -235,8 +235,8 @@ def test_recipe_by_name(model: Path) -> None:
 
 
 @contextmanager
-def stopped_after(steps: int) -> Iterator[Any]:
-    """Progress that presses Ctrl-C after some steps."""
+def stopped_after(steps: int, by: int) -> Iterator[Any]:
+    """Progress that sends a signal after some steps."""
 
     class Stopping:
         left = steps
@@ -246,18 +246,21 @@ def stopped_after(steps: int) -> Iterator[Any]:
         def advance(self, amount: int = 1, note: str = "") -> None:
             self.left -= 1
             if not self.left:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(by)
 
     yield Stopping()
 
 
-def test_interrupted_conversion_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_conversion_goes_on(
+    by: int, code: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["--calib-samples", "24", "--p", "2", "--transform", "dct", "-o", "out"]
     with monkeypatch.context() as patch:
         # Four groups of layers in each block: the first block is done.
-        patch.setattr(job, "shown_progress", lambda quiet: stopped_after(6))
+        patch.setattr(job, "shown_progress", lambda quiet: stopped_after(6, by))
         done = run("convert", model, *options)
-    assert (done.code, done.out) == (130, "")
+    assert (done.code, done.out) == (code, "")
     assert done.err == (
         "error: interrupted; `out` was not written\n\n"
         "hint: run the same command again: it goes on where it stopped\n"
@@ -271,11 +274,15 @@ def test_interrupted_conversion_goes_on(model: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in Path().iterdir()] == ["out"]
 
 
-def test_interrupted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_elsewhere(by: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(*_: object, **__: object) -> None:
+        signal.raise_signal(by)
 
     monkeypatch.setattr("tcompress.inspection.inspect_model", stop)
     done = run("inspect", "m", "--json")
-    assert done.code == 130
+    assert done.code == code
+    assert signal.getsignal(signal.SIGTERM) == before
     assert done.document["error"] == {"type": "Interrupted", "message": "interrupted", "hint": None}

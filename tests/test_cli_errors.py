@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 
 from tcompress.cli.errors import describe, suggestion
+from tcompress.cli.main import main
 from tcompress.errors import FitError, TCompressError
 from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 
 SEE = "see `tcompress convert --help`"
+EXPRESSION = "such as `re:layer\\.[0-3]\\.`; `*` wildcards need no `re:`, as in `*.layer.0.*`"
 QUARTER = (
     "`--target 0.25` keeps a quarter of the rewritten layers' parameters; `--target-params`, "
     "`--target-bytes` and `--max-error` are other ways to say it"
@@ -46,6 +51,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "see `tcompress recipes --help`",
         ),
         (["convert"], "missing argument `MODEL`", SEE),
+        (["convert", "~nobody-at-all/m"], "a path begins with `~` and a user that there is not",
+         "write the path in full, or `./~name` for a file of that name"),
         (["convert", "m", "--tagret"], "unknown option `--tagret`", "did you mean `--target`?"),
         (["convert", "m", "--calibration", "x"], "unknown option `--calibration`",
          "did you mean `--calib`?"),
@@ -62,7 +69,11 @@ def test_usage(arguments: list[str], message: str, hint: str) -> None:
     ("arguments", "message"),
     [
         (["convert", "m", "--p", "many"], "`--p` is `many`, allowed is a whole number"),
-        (["convert", "m", "--target", "abc"], "`--target` is `abc`, allowed is a number"),
+        (
+            ["convert", "m", "--target", "abc"],
+            "`--target` is `abc`, allowed is a number, greater than 0 and less than 1",
+        ),
+        (["convert", "m", "--damping", "x"], "`--damping` is `x`, allowed is a number"),
         (
             ["report", "m", "--length", "0"],
             "`--length` is `0`, allowed is a whole number, at least 1",
@@ -88,6 +99,35 @@ def test_words_of_older_parsers_mean_the_same() -> None:
             "unknown method `lprd`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
             "`auto`, `tga`, `tsa`, `hot`, `kronecker`, `multilinear`, `tam`, `none`",
             "did you mean `lprod`?",
+        ),
+        (
+            ["--method", "SVD"],
+            "unknown method `SVD`; methods are `svd`, `lowrank`, `lprod`, `tt`, `qtt`, `tucker`, "
+            "`auto`, `tga`, `tsa`, `hot`, `kronecker`, `multilinear`, `tam`, `none`",
+            "did you mean `svd`?",
+        ),
+        (
+            ["--device", "gpu", "--max-shard-size", "tiny"],
+            "`--device` is `gpu`, allowed is text like `auto`, `cpu`, `cuda`, `cuda:1` or `mps`; "
+            "`--max-shard-size` is `tiny`, allowed is text like `2GB` or `500MB`",
+            SEE,
+        ),
+        (
+            ["--keep-layers", "0-99999999999"],
+            "`--keep-layers` is `0-99999999999`, allowed are block numbers such as `1,3,5` or "
+            "`0-5,11`, for one stack of several `STACK:1,3,5`",
+            SEE,
+        ),
+        (
+            ["--keep", "re:layer.("],
+            "`re:layer.(` is not a regular expression: missing ), unterminated subpattern at "
+            "position 6",
+            EXPRESSION,
+        ),
+        (
+            ["--keep", "re:(.+)+x"],
+            "`re:(.+)+x` could take for ever, since it repeats what repeats, or repeats too often",
+            EXPRESSION,
         ),
         (
             ["--method", "qqq"],
@@ -130,7 +170,7 @@ def test_words_of_older_parsers_mean_the_same() -> None:
         (
             ["--method", "tt", "--rank", "4", "--order", "1", "--apply", "build"],
             "`--order` is `1`, allowed is a whole number, at least 2 and at most 16; `--apply` is "
-            "`build`, allowed is one of `auto`, `contract`, `rebuild`",
+            "`build`, allowed is one of `auto`, `contract`, `rebuild`; did you mean `rebuild`?",
             SEE,
         ),
         (
@@ -178,19 +218,20 @@ def test_words_of_older_parsers_mean_the_same() -> None:
         (["--p", "0"], "`--p` is `0`, allowed is a whole number, at least 1", SEE),
         (
             ["--target", "25", "--calib-samples", "-1"],
-            "`--target` is `25.0`, allowed is a number, greater than 0 and less than 1; "
-            "`--calib-samples` is `-1`, allowed is a whole number, at least 1",
+            "`--target` is `25`, allowed is a number, greater than 0 and less than 1; 25 % is "
+            "`0.25`; `--calib-samples` is `-1`, allowed is a whole number, at least 1",
             SEE,
         ),
         (
             ["--dtype", "float8"],
-            "`--dtype` is `float8`, allowed is one of `float32`, `float16`, `bfloat16`",
+            "`--dtype` is `float8`, allowed is one of `float32`, `float16`, `bfloat16`; did you "
+            "mean `float32`?",
             SEE,
         ),
         (
             ["--transform", "dcd"],
             "`--transform` is `dcd`, allowed is one of `dct`, `identity`, `haar`, `hadamard`, "
-            "`random`, `dft`, `learned`, `fitted`",
+            "`random`, `dft`, `learned`, `fitted`; did you mean `dct`?",
             SEE,
         ),
         (["--keep", "bert.encoder"],
@@ -205,7 +246,8 @@ def test_words_of_older_parsers_mean_the_same() -> None:
             "`bert.encoder.layer.0.intermediate.dense.weight`\n"
             "  - p=7 does not divide the input 64 and the output 32: 2 layers, such as "
             "`bert.encoder.layer.0.output.dense.weight`",
-            "choose another p, or `pad: true` in the method's options of a recipe",
+            "choose another method, or p=2, 4, 8 or 16, or `pad: true` in the method's options "
+            "of a recipe",
         ),
         (
             ["--device", "cuda:77"],
@@ -279,7 +321,7 @@ def test_json_on_failure(arguments: list[str], kind: str, message: str) -> None:
 
 
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("lost\nmore")
 
     monkeypatch.setattr("tcompress.inspection.inspect_model", fail)
@@ -300,8 +342,9 @@ def test_traceback_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_full_disk_says_what_to_do() -> None:
     found = describe(OSError(errno.ENOSPC, "No space left on device"))
-    assert found.code == 1
-    assert found.hint == "free some disk space, then run the same command again"
+    assert found.code == 2
+    assert found.message.startswith("there is no space for `.`: ")
+    assert "free some disk space, then run the same command again" in (found.hint or "")
 
 
 def test_lack_of_memory_says_what_to_do() -> None:
@@ -323,3 +366,40 @@ def test_exit_codes_of_errors() -> None:
 def test_suggestion_only_where_something_is_close() -> None:
     assert suggestion("targt", ["--x", "target"]) == "did you mean `target`?"
     assert suggestion("zzz", ["target"]) is None
+
+
+@pytest.mark.parametrize("arguments", [["recipes", "list"], ["--help"], ["recipes", "list", "-x"]])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_changes_nothing(
+    arguments: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(*arguments).code
+    for closed in (True, False):  # as after `| head -0`, and after `>&-`
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, name, None if closed else stream)
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+        assert ended.value.code == wanted
+
+
+def test_a_disk_that_is_full_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", "list"])
+    assert ended.value.code == 1
+    assert errors.getvalue().count("No space left on device") == 1
+
+
+def test_commands_to_copy_are_written_for_a_shell() -> None:
+    done = run("recipes", "copy", "encoder/minilm-lprod", "a folder/my recipe.yaml")
+    assert done.lines == [
+        "Wrote `a folder/my recipe.yaml`. Next: `tcompress run 'a folder/my recipe.yaml'`"
+    ]

@@ -175,6 +175,9 @@ def test_a_recipe_without_training(tmp_path: Path) -> None:
         (["--steps", "0"], "`--steps` is `0`, allowed is a whole number, at least 1"),
         (["--steps", "few"], "`--steps` is `few`, allowed is a whole number"),
         (["--train", "none"], "`--train` is `none`, allowed is one of `auto`, "),
+        (["--objective", "hidden=0,logits=0"], "all weights of `objectives` are 0 (hidden"),
+        (["--objective", "hidden=-1"], "`--objective` is `-1`, allowed is a number, at least 0"),
+        (["--lr", "1e30"], "`--lr` is `1e+30`, allowed is a number, greater than 0 and at most 10"),
         (["--device", "gpu"], "`--device` is `gpu`, allowed is text like"),
     ],
 )  # fmt: skip

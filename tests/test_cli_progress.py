@@ -50,6 +50,18 @@ def test_files_get_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work(io.StringIO()).splitlines()[0] == "fitting blocks: 1 of 2 groups"
 
 
+def test_files_get_ten_lines_of_a_stage_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    file = io.StringIO()
+    with redirect_stderr(file), shown_progress(quiet=False) as shown:
+        shown.stage("writing", 1000, "bytes")
+        for _ in range(1000):
+            shown.advance()
+        assert len(file.getvalue().splitlines()) == 10
+        assert " in " in file.getvalue().splitlines()[-1]  # what follows is no part of it
+    assert len(file.getvalue().splitlines()) == 10
+
+
 def fail() -> None:
     with shown_progress(quiet=False) as shown:
         shown.stage("writing", 1, "bytes")

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.run import Converted, Silent, convert
 from tcompress.errors import InputError
 from tests.support.conversions import calibration, threads
@@ -226,4 +229,13 @@ def test_a_damaged_working_folder_is_no_obstacle(
         file.write('{"kind": "shard", "file": "model-0')
     run(source, output, True)
     assert contents(output) == contents(uninterrupted(True).folder)
-    assert Workplace(output, "x").notes("shard") == []
+    assert Workplace(output, "x", force=True).notes("shard") == []
+
+
+def test_what_attention_began_with_is_kept(tmp_path: Path) -> None:
+    place = FitWorkplace(tmp_path / "out", "same")
+    place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
+    found = place.block("block")
+    place.discard()
+    assert found is not None
+    assert found.attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]

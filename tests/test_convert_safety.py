@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from torch import Tensor
 from tcompress.artifact import shards
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.run import Converted, Silent, convert
-from tcompress.errors import FitError, InputError, PlanError, SourceError, WriteError
+from tcompress.errors import (
+    DiskError,
+    FitError,
+    InputError,
+    PlanError,
+    SourceError,
+    WriteError,
+)
 from tests.support.conversions import recipe
 from tests.support.interrupted import (
     assert_nothing_left,
@@ -82,11 +90,9 @@ def test_output_in_folders_that_do_not_exist(source: Path, tmp_path: Path) -> No
 
 
 def test_force_replaces_everything(source: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
+    output = run(source, tmp_path / "out", changes={"seed": 1}).folder
+    (output / "old.safetensors").write_text("old")
     run(source, output, force=True)
-    assert not (output / "notes.txt").exists()
     assert contents(output) == contents(run(source, tmp_path / "other").folder)
     assert not partial_folder(output).exists()
 
@@ -213,14 +219,14 @@ def test_a_full_disk(
     own = Path.open
 
     def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if path.suffix == ".tmp" and mode == "wb":
-            return _FullDisk(path, "w")
+        if path.suffix == ".tmp" and mode == "xb":
+            return _FullDisk(path, "x")
         return own(path, mode, *args, **options)
 
     monkeypatch.setattr(_FullDisk, "room", 30_000)
     with monkeypatch.context() as patch:
-        patch.setattr(shards.Path, "open", full)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "open", full)
+        with pytest.raises(DiskError, match=r"there is no space for .*/out`: .* are free on its"):
             run(source, output, aware)
     assert_nothing_loads(output)
     run(source, output, aware)
@@ -257,7 +263,10 @@ BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], objec
     ),
     "a factor dropped": ("bert", {}, lambda w: w.pop(_first(w, "tc_a")), "dense.tc_a` is missing"),
     "a wrong name": (
-        "bert", {}, lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}), "odd` is unexp"
+        "bert",
+        {},
+        lambda w: w.update({"bert.odd": w.pop(_first(w, "key.bias"))}),
+        "key.bias` is missing",
     ),
     "another shape": (
         "bert", {}, lambda w: w.update({(n := _first(w, "key.bias")): w[n][:-1]}), "does not load"
@@ -317,4 +326,29 @@ def test_a_writer_that_errs_publishes_nothing(
     assert said in refused.value.message, refused.value.message
     assert refused.value.exit_code == 1
     assert "nothing was published" in (refused.value.hint or "")
+    assert_nothing_left(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("embeddings.position_embeddings.weight", float("inf"), "holds NaN or infinity"),
+        ("embeddings.LayerNorm.weight", 1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.bias", -1e5, r"does not fit into torch\.float16"),
+        ("encoder.layer.0.output.dense.weight", 3e38, r"does not fit into torch\.float16"),
+    ],
+)
+def test_numbers_that_the_dtype_does_not_hold(
+    name: str, value: float, words: str, source: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    key = next(key for key in tensors if key == name or key.endswith(name))
+    tensors[key].view(-1)[3] = value
+    folder = tmp_path / "changed"
+    shutil.copytree(source, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FitError, match=words) as failed:
+        run(folder, tmp_path / "out", changes={"dtype": "float16"})
+    assert key.rpartition(".")[0] in failed.value.message
+    assert failed.value.hint
     assert_nothing_left(tmp_path / "out")

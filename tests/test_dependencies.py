@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors",
+    "files",
     "progress",
     "linalg",
     "structures",
@@ -35,17 +36,18 @@ APPLICATION = FOUNDATION | {
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "benching"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "files": {"errors"},
     "progress": set(),
     "linalg": {"errors"},
     "structures": {"errors", "linalg"},
-    "mechanisms": {"errors", "structures"},
-    "source": {"errors"},
+    "mechanisms": {"errors", "linalg", "structures"},
+    "source": {"errors", "files"},
     "anatomy": {"errors"},
-    "recipe": {"errors", "structures", "mechanisms"},
+    "recipe": {"errors", "files", "structures", "mechanisms"},
     "planning": {"errors", "structures", "mechanisms", "source", "anatomy", "recipe"},
     "reading": {"errors", "source", "anatomy"},
     "calibrate": {"errors", "source", "recipe", "reading"},
-    "artifact": {"errors", "structures", "source", "recipe", "planning"},
+    "artifact": {"errors", "files", "structures", "source", "recipe", "planning"},
     "hosts": {"errors"},
     "integration": {
         "errors",
@@ -64,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
     "reporting": {
         "errors",
+        "files",
         "structures",
         "mechanisms",
         "source",

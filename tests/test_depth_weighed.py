@@ -57,6 +57,8 @@ def _search(*changes: float | None) -> DepthPlan:
         ((1.0, 1.05, 0.9, 2.0), 4, 4),  # a little worse does not
         ((1.0, 1.01, 2.0), 5, 3),  # of equals the fastest
         ((3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 1, 6),
+        ((0.0, 0.0, 1e-9), 5, 3),
+        ((1e-9, -1e-9, 1e-8), 5, 3),  # what older versions measured
         ((None, None, 1.0, 2.0), 4, 4),
     ],
 )

@@ -278,6 +278,13 @@ def test_frequencies_leave_room_for_words_that_were_not_seen() -> None:
     assert frequencies(torch.full((4,), 5.0)).min() > 0
 
 
+def test_words_never_seen_get_the_share_of_words_seen_once() -> None:
+    """Good and Turing: 2 of 10 words read occurred once, so 0.2 of a text is spread over all 8."""
+    found = frequencies(torch.tensor([3.0, 5.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    wanted = [0.8 * share + 0.025 for share in (0.3, 0.5, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0)]
+    assert found.tolist() == pytest.approx(wanted)
+
+
 def test_counts_leave_padding_and_held_out_data_out() -> None:
     data = calibration("bert")
     counts = [count_words(data, VOCAB, held_out=held) for held in (False, True)]

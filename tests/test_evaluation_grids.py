@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from scipy.stats import mannwhitneyu
 
 from tcompress.errors import DataError
+from tcompress.evaluation.console import score_table
 from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.statistics import Auc
+from tcompress.evaluation.tasks.forecasting import naive_errors
 from tcompress.hosts.grid import TCompressGridForForecasting, TCompressGridForImageClassification
 from tcompress.reading.examples import Needs, load_examples
+from tcompress.reading.series import Windows
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
 from tests.support.tiny import HORIZON, SERIES
@@ -132,7 +138,28 @@ def test_forecasts(tmp_path: Path) -> None:
         assert not mse.higher_is_better
         facts = {name: mse.protocol[name] for name in ("split", "context", "horizon", "examples")}
         assert facts == {"split": "test", "context": 16, "horizon": 4, "examples": len(windows)}
+        naive = mse.protocol["naive"]
+        for name, value in (("last value", lambda x: x[-1]), ("context mean", lambda x: x.mean(0))):
+            gaps = [
+                np.asarray(value(windows.past(i).numpy()) - windows.future(i).numpy())
+                for i in range(len(windows))
+            ]
+            assert naive[name]["mse"] == pytest.approx(np.square(gaps).mean(), rel=1e-5)
+            assert naive[name]["mae"] == pytest.approx(np.abs(gaps).mean(), rel=1e-5)
+        shown = StringIO()
+        Console(file=shown, width=120).print(score_table([scores]))
+        assert "context mean (no model)" in shown.getvalue()
     assert scores.unit == "windows"
+
+
+def test_the_linear_forecast_is_a_regression_on_the_training_part() -> None:
+    """Of values less the last one; waves that follow a recurrence are forecast exactly."""
+    time = np.arange(400)
+    values = np.stack([np.sin(0.3 * time), np.cos(0.3 * time + 1)], 1).astype(np.float32)
+    windows = Windows(values, np.arange(300, 380), 16, 4, ("a", "b"), 300)
+    found = naive_errors(windows)
+    assert found["linear"]["mse"] < 1e-3 < 0.1 < found["context mean"]["mse"]
+    assert "linear" not in naive_errors(replace(windows, train=10))
 
 
 def test_models_that_forecast_differently_are_not_compared(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.support.tiny import EXPERTS, TinyModel
 SVD = {"method": {"name": "svd"}, "target": 0.6}
 
 
-def _thin(tiny: TinyModel) -> nn.Module:
+def _thin(tiny: TinyModel) -> Any:
     """The model with matrices of rank 2, which a truncated SVD keeps as they are."""
     model, generator = tiny.build(), torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -100,10 +100,14 @@ def test_all_but_what_chooses_is_rewritten(layout: str, made: Callable[[str], An
         assert sum("indexer" in name for name in named) == 6
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
-@pytest.mark.parametrize("by_loss", [False, True])
+SIZED = ("shared expert", "list", "one product for all")
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_loss"), [*((name, False) for name in EXPERTS), *((name, True) for name in SIZED)]
+)
 def test_a_few_tokens_suffice(layout: str, by_loss: bool, tmp_path: Path) -> None:
-    dense = EXPERTS[layout].build()
+    dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")
     chosen = {**SVD, "allocation": "loss" if by_loss else "uniform"}
     recipe = Convert.model_validate({"calibration": {"source": "builtin"}, **chosen})
@@ -123,7 +127,7 @@ def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
     layout: str, only: str, tmp_path: Path
 ) -> None:
     """Transformers stores the experts of these families one by one."""
-    dense = _thin(EXPERTS[layout])
+    dense: Any = _thin(EXPERTS[layout])
     dense.save_pretrained(tmp_path / "dense")
     recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD, "only": [only]})
     converted = convert(str(tmp_path / "dense"), recipe, tmp_path / "small")
@@ -138,7 +142,7 @@ def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
 
 @pytest.mark.parametrize("layout", ["chunked", "transposed, biased, interleaved"])
 def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Path) -> None:
-    dense = EXPERTS[layout].build()
+    dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")
     errors: dict[str, float] = {}
     for source in ("none", "builtin"):

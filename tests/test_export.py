@@ -162,14 +162,13 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
 
 def test_an_output_that_is_not_empty_is_refused_unless_forced(tmp_path: Path) -> None:
     folder = converted("gpt2", tmp_path).folder
-    output = tmp_path / "plain"
-    output.mkdir()
-    (output / "mine.txt").write_text("mine")
+    output = export_dense(folder, tmp_path / "plain")
+    (output / "old.txt").write_text("old")
     with pytest.raises(InputError, match="is not empty"):
         export_dense(folder, output)
-    assert (output / "mine.txt").exists()
+    assert (output / "old.txt").exists()
     export_dense(folder, output, force=True)
-    assert not (output / "mine.txt").exists()
+    assert not (output / "old.txt").exists()
     with pytest.raises(InputError, match="is the converted model itself"):
         export_dense(folder, tmp_path / "." / folder.name, force=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from tcompress.conversion.backward import Worth
 from tcompress.errors import FitError
 from tcompress.linalg import complex_dft, mat_p, t_product, ten_p
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
-from tcompress.linalg.moments import Moments, MomentSums, safe_cholesky
+from tcompress.linalg.moments import Moments, MomentSums, relative_error, safe_cholesky
 from tcompress.linalg.rotation import (
     Stages,
     build_blocks,
@@ -26,10 +29,13 @@ from tcompress.linalg.rotation import (
 )
 from tcompress.linalg.slices import (
     Problem,
+    _input_objective,
+    _output_objective,
     diagonal_blocks,
     fit_rotation,
     fit_slices,
     fit_truncated_slices,
+    turn_rows,
 )
 from tcompress.linalg.tdomain import fit_conjugate_slices
 from tcompress.structures import Site, structure
@@ -84,6 +90,66 @@ def test_variances_survive_a_large_mean() -> None:
     assert_close(sums.moments(centred=True).gram.diagonal(), wanted, rtol=0.02, atol=0)
 
 
+def test_rows_that_are_all_alike_have_no_variance() -> None:
+    row = torch.full((1, 3), 0.1) * torch.tensor([1.0, -7.0, 3e3])
+    sums, worth = MomentSums(3), Worth.empty(3, 2, torch.device("cpu"))
+    for count in (5, 1, 40):
+        sums.add(row.expand(count, -1), 2 * row.expand(count, -1))
+        worth.add(row.expand(count, -1), torch.ones(count, 2))
+    found = sums.moments(centred=True)
+    assert not any(bool(part.any()) for part in (found.gram, found.cross, found.dense))
+    assert not bool(worth.moment(centred=True).any())
+    assert_close(sums.moments(centred=False).cross, 2 * row.mT.double() @ row.double())
+    assert_close(worth.moment(centred=False), row.mT.double() @ row.double())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e30])
+def test_sums_neither_overflow_nor_vanish(size: float) -> None:
+    (x, new), back = (_rows()), randn(ROWS, 2)
+    sums, worth = MomentSums(WIDTH), Worth.empty(WIDTH, 2, torch.device("cpu"))
+    sums.add(size * x, size * new)
+    worth.add(size * x, size * back)
+    square = size * size
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    assert_close(sums.moments(centred=False).cross / square, x.T @ new / ROWS, **near)
+    assert_close(worth.moment(centred=False) / square, x.T @ x / ROWS, **near)
+    assert_close(worth.curvature / square, back.T @ back, **near)
+
+
+def test_sums_of_two_halves_are_those_of_the_whole() -> None:
+    x, back = _rows()[0] + 2.0, randn(ROWS, 2)
+    parts = [Worth.empty(WIDTH, 2, torch.device("cpu")) for _ in range(3)]
+    for worth, at in zip(parts, (slice(20), slice(20, None), slice(None)), strict=True):
+        worth.add(x[at], back[at])
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    for found, wanted in (
+        (parts[0].include(parts[1]), parts[2]),
+        (parts[2].include(parts[1], -1), parts[0]),
+    ):
+        assert found.rows == wanted.rows
+        assert_close(found.curvature, wanted.curvature, **near)
+        for centred in (False, True):
+            assert_close(found.moment(centred=centred), wanted.moment(centred=centred), **near)
+
+
+def test_relative_errors_are_always_numbers() -> None:
+    assert relative_error(0.0, 0.0) == relative_error(-1e-20, 1.0) == 0.0
+    assert relative_error(1.0, 0.0) == relative_error(1e10, 1e-300) == 1.0
+    assert relative_error(1.0, 4.0) == 0.25
+    assert np.isnan(relative_error(float("nan"), 1.0))
+
+
+def test_the_error_of_a_close_fit_is_not_lost_in_rounding() -> None:
+    x = _rows()[0]
+    weight, zero = randn(OUTPUTS, WIDTH, seed=5), torch.zeros(WIDTH, dtype=torch.float64)
+    gram = x.T @ x / ROWS
+    m = Moments(gram, gram, gram, zero, zero, ROWS)
+    for size in (1e-5, 1e-9, 1e-12):
+        missed = size * randn(OUTPUTS, WIDTH, seed=6)
+        wanted = (x @ missed.T).square().sum() / (x @ weight.T).square().sum()
+        assert m.error(weight, weight - missed) == pytest.approx(float(wanted), rel=1e-2)
+
+
 def test_moments_of_nothing_and_of_bad_rows_are_refused() -> None:
     sums = MomentSums(2)
     with pytest.raises(FitError, match="no calibration rows reached this layer"):
@@ -114,7 +180,8 @@ def test_error_of_moments_is_that_of_rows() -> None:
     m = Moments(new.T @ new / ROWS, x.T @ new / ROWS, x.T @ x / ROWS, zero, zero, ROWS)
     wanted = (x @ weight.T - new @ fitted.T).square().sum() / (x @ weight.T).square().sum()
     assert m.error(weight, fitted) == pytest.approx(float(wanted))
-    assert m.error(torch.zeros_like(weight), fitted) == 0.0
+    assert m.error(torch.zeros_like(weight), fitted) == 1.0
+    assert m.error(torch.zeros_like(weight), 0 * fitted) == 0.0
     identity = Moments.identity(WIDTH)
     free = (weight - fitted).square().sum() / weight.square().sum()
     assert identity.error(weight, fitted) == pytest.approx(float(free))
@@ -351,6 +418,18 @@ def test_the_fit_of_a_transform_is_repeatable() -> None:
     assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
+def test_the_fit_of_a_transform_does_not_depend_on_the_size_of_inputs(size: float) -> None:
+    (x, new), weight = _rows(), randn(WIDTH, WIDTH, seed=9)
+    options = {"count": 4, "z": TUBES["dct"](4, 0), "output": False, "steps": 5}
+    product, gram = _products(x, new, weight)
+    found = [
+        fit_rotation([Problem(k**2 * product, k**2 * gram, k**2)], Stages(WIDTH, 4, 2), **options)  # type: ignore[arg-type]
+        for k in (1.0, size)
+    ]
+    assert_close(*found, rtol=0, atol=0)
+
+
 def _check_prediction(
     problems: list[Problem], explained: list[float], turn: Tensor, p: int, *, output: bool
 ) -> None:
@@ -364,3 +443,24 @@ def _check_prediction(
         predicted = inputs @ torch.block_diag(*fit_slices(product, gram, p)).T
         error = (outputs - predicted).square().sum() / outputs.square().sum()
         assert float(error) == pytest.approx(1 - share, abs=1e-6)
+
+
+@pytest.mark.parametrize("output", [False, True], ids=["in", "out"])
+def test_a_transform_is_judged_by_what_slices_explain_of_each_weight(output: bool) -> None:
+    """The mean of R^2 over weights, large or small: slices of raw rows regressed on slices."""
+    p, x, z, stages = 4, _rows()[0], TUBES["dct"](4, 0), Stages(WIDTH, 4, 2)
+    weights = [randn(WIDTH, WIDTH, seed=1), 100 * randn(WIDTH, WIDTH, seed=2)]
+    outputs = [x @ weight.T for weight in weights]
+    gram = x.T @ x / ROWS
+    scales = [float(y.square().sum() / ROWS) for y in outputs]
+    own = [Problem(w @ gram, gram, s) for w, s in zip(weights, scales, strict=True)]
+    blocks = build_blocks(0.5 * randn(*stages.generators_shape), 4)
+    turn = partial(turn_rows, z=z.float(), count=p)
+    found = (_output_objective if output else _input_objective)(own, p, turn)(blocks.float())
+    explained = []
+    for y in outputs:
+        left, right = (x, turn_rows(y, blocks, z, p)) if output else (turn_rows(x, blocks, z, p), y)
+        pairs = zip(left.chunk(p, 1), right.chunk(p, 1), strict=True)
+        fits = [a @ torch.linalg.lstsq(a, b).solution for a, b in pairs]
+        explained.append(sum(fit.square().sum() for fit in fits) / y.square().sum())
+    assert float(found) == pytest.approx(float(sum(explained) / 2), rel=1e-3)

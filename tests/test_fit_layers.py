@@ -17,7 +17,7 @@ from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.linear import PartLayout, StructuredLinear, tensor_prefix
 from tests.support.structures import make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
@@ -110,6 +110,27 @@ def test_errors_are_those_on_rows(terms: list[Method]) -> None:
     assert (fitted.shift is not None) == bias
     error = rows.error(weight, dense, fitted.shift)
     assert fitted.errors == {"calibration": pytest.approx(error, abs=1e-9)}
+
+
+@pytest.mark.parametrize("terms", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_weight_of_zeros_is_fitted_without_error(terms: list[Method], aware: bool) -> None:
+    entry, weight = _plan(terms, bias=True), torch.zeros(OUTPUTS, WIDTH)
+    moments = [part.moments(centred=True) for part in (Rows.drawn(), Rows.drawn(30, seed=50))]
+    fitted = _fit(entry, weight, LayerMoments(*moments) if aware else LayerMoments(), damping=0.01)
+    kinds = ("calibration", "held_out") if aware else ("weight",)
+    assert fitted.errors == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.parametrize("terms", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("size", [1e-38, 3e38])
+def test_errors_do_not_depend_on_the_size_of_a_weight(terms: list[Method], size: float) -> None:
+    entry, weight = _plan(terms), randn(OUTPUTS, WIDTH).clamp(-1, 1)
+    moments = [LayerMoments(), LayerMoments(Rows.drawn().moments(centred=False))]
+    for own in moments:
+        usual, extreme = (_fit(entry, s * weight, own, damping=0.01) for s in (1.0, size))
+        for kind, error in usual.errors.items():
+            assert extreme.errors[kind] == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -335,3 +356,31 @@ def test_an_expert_without_tokens_does_not_choose_the_transform() -> None:
         dense = _layer(entry, _fit(entry, weight, *moments, damping=0.01)).dense_weight()
         errors.append([moments[e].train.error(weight[e], dense[e]) for e in (0, 2)])  # type: ignore[union-attr]
     assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
+def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
+    """Fused q, k and v come out as three layers that each have their block of the curvature."""
+    sizes = (6, 4, 6)
+    weight = randn(16, WIDTH, seed=1)
+    roots = randn(16, 16, seed=2) * torch.linspace(1, 30, 16).double()[:, None]
+    curvature = roots @ roots.T
+    moments = [LayerMoments(Rows.drawn().moments(centred=False))]
+    options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
+    entry = _plan([LOW], sizes)
+    given = {"curvatures": {"b.q": curvature}, **options}
+    fused = fit_layers([entry], [weight], [moments], **given)[0]
+    start = 0
+    for index, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        single = _plan([LOW], (size,))
+        given = {"curvatures": {"b.q": curvature[rows, rows]}, **options}
+        alone = fit_layers([single], [weight[rows]], [moments], **given)[0]
+        found = [
+            fitted.tensors[f"{prefix}a"] @ fitted.tensors[f"{prefix}b"]
+            for fitted, prefix in (
+                (fused, tensor_prefix(entry.parts, index, 0)),
+                (alone, tensor_prefix(single.parts, 0, 0)),
+            )
+        ]
+        assert_close(*found)
+        start += size

@@ -13,12 +13,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tcompress.anatomy import anatomy_of, attentions_of
+from tcompress.calibrate.data import CalibrationData
+from tcompress.conversion.run import convert
 from tcompress.errors import DataError, InputError
+from tcompress.hosts.attention import turned as turned_by
 from tcompress.hosts.configs import TCompressGridConfig, TCompressTextConfig
 from tcompress.hosts.grid import (
     TCompressGridForForecasting,
     TCompressGridForImageClassification,
     patches,
+    rotations,
 )
 from tcompress.hosts.text import TCompressTextForSequenceClassification
 from tcompress.planning.planner import make_plan
@@ -273,3 +277,58 @@ def test_hosts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert float(out.loss) == pytest.approx(
         float(torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 2])))
     )
+
+
+@pytest.mark.parametrize(("axes", "turned"), [(None, 2), ([1], 1)])
+def test_rotary_scores_depend_on_distances_along_the_rotated_axes(
+    axes: list[int] | None, turned: int
+) -> None:
+    """Written out in complex numbers: features of a pair are turned by place times rate."""
+    config = TCompressGridConfig(
+        input_size=[3, 4], patch_size=[1, 1], hidden_size=16, num_attention_heads=2,
+        positions="rotary", rotary_axes=axes,
+    )  # fmt: skip
+    x = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0))
+    found = turned_by(x, rotations(config, torch.device("cpu")))
+    pairs = torch.complex(x[..., :4], x[..., 4:])
+    rates = [10000.0 ** (-i / (4 // turned)) for i in range(4 // turned)]
+    for token in range(12):
+        places = [token // 4, token % 4] if axes is None else [token % 4]
+        angles = torch.tensor([place * rate for place in places for rate in rates])
+        right = pairs[0, :, token] * torch.polar(torch.ones(4), angles)
+        torch.testing.assert_close(found[0, :, token, :4], right.real)
+        torch.testing.assert_close(found[0, :, token, 4:], right.imag)
+
+
+def test_rotary_hosts_have_no_tables_and_convert_on_data(tmp_path: Path) -> None:
+    tiny = TINY["tcompress_grid-series"]
+    sizes = {**tiny.options, "positions": "rotary", "rotary_axes": [1]}
+    model = TCompressGridForForecasting(TCompressGridConfig(**sizes)).eval()
+    assert not list(model.model.embeddings.positions.parameters())
+    model.save_pretrained(tmp_path / "dense")
+    data = [tiny.inputs(batch=4, length=0, seed=s) for s in range(3)]
+    recipe = {
+        "attention": {"name": "hot", "kernel": "smreg", "pool": "sum"},
+        "method": {"name": "svd", "rank": 4},
+    }
+    given = CalibrationData(
+        name="drawn", batches=data, holdout=[2], samples=12, tokens=12, fingerprint="0"
+    )
+    done = convert(
+        str(tmp_path / "dense"), Convert.model_validate(recipe), tmp_path / "out", data=given
+    )
+    loaded = TCompressGridForForecasting.from_pretrained(done.folder).eval()
+    with torch.no_grad():
+        assert torch.isfinite(
+            loaded(**tiny.inputs(batch=2, length=0, seed=5)).prediction_outputs
+        ).all()
+
+
+@pytest.mark.parametrize("axes", [[2], [0, 0], [], [-1]])
+def test_axes_that_cannot_be_rotated_are_refused(axes: list[int]) -> None:
+    with pytest.raises(InputError, match="cannot rotate heads"):
+        TCompressGridConfig(
+            input_size=[4, 4], patch_size=[2, 2], positions="rotary", rotary_axes=axes
+        )
+    with pytest.raises(InputError, match="`positions: sinus` is not known"):
+        TCompressGridConfig(positions="sinus")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
 from tcompress.conversion.backward import BackwardWalk
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.run import convert
-from tcompress.errors import PlanError, SourceError
+from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
 from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import report_of
@@ -257,6 +258,31 @@ def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
     )
     (note,) = done.manifest.plan.warnings
     assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_change_of_the_output_is_never_below_zero(independent: bool) -> None:
+    """Float32 has room for errors of 1e-7 in every logarithm; the divergences are far smaller."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(3, 50, generator=generator)
+    dense[0, 7] = -torch.inf  # ruled out
+    probe = OutputProbe(None, independent=independent)
+    assert probe.change(SimpleNamespace(logits=dense), SimpleNamespace(logits=dense), {}) == 0
+    moved = torch.randn(3, 50, generator=generator).double()
+    for size in (1e-1, 1e-4, 1e-7):
+        one = dense.double()
+        found = probe.change(
+            SimpleNamespace(logits=one), SimpleNamespace(logits=one + size * moved), {}
+        )
+        p = one.sigmoid() if independent else one.softmax(-1)
+        mean = 0 if independent else (p * moved).sum(-1, keepdim=True)
+        spread = p * (1 - p) * moved.square() if independent else p * (moved - mean).square()
+        assert found == pytest.approx(size**2 * float(spread.sum()), rel=3 * size + 1e-6)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            probe(SimpleNamespace(logits=torch.full((1, 3), wrong)), {})
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            probe.change(SimpleNamespace(logits=one), SimpleNamespace(logits=one * wrong), {})
 
 
 def test_scores_that_are_a_yes_or_no_each() -> None:

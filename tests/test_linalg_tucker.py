@@ -367,6 +367,20 @@ def test_full_ranks_and_both_moments_give_the_matrices_back(with_grams: bool) ->
     assert_close(found.matrices(), weights, rtol=1e-5, atol=1e-5)
 
 
+def test_moments_that_all_share_only_change_coordinates() -> None:
+    """From the start on: symmetric roots here, triangular ones there, and the same matrices."""
+    weights, gram, curve = randn(COUNT, ROWS, COLS), _problem()[2][0], _curves()[0]
+    options: dict[str, Any] = {"sweeps": 0, "start": 30}
+    found = fit_tucker(weights @ gram, gram, (2, 3, 4), curvatures=curve, **options)
+    roots = []
+    for moment in (curve, gram):
+        values, vectors = torch.linalg.eigh(moment)
+        roots.append(vectors * values.sqrt() @ vectors.T)
+    plain = fit_tucker(roots[0] @ weights @ roots[1], None, (2, 3, 4), **options).matrices()
+    back = torch.linalg.inv(roots[0]) @ plain @ torch.linalg.inv(roots[1])
+    assert_close(found.matrices(), back, rtol=1e-4, atol=1e-4)
+
+
 def test_a_transposed_problem_is_solved_as_well() -> None:
     weights = randn(COUNT, ROWS, COLS)
     _, _, grams = _problem()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.mechanisms import Host, MechanismSpec, Visible, mechanism, mechanism_of
+from tcompress.mechanisms.base import QueryKeyMoments
 from tcompress.mechanisms.graph import GraphSpec
 from tcompress.mechanisms.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
 from tcompress.mechanisms.multilinear import MultilinearSpec
@@ -29,6 +33,19 @@ from tests.support.mechanisms import (
     run,
     tensors_of,
 )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_multiply_adds_are_those_that_torch_counts(name: str) -> None:
+    layout = layout_of(name)
+    kind = mechanism(layout.mechanism)
+    tensors = tensors_of(name) | {k: t.double() for k, t in kind.constants(layout).items()}
+    for tokens in {CASES[name][2], 5 if CASES[name][1].tokens is None else CASES[name][2]}:
+        own = [x[:1, :, :tokens] for x in inputs_of(name)]
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            kind.apply(*own, tensors, layout, Visible())
+        assert counted.get_total_flops() == 2 * kind.macs(layout, tokens)
+
 
 # ---------------------------------------------------------------- graph
 
@@ -127,10 +144,11 @@ def test_special_tokens_see_all_and_are_gated_in() -> None:
     torch.testing.assert_close(mixed[:, :, 2:], gate * grid + (1 - gate) * special)
 
 
-def test_the_gate_starts_at_the_share_of_the_grid() -> None:
-    kind, layout = mechanism("kronecker"), layout_of("hot-image")
+@pytest.mark.parametrize(("name", "share"), [("hot-image", 6 / 7), ("hot-two-special", 6 / 8)])
+def test_the_gate_starts_at_the_share_of_the_grid(name: str, share: float) -> None:
+    kind, layout = mechanism("kronecker"), layout_of(name)
     values = kind.start(layout, torch.Generator(), pretrained=True)
-    torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), 6 / 7))
+    torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), share))
 
 
 def test_random_features_come_near_to_softmax() -> None:
@@ -153,6 +171,34 @@ def test_random_features_come_near_to_softmax() -> None:
 
     assert error(many) < 0.01
     assert error(many) < error(few) < 0.5
+
+
+def test_the_regularised_kernel_written_out() -> None:
+    """The paper's Eq. 10 with directions of one length and sums as pools, in numpy."""
+    grid, width, features = (4, 3), 8, 20
+    host = Host(1, 1, width, tokens=12, grid=grid)
+    spec = KroneckerSpec(kernel="smreg", pool="sum", features=features)
+    kind, layout = mechanism("kronecker"), mechanism("kronecker").layout(spec, host)
+    own = {key: value.double() for key, value in kind.constants(layout).items()}
+    directions = own["directions"].numpy()
+    np.testing.assert_allclose(np.linalg.norm(directions, axis=1), width**0.5, rtol=1e-5)
+    first = directions[:width] @ directions[:width].T
+    np.testing.assert_allclose(first, width * np.eye(width), atol=1e-4)
+    q, k, v = (0.3 * randn(1, 1, 12, width, seed=s) for s in range(3))
+    tensors = {**own, "scale": torch.zeros(2, 1).double()}
+    found = kind.apply(q, k, v, tensors, layout, Visible())[0, 0].numpy()
+
+    def maps(x: Any) -> Any:
+        x = x / width**0.25
+        return np.exp(x @ directions.T - (x**2).sum(1, keepdims=True) / 2)
+
+    factors = []
+    for axis in (1, 0):
+        pooled = (x[0, 0].numpy().reshape(*grid, width).sum(axis) for x in (q, k))
+        left, right = (maps(x) for x in pooled)
+        kernel = left @ right.T
+        factors.append(kernel / kernel.sum(1, keepdims=True))
+    np.testing.assert_allclose(found, np.kron(*factors) @ v[0, 0].numpy(), rtol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +303,30 @@ def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
     own = {key: value.double() for key, value in values.items()}
     mixed = kind.apply(q, k, v, own, layout, Visible())
     torch.testing.assert_close(mixed, sdpa(q, k, v), atol=0.02, rtol=0)
+
+
+def test_a_small_tucker_core_loses_what_the_best_one_must() -> None:
+    """E (q^T (I - P R^T) k)^2 comes to the squares of the smallest singular values."""
+    kind, host = mechanism("tam"), Host(HEADS, 1, WIDTH)
+    layout = kind.layout(TamSpec(core="tucker", rank=2), host)
+    q, k = randn(HEADS, 50, WIDTH), randn(1, 60, WIDTH, seed=1) * torch.tensor([3.0, 2, 1, 0.1])
+    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k))
+    for head in range(HEADS):
+        scores = q[head] @ k[0].mT
+        low = q[head] @ found["factor_q"][head] @ found["factor_k"][head].mT @ k[0].mT
+        least = torch.linalg.svdvals(scores)[2:].square().sum()
+        torch.testing.assert_close((scores - low).square().sum(), least, rtol=1e-4, atol=0)
+    assert kind.centres_keys(layout) is True
+    assert kind.centres_keys(kind.layout(TamSpec(core="tucker"), host)) is None
+
+
+def test_many_diagonal_cores_are_one_with_their_mean() -> None:
+    q, k, s, g = randn(5, 3), randn(4, 3, seed=1), randn(1, 1, 3, seed=2), randn(4, 1, 3, seed=3)
+    for core in ("cp", "aligned"):
+        own = (q[None, None], k[None, None], s[0][None])
+        many = tam_scores(*own, {"core": g}, _tam(core, cores=4))
+        one = tam_scores(*own, {"core": g.mean(0, keepdim=True)}, _tam(core))
+        torch.testing.assert_close(many, one)
 
 
 def test_semantics_leave_padding_out() -> None:

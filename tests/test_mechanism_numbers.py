@@ -22,9 +22,10 @@ SMALL = {"heads": 2, "key_heads": 2, "head_dim": 16}
         {"fold": 4},
         {"fold": 4, "kernel": "favor", "features": 16},
         {"grid": (4, 4), "pool": "sum"},
+        {"grid": (4, 4), "pool": "sum", "kernel": "smreg", "features": 16},
         {"grid": (4, 4), "kernel": "favor", "features": 16},
     ],
-    ids=["fold-sum", "fold", "fold-favor", "grid-sum", "favor"],
+    ids=["fold-sum", "fold", "fold-favor", "grid-sum", "grid-smreg", "favor"],
 )
 def test_large_scores_and_rows_of_padding(
     options: dict[str, object], autocast: bool, dtype: torch.dtype

@@ -181,6 +181,21 @@ def test_full_ranks_give_all_weights_back(name: str, aware: bool) -> None:
     assert missed(targets, targets, layouts) < 1e-9
 
 
+@pytest.mark.parametrize("unit", ["weight", "inputs"])
+@pytest.mark.parametrize("aware", [False, True])
+def test_units_of_a_weight_and_of_its_inputs_do_not_count(aware: bool, unit: str) -> None:
+    """A bank serves all alike: one whose outputs are ten times larger has no more say."""
+    layouts = LAYOUTS["layers"]
+    before = targets_of(layouts, 0, aware=aware, curved=False)
+    first = before[0]
+    assert first.weight is not None
+    larger = replace(first, product=10 * first.product, weight=10 * first.weight)
+    if unit == "inputs" and first.gram is not None:
+        larger = replace(first, product=100 * first.product, gram=100 * first.gram)
+    after = [replace(larger, scale=100 * first.scale), *before[1:]]
+    assert missed(after, after, layouts) == pytest.approx(missed(before, before, layouts))
+
+
 def test_data_matter_to_a_bank() -> None:
     layouts = LAYOUTS["layers"]
     aware = targets_of(layouts, 0, aware=True, curved=True)

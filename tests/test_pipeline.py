@@ -105,6 +105,32 @@ def test_data_that_is_not_there_is_missed_before_any_work() -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["bert", "recipe.yaml", "rows.jsonl"]
 
 
+def test_all_that_shows_early_is_said_before_any_work() -> None:
+    _recipe(
+        finetune={"task": "classification", "teacher": "./nobody", "steps": 3},
+        evaluate=[{"task": "classification", "data": "rows.jsonl", "threshold": "good"}],
+        report="nowhere/made.html",
+    )
+    done = _run()
+    assert (done.code, done.out) == (2, "")
+    assert "3 problems:" in done.err
+    for text in ("nowhere", "`--threshold good`", "there is no folder `./nobody`"):
+        assert text in done.err
+    _recipe(
+        finetune={"task": "sts", "data": {"source": ["rows.jsonl"]}, "steps": 3},
+        evaluate=[
+            {"task": "sts", "data": "rows.jsonl"},
+            {"task": "perplexity", "data": "rows.jsonl"},
+        ],
+    )
+    done = _run()
+    assert (done.code, done.out) == (2, "")
+    assert "2 problems:" in done.err  # one of training and measuring alike
+    assert done.err.count("the task needs a column for `pair`") == 1
+    assert "the task `perplexity` needs" in done.err
+    assert not Path("made-converted").exists()
+
+
 def test_data_of_finished_stages_may_be_gone() -> None:
     _recipe(convert={"method": "svd", "target": 0.5, "calibration": {"source": "rows.jsonl"}})
     assert _run().code == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tcompress.errors import RecipeError
@@ -176,8 +178,8 @@ def test_problem_of_a_method(options: str, line: str) -> None:
         ),
         (
             "device: 1.50",
-            r"4: `convert.device`: found `1.50`; allowed is text like "
-            r"`^(auto|cpu|mps|xpu|cuda(:\d+)?)$`",
+            "4: `convert.device`: found `1.50`; allowed is text like `auto`, `cpu`, `cuda`, "
+            "`cuda:1` or `mps`",
         ),
         (
             "keep: lm_head",
@@ -269,6 +271,17 @@ def test_problem_of_the_conversion(written: str, line: str) -> None:
         (
             "a: &b [*b]",
             "1: the recipe is nested too deeply, or an alias contains itself",
+            START,
+        ),
+        (
+            "a: &a [x, x, x, x, x, x, x, x]\n"
+            + "\n".join(f"{n}: &{n} [{','.join([f'*{o}'] * 8)}]" for o, n in pairwise("abcdefgh")),
+            "1:8: the recipe has more than 20,000 values, those that aliases repeat included",
+            START,
+        ),
+        (
+            "x" * 100_001,
+            "1: 100,001 characters are too many for a recipe, 100,000 are the most",
             START,
         ),
         (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tcompress.errors import RecipeError
+from tcompress.errors import InputError, RecipeError
 from tcompress.recipe import (
     copy_recipe,
     dump_recipe,
@@ -136,9 +137,12 @@ def test_copy_does_not_overwrite_unless_forced(tmp_path: Path) -> None:
 def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     target = tmp_path / "file" / "below" / "my.yaml"
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(InputError) as caught:
         copy_recipe("vision/vit-lprod", target)
-    assert caught.value.message == f"`{target}` cannot be written: Not a directory"
+    assert caught.value.message == f"`{target}` cannot be written (Not a directory)"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is a named pipe, not an ordinary file"):
+        copy_recipe("vision/vit-lprod", tmp_path / "pipe", force=True)
 
 
 def test_listing_does_not_import_torch() -> None:

@@ -56,6 +56,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelReport]:
     return {"small": small, "dense": report_of(folder / "gpt2", 16)}
 
 
+NOTE = """\
+held-out error: squared, as a fraction of what layers put out for data that the fit did not see;
+calibration error: squared, as a fraction of what layers put out for the data that they were fitted
+to. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the better one, if both are of
+one kind; what a task loses, `tcompress evaluate` measures.
+"""
+
 TOTALS = """\
 gpt2-small
 gpt2 · lprod · calibration builtin text, 1,024 samples
@@ -138,9 +145,9 @@ NARROW = """\
 
 
 def test_one_model(reports: dict[str, ModelReport]) -> None:
-    assert shown(render([reports["small"]])) == TOTALS + COVERED + LAYERS + LEFT
+    assert shown(render([reports["small"]])) == TOTALS + COVERED + NOTE + LAYERS + LEFT
     older = reports["small"].model_copy(update={"coverage": None})  # of a version without it
-    assert shown(render([older])) == TOTALS + LAYERS + LEFT
+    assert shown(render([older])) == TOTALS + NOTE + LAYERS + LEFT
 
 
 def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
@@ -152,14 +159,17 @@ def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
 
 def test_models_side_by_side(reports: dict[str, ModelReport]) -> None:
     both = [reports["dense"], reports["small"]]
-    assert shown(render(both)) == SIDE_BY_SIDE
-    assert shown(render(both, per_layer=True)) == SIDE_BY_SIDE + "gpt2-small\n" + LAYERS
+    assert shown(render(both)) == SIDE_BY_SIDE + NOTE
+    assert shown(render(both, per_layer=True)) == SIDE_BY_SIDE + NOTE + "gpt2-small\n" + LAYERS
 
 
 def test_models_one_below_the_other_in_a_narrow_terminal(reports: dict[str, ModelReport]) -> None:
     lines = shown(render([reports["dense"], reports["small"]]), width=60).splitlines()
     assert lines[0].split() == ["gpt2"]
-    assert [line.split() for line in lines].index(["gpt2-small"]) == len(lines) // 2 - 1
+    tables = lines[
+        : lines.index(next(line for line in lines if line.startswith("held-out error:")))
+    ]
+    assert [line.split() for line in tables].index(["gpt2-small"]) == len(tables) // 2 - 1
 
 
 def test_models_of_one_name_are_told_apart(reports: dict[str, ModelReport]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.errors import InputError
+from tcompress.errors import DiskError, InputError
+from tcompress.reporting.heat import heat_of
 from tcompress.reporting.html import render_html, write_html
 from tcompress.reporting.model import ModelReport, report_of
 from tcompress.reporting.together import with_baselines
@@ -100,6 +101,39 @@ def test_a_model_without_records(bare: ModelReport) -> None:
     older = bare.model_copy(update={"coverage": None})  # of a version without it
     assert line not in Page(render_html([older])).text
     assert not {"Quality", "Speed", "Training"} & {word.strip() for word in page.words}
+
+
+def test_where_all_parameters_are(bare: ModelReport) -> None:
+    page = Page(render_html([bare]))
+    assert "Where the parameters are" in page.text
+    parts = bare.parameters
+    for part in ("dense", "now"):
+        rest = getattr(parts.blocks, part) - getattr(parts.rewritten, part)
+        shown = [getattr(item, part) for item in (parts.rewritten, parts.embeddings, parts.other)]
+        assert sum(shown) + rest == getattr(parts.total, part)
+        for number in (*shown, rest):
+            assert f"{number:,}" in page.text
+    assert "dense model" in page.text  # its column
+    assert f"{parts.embeddings.dense / parts.total.dense:.1%} of the model" in page.text
+    columns = "parameters bytes multiply-adds per token"
+    assert columns in page.text
+    plain = [layer.model_copy(update={"macs": layer.parameters}) for layer in bare.layers]
+    page = Page(render_html([bare.model_copy(update={"layers": tuple(plain)})]))
+    assert columns not in page.text
+    assert "Multiply-adds per token are as many as parameters." in page.text
+
+
+def test_shades_span_the_errors_that_there_are(bare: ModelReport) -> None:
+    layers = [
+        layer.model_copy(update={"errors": {"weight": 0.50 + 0.01 * index}})
+        for index, layer in enumerate(bare.layers)
+    ]
+    heat = heat_of(layers)
+    assert heat is not None
+    shades = {cell.value: cell.shade for _, row in heat.rows for cell in row if cell}
+    assert shades[min(shades)] < 10
+    assert shades[max(shades)] > 55
+    assert heat.least == min(shades)
 
 
 def test_a_model_with_metrics_only(bare: ModelReport) -> None:
@@ -228,7 +262,7 @@ def test_the_old_file_survives_a_failure(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+    with pytest.raises(DiskError, match=r"there is no space for .*report.html`: .* are free"):
         write_html([bare], target)
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]

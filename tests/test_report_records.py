@@ -17,7 +17,7 @@ from tcompress.reporting.model import ModelReport, report_of
 from tcompress.reporting.rows import healed_text, rows_of
 from tcompress.reporting.speed import speed_table
 from tcompress.reporting.verdict import verdict
-from tcompress.reporting.words import metric_labels, value_text
+from tcompress.reporting.words import metric_labels, speed_words, value_text
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training
 
@@ -105,10 +105,23 @@ def test_the_table_of_times() -> None:
         "51,200",
         "2.0",
         "MB",
+        "(pass)",
         "unknown",
     ] in lines
-    assert lines[-2][-4:] == ["2.0", "MB", "3.0", "kB"]
-    assert lines[-1] == ["cpu,", "2", "threads,", "float32"]
+    assert lines[-3][-6:] == ["2.0", "MB", "(pass)", "3.0", "kB", "(pass)"]
+    assert lines[-2] == ["cpu,", "2", "threads,", "float32"]
+    assert lines[-1][:3] == ["(pass)", "memory", "is"]
+
+
+def test_times_have_a_spread_and_memory_counts_weights() -> None:
+    known = {"weight_bytes": 4_000_000, "baseline_weight_bytes": 8_000_000}
+    calm = speed(spread=0.04, baseline_spread=0.1, **known)
+    noisy = speed(32, spread=0.04, baseline_spread=0.5, **known)
+    lines = [" ".join(line) for line in shown(speed_table([calm, noisy]))]
+    assert any("5.00 ms ±2% 10.0 ms ±5% 2.00× 51,200 6.0 MB 8.0 MB" in line for line in lines)
+    assert any("±25% 2.00× ?" in line for line in lines)
+    assert "? the machine was busy" in " ".join(lines)
+    assert "? the machine" not in " ".join(" ".join(line) for line in shown(speed_table([calm])))
 
 
 def test_metrics_of_one_name_are_told_apart() -> None:
@@ -138,9 +151,32 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
 
 def test_the_verdict_of_one_model(bare: ModelReport) -> None:
     assert verdict([full(bare)], ["small"]) == (
-        "keeps 45.1% of the parameters (25.0% of those rewritten), has accuracy 0.8500 (dense "
-        "0.9000, 0.944×; difference −0.0500, 95% interval −0.0600 … −0.0400) and runs at up to "
-        "2.00× the dense speed at batch 8 and length 32."
+        "keeps 45.1% of the parameters (25.0% of those rewritten; embeddings, 23% of the dense "
+        "model, stay as they are), has accuracy 0.8500 (dense 0.9000, 0.944×; difference −0.0500, "
+        "95% interval −0.0600 … −0.0400) and runs at 2.00× the dense speed (batch 8, length 32)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ([0.42], "is slower than the dense model: it runs at 0.42× the dense speed (batch 1"),
+        ([0.42, 0.5], "is slower than the dense model: it runs at 0.42× to 0.50× the dense speed"),
+        ([0.42, 1.5], "runs at 0.42× to 1.50× the dense speed (batch 1, length 32 and batch 2"),
+    ],
+)
+def test_a_slower_model_is_said_to_be_slower(ratios: list[float], text: str) -> None:
+    speeds = [speed(batch, ratio=ratio) for batch, ratio in enumerate(ratios, 1)]
+    assert speed_words(speeds).startswith(text)
+
+
+def test_one_measured_model_comes_closest_to_nothing(bare: ModelReport) -> None:
+    dense = bare.model_copy(update={"method": "dense", "layers": (), "attention": ()})
+    measured = bare.model_copy(update={"metrics": (metric(),)})
+    other = bare.model_copy(update={"name": "other"})
+    assert verdict([dense, measured], ["big", "small"]).startswith("small keeps 45.1%")
+    assert verdict([measured, other], ["small", "other"]).startswith(
+        "small, of 2 conversions the only one measured, keeps 45.1%"
     )
 
 

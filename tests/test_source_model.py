@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import dynamic_module_utils
 
 from tcompress.errors import SourceError
 from tcompress.source import SourceModel, WeightStore
+from tcompress.source.companions import stray_links
 from tests.support.checkpoints import save
 from tests.support.tiny import build
 
@@ -133,10 +136,50 @@ def test_companions_are_listed_and_the_rest_is_not(folder: Path) -> None:
     assert set(found) == set(carried)
 
 
-def test_modules_outside_the_folder_are_refused(folder: Path) -> None:
-    (folder / "modules.json").write_text('[{"path": "../../etc"}]')
-    with pytest.raises(SourceError, match=r"names `../../etc`, outside the folder"):
+@pytest.mark.parametrize("name", ["../../etc", "/etc", "linked", "linked/deeper"])
+def test_modules_outside_the_folder_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "modules.json").write_text(json.dumps([{"path": name}]))
+    with pytest.raises(SourceError, match=f"names `{name}`, outside the folder"):
         SourceModel.open(str(folder)).companion_files()
+
+
+def test_a_module_that_is_the_model_itself_brings_no_weights(folder: Path) -> None:
+    (folder / "modules.json").write_text('[{"path": "."}, {"path": ""}]')
+    found = SourceModel.open(str(folder)).companion_files()
+    assert [path.name for path in found] == ["modules.json"]
+
+
+def test_links_out_of_the_folder_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    """Links within it are."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "shadow").touch()
+    (folder / "1_Pooling").mkdir()
+    (folder / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    (folder / "LICENSE").symlink_to(secret / "shadow")
+    (folder / "additional_chat_templates").symlink_to(secret)
+    (folder / "1_Pooling" / "config.json").symlink_to(secret / "shadow")
+    (folder / "merges.txt").touch()
+    (folder / "vocab.txt").symlink_to("merges.txt")
+    found = SourceModel.open(str(folder)).companion_files()
+    assert [str(path) for path in found] == ["merges.txt", "modules.json", "vocab.txt"]
+    assert stray_links(folder) == ["1_Pooling/config.json", "LICENSE"]
+
+
+def test_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    """Into its own model's files, not those of others."""
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    other = tmp_path / "models--c--d" / "blobs"
+    other.mkdir(parents=True)
+    snapshot = cache / "snapshots" / "abc"
+    shutil.copytree(folder, snapshot)
+    for name, blobs in (("tokenizer.json", cache / "blobs"), ("LICENSE", other)):
+        (blobs / name).touch()
+        (snapshot / name).symlink_to(os.path.relpath(blobs / name, snapshot))
+    found = SourceModel.open(str(snapshot)).companion_files()
+    assert [str(path) for path in found] == ["tokenizer.json"]
 
 
 def test_a_module_list_of_another_form_is_refused(folder: Path) -> None:

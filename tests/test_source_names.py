@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import errors
 
 from tcompress.errors import SourceError
-from tcompress.source import ALIASES, default_output_name, resolve
+from tcompress.source import ALIASES, SourceModel, default_output_name, resolve
 from tests.support.checkpoints import save
 
 
@@ -118,6 +118,7 @@ def test_a_windows_path_is_a_path(hub: Hub) -> None:
 
 
 def test_a_file_is_not_a_model(hub: Hub) -> None:
+    Path("config.json").touch()
     Path("model.safetensors").touch()
     with pytest.raises(SourceError) as caught:
         resolve("model.safetensors")
@@ -125,6 +126,15 @@ def test_a_file_is_not_a_model(hub: Hub) -> None:
         "`model.safetensors` is a file, but a model is a folder with `config.json` and weights"
     )
     assert caught.value.hint == "give the folder `.`"
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "."])
+def test_a_gguf_file_leads_to_no_second_refusal(hub: Hub, name: str) -> None:
+    Path("model.gguf").touch()
+    with pytest.raises(SourceError) as caught:
+        SourceModel.open(name)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("a GGUF file holds weights that are quantised")
 
 
 @pytest.mark.parametrize("name", ["", "  "])

@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 from tcompress.conversion.run import convert
 from tcompress.mechanisms.base import mechanism
-from tcompress.mechanisms.memory import gru_tensors, read_texts
+from tcompress.mechanisms.memory import add_context, gru_tensors, read_texts
 from tcompress.mechanisms.module import MechanismModule
 from tcompress.mechanisms.tam import TamSpec
 from tcompress.recipe.schema import Convert
@@ -38,6 +38,16 @@ def test_context_is_a_gru_over_each_text() -> None:
         alone = [module(part[None])[0][0] for part in (x[row, :start], x[row, start:]) if len(part)]
         torch.testing.assert_close(found[row], torch.cat(alone))
     torch.testing.assert_close(read_texts(x, tensors, None), module(x)[0])
+
+
+def test_keys_and_values_have_gates_of_their_own() -> None:
+    k, v = randn(2, 1, 5, 3), randn(2, 1, 5, 3, seed=1)
+    for gate, open_ones in (((0.0, 1.0), "v"), ((1.0, 0.0), "k")):
+        tensors = {**_network(3), "context_gate": torch.tensor(gate).double()[:, None]}
+        read = read_texts(k[:, 0], tensors, None)[:, None]
+        keys, values = add_context(k, v, tensors, None)
+        torch.testing.assert_close(keys, k + read if open_ones == "k" else k)
+        torch.testing.assert_close(values, v + read if open_ones == "v" else v)
 
 
 def test_gradients_of_the_context() -> None:

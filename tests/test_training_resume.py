@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from tcompress.artifact.reader import Artifact
-from tcompress.errors import InputError, TrainingError
+from tcompress.errors import DiskError, InputError, TrainingError
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.run import Finetuned
 from tests.support.evaluation import encoder, labelled_file, one_thread
@@ -195,7 +195,8 @@ def test_an_output_that_appears_meanwhile(place: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not empty"):
         train(model, output, progress=AtStep(5, appear), **options)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
-    assert train(model, output, force=True, **options).resumed
+    (output / "mine.txt").unlink()
+    assert train(model, output, **options).resumed
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_full_disk_at_the_end(
     model, options = _run("heal", place)
     with monkeypatch.context() as patch:
         patch.setattr("tcompress.training.run.write_manifest", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(DiskError, match="there is no space for"):
             train(model, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     again = train(model, tmp_path / "out", **options)

@@ -33,6 +33,11 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_whole(path: Path, checksum: str | None) -> bool:
+    """Whether a file that an interrupted run had finished is still as it was."""
+    return checksum is not None and path.is_file() and digest_of(path) == checksum
+
+
 def files_in(folder: Path) -> list[str]:
     """Names of all files below a folder but the manifest and hidden ones, sorted."""
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]

@@ -14,6 +14,7 @@ import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
+from tcompress.files import write_text
 from tcompress.planning.entries import Plan
 from tcompress.recipe.scratch import PaperRow
 
@@ -108,11 +109,15 @@ class Speed(_Section):
         mode: `eager` or `compiled`.
         milliseconds: Median time.
         tokens_per_second: Throughput at that time.
-        peak_bytes: Peak memory of the pass, where it is known.
+        peak_bytes: Peak memory of the pass, weights not counted, where it is known.
         baseline: Name of the baseline.
         baseline_milliseconds: Its median time.
         baseline_peak_bytes: Its peak memory, where it is known.
         ratio: Time of the baseline over that of the model; above 1 the model is faster.
+        spread: Distance of the quartiles of its times, relative to the median.
+        baseline_spread: That of the baseline's.
+        weight_bytes: What its weights take in memory, kept ones included.
+        baseline_weight_bytes: What the baseline's take.
         protocol: Device, threads, dtype, repeats, versions.
     """
 
@@ -126,7 +131,16 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float
+    spread: float | None = None
+    baseline_spread: float | None = None
+    weight_bytes: int | None = None
+    baseline_weight_bytes: int | None = None
     protocol: dict[str, Any]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the middle half of either's times differs by more than a fifth of the median."""
+        return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
 class CurvePoint(_Section):
@@ -239,13 +253,10 @@ def environment() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, with a digest of itself, beside the old one, then renames it."""
-    blank = manifest.model_copy(update={"digest": ZEROS})
-    content = (blank.model_dump_json(indent=1) + "\n").encode()
-    digest = hashlib.sha256(content).hexdigest()
-    beside = folder / f"{MANIFEST}.tmp"
-    beside.write_bytes(content.replace(ZEROS.encode(), digest.encode(), 1))
-    beside.rename(folder / MANIFEST)
+    """Writes the manifest, with a digest of itself; a reader finds the old one or the new one."""
+    blank = manifest.model_copy(update={"digest": ZEROS}).model_dump_json(indent=1) + "\n"
+    digest = hashlib.sha256(blank.encode()).hexdigest()
+    write_text(folder / MANIFEST, blank.replace(ZEROS, digest, 1))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

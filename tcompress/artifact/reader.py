@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +71,7 @@ class Artifact:
                 )
             raise ArtifactError(
                 f"`{folder}` is a model that was not converted by tcompress",
-                f"convert it first: `tcompress convert {folder}`",
+                f"convert it first: `tcompress convert {shlex.quote(str(folder))}`",
             )
         # Nothing more can be said of a format that is not known.
         check_format_version(section.get("format_version"))

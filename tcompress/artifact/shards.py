@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tcompress.artifact.format import INDEX, WEIGHTS
 from tcompress.errors import TCompressError
+from tcompress.files import beside, write_text
 
 _NAMES = {
     torch.float64: "F64",
@@ -100,7 +100,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     total = sum(item.nbytes for shard in shards for item in shard.tensors)
     where = {item.key: shard.file for shard in shards for item in shard.tensors}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def write_shard(
@@ -118,14 +118,10 @@ def write_shard(
         SHA-256 of the file.
     """
     digest = hashlib.sha256()
-    beside = folder / f"{shard.file}.tmp"
-    with beside.open("wb") as file:
+    with beside(folder / shard.file) as other, other.open("xb") as file:
         for chunk in _chunks(shard, value, written):
             digest.update(chunk)
             file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(folder / shard.file)
     return digest.hexdigest()
 
 

@@ -1,42 +1,188 @@
 """The folder beside the output in which long work is done: what is finished survives a kill.
 
-Nothing in it loads as a model: `config.json` is written last, and the finished model folder is
-renamed to the output's name in one step.
+Nothing in it loads as a model: `config.json` is written last, and the finished model folder takes
+the output's name in one step. What a kill leaves half done there, the next run on the same output
+completes, or takes back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from filelock import FileLock, Timeout
 
-from tcompress.errors import InputError
+from tcompress.artifact.format import MANIFEST
+from tcompress.errors import DiskError, InputError, TCompressError
+from tcompress.files import (
+    check_space,
+    disk_error,
+    kind_of,
+    remove,
+    swap,
+    sync,
+    unwritable,
+    write_text,
+)
+
+_MARK, _LOCK = "publishing", "lock"
+_WEIGHTS = (".safetensors", ".bin")
+_AGAIN = "choose another one with `-o`"
+
+
+def partial_folder(output: Path) -> Path:
+    """Names the working folder of an output."""
+    output = Path(os.path.abspath(output))
+    return output.parent / f".{output.name}.partial"
+
+
+def check_place(output: Path) -> None:
+    """Refuses, before any work, a place where no folder can be written.
+
+    Raises:
+        InputError: There is something that is no folder, or nothing can be written there.
+    """
+    output = Path(os.path.abspath(output.expanduser()))
+    try:
+        kind = kind_of(output)
+        if kind == "a link":
+            raise InputError(
+                f"output `{output}` is a link to `{output.readlink()}`, and links are not replaced",
+                "give the folder that it leads to, or another one with `-o`",
+            )
+        if kind:
+            raise InputError(f"output `{output}` is {kind}", "choose another folder with `-o`")
+        if kind is None and os.path.ismount(output):
+            raise InputError(
+                f"output `{output}` is where another disk is mounted, so that it cannot be "
+                "replaced",
+                f"choose a folder inside it, such as `-o {output / 'model'}`",
+            )
+        _check_own(partial_folder(output))
+        _try_folder(partial_folder(output))
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise unwritable(output, error) from error
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Refuses to write over something.
+    """Refuses, before any work, to write where that is impossible, or over something.
 
     Raises:
-        InputError: The output exists and is not an empty folder, and `force` is not given.
+        InputError: No folder can be written there, or there is one that is not empty; with `force`
+            one that holds something else than a model.
     """
-    if output.is_file():
-        raise InputError(f"output `{output}` is a file", "choose another folder with `-o`")
-    if os.path.ismount(output):
+    check_place(output)
+    if not _is_unfinished(partial_folder(output)):  # else the working folder puts that right first
+        _check_contents(output, force=force)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuses to remove what does not look like a model.
+
+    Raises:
+        InputError: The folder holds something else; names it.
+    """
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    weights = any(name.endswith(_WEIGHTS) for name in names)
+    ours = MANIFEST in names or ("config.json" in names and weights)
+    if names and (not ours or ".git" in names):
+        shown = ", ".join(f"`{name}`" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "a `.git`" if ours else "no model"
         raise InputError(
-            f"output `{output}` is where another disk is mounted, so that it cannot be replaced",
-            f"choose a folder inside it, such as `-o {output / 'model'}`",
+            f"output folder `{folder}` holds {shown}{more} and {what}, so that `--force` does not "
+            "replace it",
+            "choose another one with `-o`, or empty it yourself",
         )
-    if output.is_dir() and any(output.iterdir()) and not force:
+
+
+def remove_model(folder: Path) -> None:
+    """Removes a model folder, if there is one.
+
+    Raises:
+        InputError: It does not look like a model.
+    """
+    check_replaceable(folder)
+    if folder.is_dir():
+        remove(folder)
+
+
+def _check_contents(output: Path, *, force: bool) -> None:
+    if force:
+        check_replaceable(output)
+    elif _holds_something(output):
         raise InputError(
-            f"output folder `{output}` is not empty",
-            "choose another one with `-o`, or replace it with `--force`",
+            f"output folder `{output}` is not empty", f"{_AGAIN}, or replace it with `--force`"
         )
+
+
+def _try_folder(folder: Path) -> None:
+    """Makes a folder and removes it if it is empty: nothing else tells whether that is possible."""
+    made = [folder, *(place for place in folder.parents if not place.exists())]
+    try:
+        for place in reversed(made):
+            place.mkdir(exist_ok=True)
+        if not os.access(folder.parent, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether a run was killed while its result took the place of the output."""
+    return (folder / _MARK).is_file() or (folder / "replaced").is_dir()
+
+
+def _check_own(folder: Path) -> None:
+    """Refuses a working folder that somebody else has put there."""
+    kind = kind_of(folder)
+    if kind:
+        raise InputError(
+            f"the working folder `{folder}` is {kind}, which no run of tcompress makes",
+            "remove it, or choose another output with `-o`",
+        )
+    if kind is None and folder.lstat().st_uid != os.geteuid():
+        raise InputError(
+            f"the working folder `{folder}` belongs to user {folder.lstat().st_uid}, and its "
+            "contents are not trusted",
+            "remove it, work as that user, or choose another output with `-o`",
+        )
+
+
+def _remove_links(folder: Path) -> None:
+    """Removes all links in a working folder; no run makes any that it needs again."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            path.unlink()
+
+
+def _holds_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _number(folder: Path) -> int | None:
+    """Identifies a folder under any name."""
+    return folder.stat().st_ino if folder.is_dir() else None
+
+
+def _digest(folder: Path) -> str:
+    config = folder / "config.json"
+    return hashlib.sha256(config.read_bytes() if config.is_file() else b"").hexdigest()
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, DiskError) or not isinstance(error, TCompressError)
 
 
 class Workplace:
@@ -45,45 +191,105 @@ class Workplace:
     Args:
         output: The folder that will be written.
         identity: Everything that determines the result; another identity starts afresh.
+        force: Whether to replace a model that is there.
+
+    Attributes:
+        resumed: Whether there is work of an interrupted run.
+        published: Whether that run had finished, and only its working folder was left.
 
     Raises:
-        InputError: Another run is writing the same output.
+        InputError: Another run is writing the same output, the output cannot be written, or the
+            working folder is a link or somebody else's.
     """
 
-    def __init__(self, output: Path, identity: str) -> None:
-        self.output = output
-        self.folder = output.parent / f".{output.name}.partial"
+    def __init__(self, output: Path, identity: str, *, force: bool = False) -> None:
+        self.output = Path(os.path.abspath(output))
+        self.folder = partial_folder(output)
         self.model = self.folder / "model"
         self._journal = self.folder / "journal.jsonl"
-        self.resumed = False
-        self._lock = self._locked()
+        self._needed: int | None = None
         self._finished = False
-        state = self.folder / "identity"
-        if state.is_file() and state.read_text(encoding="utf-8") == identity:
-            self.resumed = self._journal.is_file()
-        else:
-            for item in self.folder.iterdir():
-                if item.name != "lock":
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
-            state.write_text(identity, encoding="utf-8")
-        self.model.mkdir(exist_ok=True)
+        self._identity = hashlib.sha256(identity.encode()).hexdigest()
+        self._lock = self._locked()
+        try:
+            self.published = self._recover()
+            if not self.published:
+                _check_contents(self.output, force=force)
+            self.resumed = self.published or self._prepare(identity)
+        except BaseException:
+            begun = (self.folder / "identity").is_file()
+            self.close() if begun else self.discard()
+            raise
 
     def _locked(self) -> FileLock:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / "lock")
+        _check_own(self.folder)
         try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            _check_own(self.folder)  # whoever made it
+            _remove_links(self.folder)
+            lock = FileLock(self.folder / _LOCK)
             lock.acquire(timeout=0)
+        except FileNotFoundError:  # another run has just removed the folder
+            return self._locked()
         except Timeout as error:
             raise InputError(
                 f"another run is writing `{self.output}`",
                 "wait for it, or choose another output with `-o`",
             ) from error
+        except OSError as error:
+            raise unwritable(self.output, error) from error
         return lock
+
+    def _prepare(self, identity: str) -> bool:
+        """Makes the folder ready, and tells whether there is work to go on with."""
+        state = self.folder / "identity"
+        open_to_others = self.folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        self.folder.chmod(0o700)
+        known = state.is_file() and state.read_bytes() == identity.encode()
+        if open_to_others or not known:
+            self._clear({_LOCK})
+            write_text(state, identity)
+        for cut_off in self.folder.rglob("*.tmp"):
+            remove(cut_off)
+        self.model.mkdir(exist_ok=True)
+        return self._journal.is_file()
+
+    def _recover(self) -> bool:
+        """Completes what a killed run was publishing, or takes it back; nothing old is lost.
+
+        Returns:
+            Whether the output is what this run would write.
+        """
+        mark, old = self._read_mark(), self.folder / "replaced"
+        if old.is_dir():  # the system needed two steps
+            if not _holds_something(self.output):
+                whole = bool(mark) and mark["folder"] == _number(self.model)
+                (self.model if whole else old).rename(self.output)
+            if old.is_dir():
+                remove(old)
+        if not mark:
+            return False
+        if mark["folder"] == _number(self.output) and mark["config"] == _digest(self.output):
+            if mark["identity"] == self._identity:
+                return True
+            self._clear({_LOCK})
+        elif mark["folder"] != _number(self.model):
+            self._clear({_LOCK})  # it is not known what `model` is
+        return False
+
+    def _read_mark(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / _MARK).read_text(encoding="utf-8"))
+            return {name: found[name] for name in ("folder", "config", "identity")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def note(self, kind: str, **facts: Any) -> None:
         """Appends a line to the journal; it is on disk when this returns."""
         with self._journal.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **facts}) + "\n")
+            # A line that a kill or a full disk has cut off ends here.
+            file.write("\n" + json.dumps({"kind": kind, **facts}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -92,35 +298,92 @@ class Workplace:
         if not self._journal.is_file():
             return []
         found = []
-        for line in self._journal.read_text(encoding="utf-8").splitlines():
-            try:
+        for line in self._journal.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
                 fact = json.loads(line)
-            except ValueError:
-                continue
-            if fact["kind"] == kind:
-                found.append(fact)
+                if isinstance(fact, dict) and fact.get("kind") == kind:
+                    found.append(fact)
         return found
 
+    def need(self, size: int) -> None:
+        """Refuses to go on where the disk has no room for what will be written.
+
+        Args:
+            size: Bytes in all, those that are already written included.
+
+        Raises:
+            DiskError: Less is free.
+        """
+        self._needed = size
+        check_space(self.output, self._lacking() or 0)
+
+    def _lacking(self) -> int | None:
+        """Bytes that are still to be written, if that is known."""
+        if self._needed is None:
+            return None
+        done = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        return max(0, self._needed - done)
+
     def publish(self, *, force: bool) -> None:
-        """Renames the finished model folder to the output, and removes the rest."""
+        """Puts the finished model folder in the place of the output, and removes the rest."""
         self._finished = True
-        check_output(self.output, force=force)
-        old = self.folder / "replaced"
-        if self.output.exists():
-            self.output.rename(old)
-        self.model.rename(self.output)
+        _check_contents(self.output, force=force)
+        for path in self.model.rglob("*"):
+            sync(path)
+        sync(self.model)
+        mark = {
+            "folder": _number(self.model),
+            "config": _digest(self.model),
+            "identity": self._identity,
+        }
+        write_text(self.folder / _MARK, json.dumps(mark))
+        if _holds_something(self.output):
+            swap(self.model, self.output, self.folder / "replaced")
+        else:
+            self.model.rename(self.output)
+        sync(self.output.parent)
         self._finished = False
         self.discard()
 
+    @contextmanager
+    def working(self, keeps: Callable[[BaseException], bool] | None = None) -> Iterator[Self]:
+        """Leaves the folder for a later run, or removes it, if the block fails.
+
+        Args:
+            keeps: Whether what is done is worth keeping after an error. Default: unless it says
+                that the same command will fail again.
+
+        Raises:
+            DiskError: The disk is full, or refuses a file.
+        """
+        try:
+            yield self
+        except BaseException as error:
+            refused = disk_error(error, self.output, self._lacking())
+            self.close() if (keeps or _may_pass)(refused or error) else self.discard()
+            if refused is not None:
+                raise refused from error
+            raise
+
     def discard(self) -> None:
         """Removes the working folder; what is finished and could not be moved stays."""
-        self._lock.release()
         if not self._finished:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):
+                self._clear({_LOCK, _MARK})
+                # In this order: what a kill leaves says that the output is finished.
+                (self.folder / _LOCK).unlink(missing_ok=True)
+                (self.folder / _MARK).unlink(missing_ok=True)
+                self.folder.rmdir()
+        self._lock.release()
 
     def close(self) -> None:
         """Leaves the working folder for a later run."""
         self._lock.release()
+
+    def _clear(self, kept: set[str]) -> None:
+        for item in self.folder.iterdir():
+            if item.name not in kept:
+                remove(item)
 
 
 def identity_of(parts: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from tcompress.benching.feed import Feed, sequence_length
 from tcompress.benching.grid import Cell
 from tcompress.benching.machine import device_name, waiting_for
 from tcompress.benching.memory import WHAT, peak_bytes
-from tcompress.benching.timing import Clock, Pass, alternate
+from tcompress.benching.timing import Clock, Pass, alternate, spread
 from tcompress.errors import InputError
 from tcompress.source import SourceModel
 from tcompress.source.text import first_line
@@ -42,6 +42,12 @@ class Side:
     source: SourceModel
     model: nn.Module = field(repr=False)
     kept_bytes: int | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that parameters and buffers take, and kept weights."""
+        held = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor.nbytes for tensor in held) + (self.kept_bytes or 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +112,10 @@ class Duel:
             baseline_milliseconds=1e3 * reference,
             baseline_peak_bytes=peaks[1],
             ratio=reference / seconds,
+            spread=spread(times[0]),
+            baseline_spread=spread(times[1]),
+            weight_bytes=self.model.weight_bytes,
+            baseline_weight_bytes=self.baseline.weight_bytes,
             protocol=self.protocol(),
         )
 
@@ -121,6 +131,7 @@ class Duel:
             "repeats": self.repeats,
             "warm_ups": WARM_UPS,
             "statistic": "median; model and baseline in turn, the first one changing",
+            "spread": "distance of the quartiles over the median",
             "memory": WHAT,
             "inputs": self.feed.words(),
             "seed": self.seed,

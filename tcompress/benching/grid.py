@@ -47,13 +47,17 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         InputError: Something else was typed, or a number below 1.
     """
     words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not (word.isascii() and word.isdigit() and int(word))]
+    wrong = [word for word in words if not (_is_size(word) and int(word))]
     if wrong:
         raise InputError(
             f"`{option}` is `{text}`, expected whole numbers of 1 or more with commas between",
             f"such as `{option} 1,8,32`",
         )
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _is_size(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= 9
 
 
 def modes(text: str, option: str = "--mode") -> tuple[Mode, ...]:

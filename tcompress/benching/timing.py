@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import quantiles
 
 Pass = Callable[[], object]
 Clock = Callable[[], float]
 Seconds = tuple[list[float], list[float]]
+
+
+def spread(times: Sequence[float]) -> float | None:
+    """Returns the distance of the quartiles over the median; None for fewer than four times."""
+    if len(times) < 4:
+        return None
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else None
 
 
 def alternate(

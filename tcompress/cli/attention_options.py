@@ -57,8 +57,9 @@ Kernel = Annotated[
     str | None,
     typer.Option(
         "--kernel",
-        metavar="softmax|favor",
-        help="hot: `favor` needs time linear in each axis. Default `softmax`.",
+        metavar="softmax|favor|smreg",
+        help="hot: `favor` and `smreg` (the paper's) are random features, and need time linear in "
+        "each axis. Default `softmax`.",
         rich_help_panel=METHOD,
         autocompletion=complete.kernels,
     ),
@@ -68,7 +69,8 @@ CoreForm = Annotated[
     typer.Option(
         "--core",
         metavar="cp|aligned|tucker",
-        help="tam: form of the core. Default `cp`.",
+        help="tam: form of the core; `aligned` is the paper's, `cp` the paper's without query "
+        "alignment. Default `cp`.",
         rich_help_panel=METHOD,
         autocompletion=complete.core_forms,
     ),
@@ -78,8 +80,8 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="states|gru",
-        help="tam: keys and values from the model's states, or also from a GRU over them. "
-        "Default `states`.",
+        help="tam: keys and values from the model's states, or also from a gated GRU over the "
+        "keys of each layer. Default `states`.",
         rich_help_panel=METHOD,
         autocompletion=complete.memories,
     ),

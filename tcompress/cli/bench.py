@@ -63,13 +63,19 @@ Mode = Annotated[
 Repeats = Annotated[
     int,
     typer.Option(
-        min=1, help="Timed passes of each model; medians count.", rich_help_panel=_MEASURED
+        min=1,
+        max=10**6,
+        help="Timed passes of each model; medians count.",
+        rich_help_panel=_MEASURED,
     ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Threads on a CPU. Default as PyTorch chooses.", rich_help_panel=_MEASURED
+        min=1,
+        max=4096,
+        help="Threads on a CPU. Default as PyTorch chooses.",
+        rich_help_panel=_MEASURED,
     ),
 ]
 DType = Annotated[
@@ -93,7 +99,10 @@ Device = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of the random inputs.", rich_help_panel=_MEASURED)
+    int,
+    typer.Option(
+        min=0, max=2**32 - 1, help="Seed of the random inputs.", rich_help_panel=_MEASURED
+    ),
 ]
 KeepWeights = Annotated[
     bool,

@@ -9,7 +9,7 @@ from pathlib import Path
 METHODS = ("lprod", "svd", "lowrank", "tt", "qtt", "tucker", "auto")
 TABLE_METHODS = ("svd", "lowrank", "tt", "qtt", "tucker")
 MECHANISMS = ("tga", "tsa", "hot", "kronecker", "multilinear", "tam")
-KERNELS = ("softmax", "favor")
+KERNELS = ("softmax", "favor", "smreg")
 CORE_FORMS = ("cp", "aligned", "tucker")
 MEMORIES = ("states", "gru")
 SHARES = ("none", "heads", "layers", "model")

@@ -105,7 +105,7 @@ def _job(model: str, given: dict[str, Any]) -> Job:
     from tcompress.cli.settings import conversion, default_output
     from tcompress.recipe import find_recipe, parse_recipe
 
-    recipe = parse_recipe(*find_recipe(given["recipe"])) if given["recipe"] else None
+    recipe = parse_recipe(*find_recipe(given["recipe"])) if given["recipe"] is not None else None
     settings = conversion(given, recipe)
     folder = given["output"] or (recipe and recipe.output)
     return Job(

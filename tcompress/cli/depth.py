@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tcompress.cli.names import DIGITS
 from tcompress.errors import RecipeError
 
-_RUN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_MOST_BLOCKS = 1000  # no model has as many; a run to a million would be written out
 
 
 def kept_blocks(texts: Sequence[str]) -> Any:
@@ -80,7 +82,7 @@ def _indices(text: str) -> tuple[int, ...] | None:
         if match is None:
             return None
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
+        if not first <= last < _MOST_BLOCKS:
             return None
         found += range(first, last + 1)
     return tuple(found)
@@ -88,4 +90,5 @@ def _indices(text: str) -> tuple[int, ...] | None:
 
 def _count(text: str) -> int | None:
     word = text.strip()
-    return int(word) if word.isascii() and word.isdecimal() and int(word) else None
+    found = int(word) if word.isascii() and word.isdecimal() and len(word) <= DIGITS else 0
+    return found or None

@@ -1,18 +1,17 @@
 """From exceptions to messages and exit codes.
 
 Exit codes: 0 done, 1 unexpected failure, 2 bad option, recipe or input, 3 a declared threshold
-was missed, 130 interrupted.
+was missed, 130 interrupted, 143 by a SIGTERM.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,14 @@ import typer
 
 from tcompress.cli.output import notices, print_json
 from tcompress.errors import TCompressError
+from tcompress.files import disk_error
 
-UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED = 1, 2, 3, 130
+UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
+_BOUNDS = {"ge": "minimum", "le": "maximum"}
 _NUMBERS = {"int": "integer", "float": "number"}
+
+_NO_HOME = "write the path in full, or `./~name` for a file of that name"
 
 TRACEBACK = "TCOMPRESS_TRACEBACK"
 """Environment variable that asks for tracebacks."""
@@ -65,6 +68,11 @@ def describe(error: BaseException) -> Failure:
         return Failure("UsageError", message, hint, USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
+    refused = disk_error(error)
+    if refused is not None:
+        return describe(refused)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `~name`
+        return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
     lines = str(error).strip().splitlines()
     message = f"unexpected `{kind}`" + (f": {lines[0]}" if lines else "")
     return Failure(kind, message, _unexpected_hint(error), UNEXPECTED)
@@ -82,10 +90,11 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
     """
     failure = describe(error)
     if os.environ.get(TRACEBACK, "0") not in ("", "0"):
-        traceback.print_exception(error, file=sys.stderr)
+        notices().print("".join(traceback.format_exception(error)), soft_wrap=True)
     if as_json:
         facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
-        print_json({"error": facts})
+        with suppress(OSError):  # where stdout is what is wrong
+            print_json({"error": facts})
     _print(failure)
     return failure.code
 
@@ -95,10 +104,11 @@ def suggestion(word: str, known: Iterable[str]) -> str | None:
 
     A word that goes on where a known one ends, such as `--calibration` for `--calib`, means it.
     """
-    words = list(known)
-    begun = sorted((name for name in words if len(name) > 4 and word.startswith(name)), key=len)
-    close = begun[-1:] or difflib.get_close_matches(word, words, 1)
-    return f"did you mean `{close[0]}`?" if close else None
+    words = {name.lower(): name for name in known}
+    typed = word.lower()
+    begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
+    close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
+    return f"did you mean `{words[close[0]]}`?" if close and words[close[0]] != word else None
 
 
 def _print(failure: Failure) -> None:
@@ -111,8 +121,6 @@ def _print(failure: Failure) -> None:
 
 
 def _unexpected_hint(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "free some disk space, then run the same command again"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
             "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
@@ -151,13 +159,14 @@ def _wrong_value(error: Any) -> str | None:
     cause = error.__cause__
     if isinstance(cause, ValidationError):
         (item,), kind = cause.errors(include_url=False)[:1], cause.title
-        value, least = item["input"], item.get("ctx", {}).get("ge")
+        value, bounds = item["input"], item.get("ctx", {})
     elif found := re.search(r"'(.*)' is not a valid (float|int)", str(error.message)):
-        value, kind, least = found[1], found[2], None  # the words of older parsers
+        value, kind, bounds = found[1], found[2], {}  # the words of older parsers
     else:
         return None
     name = next((name for word, name in _NUMBERS.items() if word in kind), None)
     if name is None:
         return None
-    fragment = {"type": name, **({} if least is None else {"minimum": least})}
+    fragment = {"type": name}
+    fragment |= {word: bounds[key] for key, word in _BOUNDS.items() if key in bounds}
     return f"`{value}`, allowed is {describe(fragment, {})}"

@@ -69,7 +69,8 @@ Columns = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Most examples, drawn at random.", rich_help_panel=DATA)
+    int | None,
+    typer.Option(min=1, max=10**9, help="Most examples, drawn at random.", rich_help_panel=DATA),
 ]
 Pack = Annotated[
     str | None,
@@ -83,6 +84,7 @@ Candidates = Annotated[
     int | None,
     typer.Option(
         min=2,
+        max=10**6,
         help="response-selection: responses to choose from. Default 10.",
         rich_help_panel=MEASUREMENT,
     ),
@@ -90,13 +92,19 @@ Candidates = Annotated[
 BatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Inputs in a batch; numbers do not depend on it.", rich_help_panel=MEASUREMENT
+        min=1,
+        max=10**6,
+        help="Inputs in a batch; numbers do not depend on it.",
+        rich_help_panel=MEASUREMENT,
     ),
 ]
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Longest text in tokens. Default by task.", rich_help_panel=MEASUREMENT
+        min=1,
+        max=10**6,
+        help="Longest text in tokens. Default by task.",
+        rich_help_panel=MEASUREMENT,
     ),
 ]
 DType = Annotated[
@@ -119,11 +127,16 @@ Device = Annotated[
         autocompletion=complete.devices,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of all draws.", rich_help_panel=MEASUREMENT)]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Seed of all draws.", rich_help_panel=MEASUREMENT)
+]
 Bootstrap = Annotated[
     int,
     typer.Option(
-        min=0, help="Resamples for 95 % intervals; 0 for none.", rich_help_panel=MEASUREMENT
+        min=0,
+        max=10**6,
+        help="Resamples for 95 % intervals; 0 for none.",
+        rich_help_panel=MEASUREMENT,
     ),
 ]
 Baseline = Annotated[

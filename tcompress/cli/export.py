@@ -68,5 +68,6 @@ def _check_format(name: str) -> None:
     if name not in complete.FORMATS:
         listed = ", ".join(f"`{known}`" for known in complete.FORMATS)
         raise InputError(
-            f"unknown format `{name}`; formats are {listed}", suggestion(name, complete.FORMATS)
+            f"unknown format `{name}`; formats are {listed}",
+            suggestion(name, complete.FORMATS) or "see `tcompress export --help`",
         )

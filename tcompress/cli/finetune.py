@@ -121,8 +121,10 @@ def finetune(
     settings = settings_of(context.params)
     folder = Path(output) if output else default_output(model, settings)
     from tcompress.artifact.reader import open_checked
+    from tcompress.artifact.workplace import check_output
     from tcompress.training.run import finetune as train_model
 
+    check_output(folder, force=force)  # before a long download
     quiet = quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
         source = open_checked(model, token=token, trust=allow_remote_code)
@@ -141,11 +143,12 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
     """
     from pydantic import ValidationError
 
+    from tcompress.cli.settings import refuse_huge
     from tcompress.recipe import find_recipe, parse_recipe
     from tcompress.recipe.schema import Finetune
 
     data: dict[str, Any] = {}
-    if given.get("recipe"):
+    if given.get("recipe") is not None:
         text, origin = find_recipe(given["recipe"])
         said = parse_recipe(text, origin).finetune
         if said is None:
@@ -155,6 +158,7 @@ def settings_of(given: Mapping[str, Any]) -> Finetune:
         data = said.model_dump()
     # A list that is not given is None or empty, by version of the parser.
     said_now = {name: value for name, value in given.items() if value not in (None, [], ())}
+    refuse_huge(said_now)
     if {"steps", "epochs"} <= said_now.keys():
         raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
     if "epochs" in said_now:
@@ -182,7 +186,10 @@ def pairs(option: str, given: list[str], example: str) -> dict[str, str]:
     for word in ",".join(given).split(","):
         name, equals, value = word.partition("=")
         if not (name.strip() and equals and value.strip()):
-            raise RecipeError(f"`{option}` is `{word}`, expected a pair such as `{example}`")
+            raise RecipeError(
+                f"`{option}` is `{word}`, expected a pair such as `{example}`",
+                f"write, for example, `{option} {example}`",
+            )
         found[name.strip()] = value.strip()
     return found
 
@@ -249,7 +256,7 @@ def resumable(output: Path) -> Iterator[None]:
 def show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
     from tcompress.cli.job import relative
-    from tcompress.cli.output import print_json, results, table
+    from tcompress.cli.output import print_json, results, table, typed
 
     facts, name = done.facts, relative(done.folder)
     if as_json:
@@ -277,7 +284,8 @@ def show_result(done: Finetuned, *, as_json: bool) -> None:
     if not facts.best_step and facts.steps:
         screen.print(_START_KEPT, soft_wrap=True)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
-    screen.print(f"Next: `tcompress evaluate {name} --task {measured} --data ...`", soft_wrap=True)
+    following = f"tcompress evaluate {typed(name)} --task {measured} --data ..."
+    screen.print(f"Next: `{following}`", soft_wrap=True)
 
 
 def _shown(curve: list[Any], most: int = 12) -> list[Any]:
@@ -290,16 +298,20 @@ def _shown(curve: list[Any], most: int = 12) -> list[Any]:
 def _in_words(error: Any) -> RecipeError:
     """Names options, where validation names fields, and says what they take."""
     from tcompress.recipe import json_schema
-    from tcompress.recipe.words import describe, inside
+    from tcompress.recipe.words import describe, inside, meant
 
     schema = json_schema()
     lines = []
     for item in error.errors(include_url=False):
+        if item["type"] == "value_error":  # it says itself what is wrong
+            lines.append(str(item["ctx"]["error"]))
+            continue
         # Keys and indices inside a field come after it.
         of_data = item["loc"][0] == "data" and len(item["loc"]) > 1
         place, *steps = item["loc"][of_data:]
         fields = schema["$defs"]["TrainingData" if of_data else "Finetune"]["properties"]
-        allowed = describe(inside(fields[place], steps, schema), schema)
+        fragment = inside(fields[place], steps, schema)
+        allowed = describe(fragment, schema) + meant(item["input"], fragment, schema)
         option = _FLAGS.get(place, "--" + place.replace("_", "-"))
         lines.append(f"`{option}` is `{item['input']}`, allowed is {allowed}")
     return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

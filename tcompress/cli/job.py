@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.cli.errors import Interrupted
-from tcompress.cli.output import print_json, results, say, silence_libraries
+from tcompress.cli.output import print_json, results, say, silence_libraries, typed
 from tcompress.cli.progress import shown_progress
 
 if TYPE_CHECKING:
@@ -120,8 +120,10 @@ def show_plan(job: Job) -> None:
     """Prints what a conversion would do, and what it would cost."""
     from tcompress.conversion.estimate import estimate
     from tcompress.planning.planner import make_plan
+    from tcompress.reading.tables import check_data
     from tcompress.reporting.console import render_plan
 
+    check_data([job.convert.calibration.source])
     source = open_job(job)
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
@@ -169,10 +171,11 @@ def show_result(done: Converted, job: Job) -> None:
     screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
     if done.manifest.source.init == "random":
         screen.print("Not trained yet: all weights are as they were drawn at random.")
-        screen.print(f"Next: `tcompress finetune {name} --task ... --data ...`", soft_wrap=True)
+        following = f"tcompress finetune {typed(name)} --task ... --data ..."
+        screen.print(f"Next: `{following}`", soft_wrap=True)
         return
     screen.print("Not healed yet: imitating the dense model usually wins much of the quality back.")
-    screen.print(f"Next: `tcompress finetune {name} --data FILE`", soft_wrap=True)
+    screen.print(f"Next: `tcompress finetune {typed(name)} --data FILE`", soft_wrap=True)
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -23,7 +26,8 @@ from tcompress.cli import (
     run,
     sweep,
 )
-from tcompress.cli.errors import INTERRUPTED, report_failure
+from tcompress.cli.errors import INTERRUPTED, TERMINATED, report_failure
+from tcompress.cli.output import outliving_readers
 
 _EPILOG = """\
 [bold]Exit codes[/bold]
@@ -32,7 +36,7 @@ _EPILOG = """\
   2    bad option, recipe or input, numbers that are not finite,
        or a sweep with a failed cell
   3    done, but a declared threshold was missed
-  130  interrupted
+  130  interrupted; 143 where a SIGTERM did it
 
 [bold]Examples[/bold]
   tcompress demo
@@ -91,7 +95,36 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: What was typed after the program's name; default from the system.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_run(typed))
+    with outliving_readers(), _stoppable() as heard:
+        code = _run(typed)
+    sys.exit(TERMINATED if code == INTERRUPTED and heard else code)
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """Treats SIGTERM as Ctrl-C, so that all that can go on later says so and keeps its state.
+
+    Yields:
+        The signals that came.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        as_interrupt = signal.getsignal(signal.SIGINT)  # training stops after a step
+        if not callable(as_interrupt):
+            raise KeyboardInterrupt
+        as_interrupt(number, frame)
+
+    try:
+        before = signal.signal(signal.SIGTERM, hear)
+    except ValueError:  # not in the main thread, which alone receives signals
+        yield heard
+        return
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _run(typed: list[str]) -> int:
@@ -99,6 +132,7 @@ def _run(typed: list[str]) -> int:
     try:
         command = typer.main.get_command(app)
         code = command.main(args=typed, prog_name="tcompress", standalone_mode=False)
+        sys.stdout.flush()  # a full disk shows here, not when the program ends
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             return 2  # the help is already printed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import block_numbers
-from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS, flag
+from tcompress.cli.names import DIGITS, MECHANISM_OPTIONS, METHOD_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def _check_alone(chosen: Mapping[str, Any], layers: Any, structure: Any) -> None
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    words = text.replace("x", ",").split(",")
-    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
+    words = [word.strip() for word in text.replace("x", ",").split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) <= DIGITS for word in words):
         raise RecipeError(
             f"`--grid` is `{text}`, allowed are whole numbers with commas between, such as `14,14`",
             "see `tcompress convert --help`",

@@ -23,6 +23,9 @@ METHOD_OPTIONS = (
 MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "memory", "length")
 """Options of `convert` that belong to a mechanism: fields of its options in a recipe."""
 
+DIGITS = 15
+"""Most digits of a whole number: more than any size has."""
+
 
 def flag(field: str) -> str:
     """Names the option that sets a field."""

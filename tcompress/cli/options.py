@@ -154,8 +154,9 @@ Share = Annotated[
     str | None,
     typer.Option(
         metavar="none|heads|layers|model",
-        help="tucker: what shares factors and cores: nothing, the heads of an attention, all "
-        "layers of a role, or the whole model. Default `none`.",
+        help="tucker: what shares factors and cores: nothing (then it is `svd` with more "
+        "parameters), the heads of an attention, all layers of a role, or the whole model. "
+        "Default `none`.",
         rich_help_panel=METHOD,
         autocompletion=complete.shares,
     ),
@@ -165,9 +166,10 @@ Cores = Annotated[
     typer.Option(help="tucker: number of shared cores.", rich_help_panel=METHOD),
 ]
 Target = Annotated[
-    float | None,
+    str | None,
     typer.Option(
-        help="Kept fraction of the rewritten layers' parameters, such as 0.25.",
+        metavar="FRACTION",
+        help="Kept fraction of the rewritten layers' parameters: `0.25` or `25%`.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -191,8 +193,9 @@ TargetBytes = Annotated[
     ),
 ]
 MaxError = Annotated[
-    float | None,
+    str | None,
     typer.Option(
+        metavar="FRACTION",
         help="In place of `--target`: largest predicted error of the rewritten layers' outputs, "
         "squared, weighed by what they are worth to the model and summed over layers, relative to "
         "that of leaving all of them out. The smallest sizes within it are chosen.",
@@ -200,8 +203,9 @@ MaxError = Annotated[
     ),
 ]
 Tol = Annotated[
-    float | None,
+    str | None,
     typer.Option(
+        metavar="FRACTION",
         help="svd, tt, qtt, tucker: the smallest rank of each weight whose predicted error, "
         "squared and relative to leaving the weight out, is at most this.",
         rich_help_panel=METHOD,
@@ -257,8 +261,9 @@ Embeddings = Annotated[
     ),
 ]
 EmbeddingTarget = Annotated[
-    float | None,
+    str | None,
     typer.Option(
+        metavar="FRACTION",
         help="Kept fraction of the word embedding. Default that of `--target`, or 0.25.",
         rich_help_panel=METHOD,
     ),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _SECONDS_BETWEEN_LINES = 15.0
+_MOST_LINES = 10  # of a stage
 
 
 @contextmanager
@@ -90,23 +91,28 @@ class _Bars:
 
 
 class _Lines:
-    """A line when a stage ends, and now and then before."""
+    """A line when a stage ends, and now and then before: ten of a stage at most."""
 
     def __init__(self) -> None:
         self._stage: _Stage | None = None
         self._last = 0.0
+        self._said = 0
 
     def stage(self, name: str, total: int, unit: str) -> None:
         self.close()
         self._stage = _Stage(name, total, unit)
-        self._last = time.monotonic()
+        self._last, self._said = time.monotonic(), 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         if self._stage is None:
             return
         self._stage.done += amount
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
+        if self._stage.done >= self._stage.total:  # what comes after it is no part of it
+            self.close()
+            return
+        part = (self._stage.done - self._said) * _MOST_LINES >= self._stage.total
+        if part and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last, self._said = time.monotonic(), self._stage.done
             said = f"  {note}" if note and self._stage.unit == "steps" else ""
             say(f"{self._stage.name}: {self._stage.count()}{said}")
 

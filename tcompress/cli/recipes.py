@@ -10,7 +10,7 @@ import typer
 
 from tcompress.cli import complete
 from tcompress.cli import options as opt
-from tcompress.cli.output import print_json, results, table
+from tcompress.cli.output import print_json, results, table, typed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,7 +78,7 @@ def copy(
     if json:
         print_json({"file": str(file)})
     else:
-        results().print(f"Wrote `{file}`. Next: `tcompress run {file}`", soft_wrap=True)
+        results().print(f"Wrote `{file}`. Next: `tcompress run {typed(file)}`", soft_wrap=True)
 
 
 @app.command("reference", epilog=opt.examples("tcompress recipes reference > recipes.md"))

@@ -31,7 +31,10 @@ Models = Annotated[
 def report(
     models: Models,
     length: Annotated[
-        int, typer.Option(min=1, help="Tokens to count multiply-adds for; images have their own.")
+        int,
+        typer.Option(
+            min=1, max=10**9, help="Tokens to count multiply-adds for; images have their own."
+        ),
     ] = 128,
     layers: Annotated[bool, typer.Option("--layers", help="Add a row for each layer.")] = False,
     html: Annotated[

@@ -72,6 +72,7 @@ def run(
     verbose: opt.Verbose = False,
 ) -> None:
     """Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep."""
+    from tcompress.artifact.workplace import check_place
     from tcompress.cli.settings import default_output
     from tcompress.recipe import change_recipe, choose_variants, find_recipe, parse_recipe
 
@@ -95,6 +96,8 @@ def run(
         manner=Manner(json, quiet, verbose),
         architecture=architecture,
     )
+    if not dry_run:
+        check_place(job.output)  # before a long download
     if said.sweep is not None:
         _sweep(said, job, dry_run=dry_run)
     elif dry_run:

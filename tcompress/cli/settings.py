@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
 from tcompress.cli.mechanisms import mechanism_spec, split_method
-from tcompress.cli.names import METHOD_OPTIONS, flag
+from tcompress.cli.names import DIGITS, METHOD_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ _CALIBRATION = {
     "damping": "damping",
     "seed": "seed",
 }
+_FRACTIONS = ("target", "embedding_target", "max_error", "tol")
 BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Options of which a conversion takes one."""
 
 DEPTH = ("keep_layers", "drop_layers", "append_layers")
 """Options that choose blocks, of which it takes one."""
 
-_MODES = re.compile(r"([0-9]+)=([0-9]+(?:x[0-9]+)+)")
+_MODES = re.compile(r"([0-9]{1,9})=([0-9]{1,9}(?:x[0-9]{1,9}){1,63})")
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _CONVERT = (*_LAYERS, "init", "positions", "norm", "dtype", "device", "max_shard_size")
 
@@ -58,6 +59,10 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     from tcompress.recipe import Convert
 
     given = {name: value for name, value in options.items() if value not in (None, [], ())}
+    empty = [name for name, value in given.items() if isinstance(value, str) and not value.strip()]
+    if empty:  # a variable of the shell that is not set, most likely
+        raise RecipeError(f"{_flags(empty)} has no value", "give one, or leave it out")
+    refuse_huge(given)
     if isinstance(given.get("rank"), str):
         given["rank"] = _numbers("--rank", given["rank"])
     if isinstance(given.get("modes"), str):
@@ -65,8 +70,9 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     if isinstance(given.get("offer"), str):
         given["offer"] = tuple(filter(None, map(str.strip, given["offer"].split(","))))
     for name in ("target_params", "target_bytes"):
-        if isinstance(given.get(name), str) and given[name].isdigit():
+        if isinstance(given.get(name), str) and _is_whole(given[name]):
             given[name] = int(given[name])
+    given |= {name: fraction(given[name]) for name in _FRACTIONS if name in given}
     base = recipe.convert.model_dump() if recipe else {"calibration": {}}
     if any(name in given for name in (*BUDGETS, "tol", "rank")):  # in place of the recipe's
         base |= {name: None for name in BUDGETS if name in base}
@@ -104,13 +110,43 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
 def _numbers(option: str, text: str) -> int | tuple[int, ...]:
     """Reads one whole number, or several with commas between."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(map(_is_whole, words)):
         raise RecipeError(
             f"`{option}` is `{text}`, allowed is a whole number, or several with commas between",
             "see `tcompress convert --help`",
         )
     found = tuple(map(int, words))
     return found if len(found) > 1 else found[0]
+
+
+def refuse_huge(given: Mapping[str, Any]) -> None:
+    """Refuses whole numbers that are larger than any size.
+
+    Raises:
+        RecipeError: There are some; names all of them.
+    """
+    huge = [
+        name for name, value in given.items() if type(value) is int and abs(value) >= 10**DIGITS
+    ]
+    if huge:
+        raise RecipeError(
+            f"{_flags(huge)} {'is' if len(huge) == 1 else 'are'} larger than any size",
+            f"allowed are up to {DIGITS} digits",
+        )
+
+
+def _is_whole(word: str) -> bool:
+    """Tells whether a word is a whole number; longer ones than this size nothing."""
+    return word.isascii() and word.isdigit() and len(word) <= DIGITS
+
+
+def fraction(value: Any) -> Any:
+    """Reads `0.25` or `25%`; leaves what is neither to validation, which says what is allowed."""
+    text = str(value).strip()
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return value
 
 
 def _modes(text: str) -> dict[int, tuple[int, ...]]:
@@ -267,7 +303,7 @@ def _calibration(given: Mapping[str, Any], *, scratch: bool) -> dict[str, Any]:
 def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
     """Names options, where validation names fields, and says what they take."""
     from tcompress.recipe import json_schema
-    from tcompress.recipe.words import describe
+    from tcompress.recipe.words import describe, meant
 
     schema = json_schema()
     lines = []
@@ -281,7 +317,10 @@ def _in_words(error: ValidationError, data: Mapping[str, Any]) -> RecipeError:
         fragment = _fragment(schema, section, field, data)
         allowed = describe(fragment, schema) if fragment else item["msg"]
         value = data.get(section, data).get(field, item["input"])
-        lines.append(f"`{_option(section, field)}` is `{_written(value)}`, allowed is {allowed}")
+        ending = meant(value, fragment, schema) if fragment else ""
+        lines.append(
+            f"`{_option(section, field)}` is `{_written(value)}`, allowed is {allowed}{ending}"
+        )
     return RecipeError("; ".join(dict.fromkeys(lines)), "see `tcompress convert --help`")
 
 
@@ -297,6 +336,8 @@ def _place(steps: Sequence[str]) -> tuple[str, str]:
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 

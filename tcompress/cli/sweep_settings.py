@@ -23,7 +23,7 @@ def recipe_of(given: Mapping[str, Any]) -> Recipe:
     from tcompress.recipe.schema import Bench, Sweep
     from tcompress.sweeping.cells import default_methods
 
-    text, origin = find_recipe(given["recipe"]) if given["recipe"] else (None, "sweep")
+    text, origin = find_recipe(given["recipe"]) if given["recipe"] is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)
     names = ("allocation", "keep", "calib", "calib_samples", "calib_columns", "dtype", "device")
     settled = conversion({name: given[name] for name in names}, base)
@@ -96,13 +96,15 @@ def _method(text: str) -> Any:
 
 
 def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
+    from tcompress.cli.settings import fraction
+    from tcompress.recipe.words import as_share
+
+    value = fraction(text)
+    if not (isinstance(value, float) and 0 < value < 1):
+        percent = as_share(text, {"type": "number", "exclusiveMaximum": 1}, {})
         raise RecipeError(
-            f"`--targets` has `{text.strip()}`, allowed is a number greater than 0 and less than 1",
+            f"`--targets` has `{text.strip()}`, allowed is a number greater than 0 and less than 1"
+            f"{percent}",
             "write, for example, `--targets 0.5,0.25`",
         )
     return value

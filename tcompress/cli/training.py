@@ -134,7 +134,11 @@ Epochs = Annotated[
     typer.Option(help="Passes over the data. Default: 3 with a task.", rich_help_panel=RUNNING),
 ]
 MaxMinutes = Annotated[
-    float | None, typer.Option(help="Longest duration.", rich_help_panel=RUNNING)
+    float | None,
+    typer.Option(
+        help="Longest duration; the learning rate warms up and falls within it.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 BatchSize = Annotated[
     int | None,

@@ -12,11 +12,13 @@ each block is run once more from there. So memory does not grow with depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -26,6 +28,7 @@ from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Stream, intercept_blocks
 from tcompress.conversion.capture import first_tensor, token_rows
 from tcompress.errors import DataError, FitError
+from tcompress.linalg.moments import centre_of, row_products
 from tcompress.source import SourceModel
 
 Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
@@ -37,9 +40,10 @@ class Worth:
     """Second moments of a linear layer's input and of the gradients at its output, float64.
 
     Attributes:
-        gram: G, summed over rows.  # (in, in)
+        gram: G about the centre, summed over rows.  # (in, in)
         curvature: S, summed over rows.  # (out, out)
-        total: Sum of the inputs.  # (in,)
+        total: Sum of the inputs, less the centre.  # (in,)
+        centre: Mean of the first inputs, float32.  # (in,)
         rows: Tokens that were summed over; padding is left out.
         half: The same of every second batch alone, where that was asked for.
     """
@@ -47,6 +51,7 @@ class Worth:
     gram: Tensor
     curvature: Tensor
     total: Tensor
+    centre: Tensor
     rows: int = 0
     half: Worth | None = None
 
@@ -55,29 +60,39 @@ class Worth:
         """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
-        return cls(gram, curvature, torch.zeros(inputs, dtype=torch.float64, device=device))
+        total = torch.zeros(inputs, dtype=torch.float64, device=device)
+        return cls(gram, curvature, total, total.float())
 
     def add(self, x: Tensor, gradient: Tensor) -> None:
         """Adds rows.  # (rows, in), (rows, out)."""
-        x, gradient = x.float(), gradient.float()
-        self.gram += x.T @ x
-        self.curvature += gradient.T @ gradient
+        if not len(x):
+            return
+        if not self.rows:
+            self.centre = centre_of(x)
+        x = x.float() - self.centre
+        self.gram += row_products(x, x)
+        self.curvature += row_products(gradient, gradient)
         self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
 
     def include(self, other: Worth, sign: int = 1) -> Worth:
         """Returns the sums of both; without the other one where the sign is -1."""
+        apart = other.centre.double() - self.centre.double()
+        cross = torch.outer(other.total, apart)
+        gram = other.gram + cross + cross.mT + other.rows * torch.outer(apart, apart)
         return Worth(
-            self.gram + sign * other.gram,
+            self.gram + sign * gram,
             self.curvature + sign * other.curvature,
-            self.total + sign * other.total,
+            self.total + sign * (other.total + other.rows * apart),
+            self.centre,
             self.rows + sign * other.rows,
         )
 
     def moment(self, *, centred: bool) -> Tensor:
         """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
-        gram, mean = self.gram / self.rows, self.total / self.rows
-        return gram - torch.outer(mean, mean) if centred else gram
+        shift = self.total / self.rows
+        gram, mean = self.gram / self.rows - torch.outer(shift, shift), shift + self.centre
+        return gram if centred else gram + torch.outer(mean, mean)
 
 
 @dataclass
@@ -85,7 +100,9 @@ class _Visit:
     """One call of a block in one stream."""
 
     block: str
-    file: Path
+    file: Path  # of the tensors among its arguments
+    values: list[Any]  # arguments, with None for tensors
+    form: pytree.TreeSpec  # how they are nested
     inputs: list[GradientEdge | None]  # of the floating tensors among the arguments, in order
     sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
 
@@ -193,7 +210,7 @@ class BackwardWalk:
             progress(name, "forward")
             self._skeleton.load_block(name)
             for index, item in enumerate(self._passes):
-                self._visit(item, self._folder / f"{count}-{index}.pt")
+                self._visit(item, self._folder / f"{count}-{index}.safetensors")
             self._skeleton.drop_block(name)
             count += 1
             yield name
@@ -202,18 +219,22 @@ class BackwardWalk:
         """Answers a call of a block with what it computes; its graph begins anew there."""
         call = item.stream.call
         assert call is not None
-        flat, _ = pytree.tree_flatten((call.args, call.kwargs))
+        flat = pytree.tree_leaves((call.args, call.kwargs))
         edges = [
             get_gradient_edge(value) if value.requires_grad else None
             for value in flat
             if _floating(value)
         ]
         bare = pytree.tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
-        torch.save(bare, file)
+        visit = _kept(call.block, bare, file, edges)
+        item.visits.append(visit)
         with torch.no_grad():
             answer = self._own[call.block](*bare[0], **bare[1])
-        visit = _Visit(call.block, file, edges, [])
-        item.visits.append(visit)
+        if not _finite(answer[0] if isinstance(answer, tuple | list) else answer):
+            raise FitError(
+                f"block `{call.block}` puts out NaN or infinity on the calibration data",
+                "repair the checkpoint, or convert this model without data: `--calib none`",
+            )
         item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
         if item.stream.call is None:  # before the next pass ends: outputs may be large
             self._start_backward(item)
@@ -242,9 +263,10 @@ class BackwardWalk:
         return watch.joined() if halved else watch.found
 
     def _backward_visit(self, visit: _Visit) -> None:
-        args, kwargs = torch.load(visit.file, map_location=self._device, weights_only=False)
+        stored = load_file(visit.file, device=str(self._device))
         visit.file.unlink()
-        flat, _ = pytree.tree_flatten((args, kwargs))
+        flat = [stored.get(str(index), value) for index, value in enumerate(visit.values)]
+        args, kwargs = pytree.tree_unflatten(flat, visit.form)
         # Embeddings have no graph, but what a layer computes from them has to.
         inputs = [value.requires_grad_() for value in flat if _floating(value)]
         with torch.enable_grad():
@@ -294,8 +316,11 @@ class _Watch:
             def arrived(gradient: Tensor) -> None:
                 back = gradient.reshape(len(rows), -1)
                 kept = (rows, back) if mask is None else (rows[mask], back[mask])
-                if not all(bool(torch.isfinite(part.sum())) for part in kept):
-                    raise FitError(f"layer `{name}`: gradients hold NaN or infinity")
+                if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in kept):
+                    raise FitError(
+                        f"layer `{name}`: gradients hold NaN or infinity",
+                        "repair the checkpoint, or convert this model without data: `--calib none`",
+                    )
                 self.sums[name].add(*kept)
 
             if output.requires_grad:
@@ -316,11 +341,38 @@ class _Watch:
             handle.remove()
 
 
+def _kept(
+    block: str, arguments: tuple[Any, Any], file: Path, edges: list[GradientEdge | None]
+) -> _Visit:
+    """Writes the tensors among the arguments of a block to a file; the rest stays in memory."""
+    flat, form = pytree.tree_flatten(arguments)
+    tensors = {
+        str(index): value.cpu().clone(memory_format=torch.contiguous_format)
+        for index, value in enumerate(flat)
+        if isinstance(value, Tensor)
+    }
+    save_file(tensors, file)
+    values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
+    return _Visit(block, file, values, form, edges, [])
+
+
+def _copied(value: Any) -> Any:
+    """Copies an argument as it is now: blocks may change what they are given, such as caches."""
+    try:
+        return deepcopy(value)
+    except (RuntimeError, TypeError):  # it holds what cannot be copied, such as parts of a graph
+        return value
+
+
 def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     """Sends gradients back; what lies between blocks may be passed by several of them."""
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+
+def _finite(state: Any) -> bool:
+    return not _floating(state) or bool(torch.isfinite(state.sum(dtype=torch.float64)))
 
 
 def _floating(value: Any) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor
 from tcompress.anatomy import anatomy_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.backward import Worth
-from tcompress.conversion.fit import CURVATURE_DAMPING
+from tcompress.conversion.fit import CURVATURE_DAMPING, WIDER
 from tcompress.conversion.inputs import input_moments
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.outputs import Outputs
 from tcompress.conversion.shared import Banks
-from tcompress.errors import FitError
+from tcompress.errors import FitError, first_line
 from tcompress.linalg.curvature import damped_curvature
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.progress import Progress
@@ -129,12 +129,12 @@ class BankFitter:
                 found = kind.fit_bank(targets, [use.layout for use in used])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise FitError(
-                f"the fit of {where} failed: {error}",
+                f"the fit of {where} failed: {first_line(error)}",
                 "use more calibration data or a larger `damping`, or share less",
             ) from error
         stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
-            raise FitError(f"the fit of {where} is not finite in {dtype}")
+            raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
         return stored
 
     def _target(self, use: _Use) -> Target:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -14,15 +14,23 @@ from torch import Tensor, nn
 from tcompress.anatomy import Anatomy, Block, anatomy_of
 from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Fork, Stream, common_block, intercept_blocks
-from tcompress.conversion.capture import first_tensor, handed_on, run_to_input, token_rows
+from tcompress.conversion.capture import (
+    first_tensor,
+    handed_on,
+    queries_and_keys,
+    run_to_input,
+    token_rows,
+)
 from tcompress.conversion.experts import ExpertSums, Routing, in_a_list, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
+from tcompress.conversion.start import adapt
 from tcompress.conversion.sums import SplitSums
 from tcompress.errors import DataError, FitError
 from tcompress.integration.attention import SEED, install_attention
 from tcompress.integration.build import fill, install_layers, set_module
+from tcompress.mechanisms.module import CHILD
 from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
@@ -41,11 +49,14 @@ class BlockResult:
         block: Name of the block.
         layers: Results by weight name.
         biases: New biases by layer name.
+        attention: Tensors of mechanisms that begin with what queries and keys are like, by the
+            name under which they are stored.
     """
 
     block: str
     layers: dict[str, FittedLayer]
     biases: dict[str, Tensor]
+    attention: dict[str, Tensor] = field(default_factory=dict)
 
 
 class BlockFitter:
@@ -187,10 +198,10 @@ class BlockFitter:
         dense = self._skeleton.load_block(before)
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
-        self._exchange(block, new)
+        result = BlockResult(block.name, {}, {})
+        self._exchange(block, new, (stored or result).attention)
         experts = {layer.name for layer in block.layers if layer.routed}
         routing = Routing(dense, [name.removeprefix(f"{block.name}.") for name in experts])
-        result = BlockResult(block.name, {}, {})
         for group in self._groups(block):
             progress(block.name, ", ".join(entry.role for entry in group))
             if stored is None:
@@ -204,20 +215,32 @@ class BlockFitter:
         self._skeleton.drop_block(before)
         return stored or result
 
-    def _exchange(self, block: Block, new: nn.Module) -> None:
-        """Gives the block's attention its mechanism, before anything is fitted."""
+    def _exchange(self, block: Block, new: nn.Module, known: dict[str, Tensor]) -> None:
+        """Gives the block's attention its mechanism, before anything is fitted.
+
+        Args:
+            block: The block.
+            new: Its copy.
+            known: What an interrupted run stored of them; what is missing is added.
+        """
 
         def inside(name: str) -> str | None:
             return (self._runtime(name) or "").removeprefix(f"{block.name}.")
 
+        fit = [s for index, s in enumerate(self._new) if index not in self._holdout]
         own = [e for path, e in self._attention.items() if path.startswith(f"{block.name}.")]
         # The guard is a matter of storage.
         plain = [entry.model_copy(update={"guard": None}) for entry in own]
         made = install_attention(new, plain, inside, dtype=torch.float32, device=self._device)
-        for module in made.values():
+        for name, module in made.items():
+            path = f"{module.name}.{CHILD}"
             module.name = f"{block.name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
+            calls = (
+                self._input(block.name, s, new.forward, new, path, queries_and_keys) for s in fit
+            )
+            adapt(module, f"{name}.{CHILD}", known, calls)
 
     def _check_end(self, block: str) -> None:
         """Makes sure that no block follows the last one, such as one that runs again."""

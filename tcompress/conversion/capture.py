@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcompress.calibrate.streams import Call
 from tcompress.errors import DataError
+from tcompress.mechanisms import Visible
 
 
 class _Captured(BaseException):
@@ -48,6 +49,13 @@ def run_to_input(
 def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
     """Returns the first tensor argument: the input of a linear layer."""
     return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+
+
+def queries_and_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, **_: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns queries, keys and valid tokens of a call of a mechanism."""
+    return q, k, Visible.of(mask, q, k, causal=causal).tokens
 
 
 def handed_on(call: Call, answer: Any) -> Any:

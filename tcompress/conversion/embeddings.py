@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import FittedLayer
+from tcompress.conversion.fit import WIDER, FittedLayer
 from tcompress.errors import FitError, SourceError
 from tcompress.integration.build import fill
+from tcompress.linalg.moments import relative_error
 from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel, read_finite
@@ -142,7 +143,7 @@ def fit_table(
     if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
         raise FitError(
             f"the fit of `{entry.name}` is not finite in {dtype}",
-            "convert with `--dtype float32`, or leave the word embedding as it is",
+            f"{WIDER}, or leave the word embedding as it is",
         )
     dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout, {})
     errors = {"calibration": _error(exact, dense, frequencies(counts))}
@@ -154,7 +155,7 @@ def fit_table(
 def _error(weight: Tensor, dense: Tensor, counts: Tensor) -> float:
     """Squared error over squared norm of the vectors that are looked up."""
     wrong, norm = (weight - dense).square().sum(1), weight.square().sum(1)
-    return float((counts @ wrong) / (counts @ norm).clamp_min(1e-300))
+    return relative_error(float(counts @ wrong), float(counts @ norm))
 
 
 def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> StructuredEmbedding:

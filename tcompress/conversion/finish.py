@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from tcompress.artifact.format import CARD, quantization_section
 from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts, write_manifest
 from tcompress.artifact.workplace import identity_of
 from tcompress.calibrate.data import CalibrationData
+from tcompress.files import write_text
 from tcompress.planning.entries import Plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
-from tcompress.source.companions import shorten_texts
+from tcompress.source.companions import carry_files, shorten_texts, stray_links
 
 
 def conversion_identity(
@@ -80,17 +80,14 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         manifest: What was done.
         dtype: Dtype of the weights; None for that of the source.
     """
-    for path in source.companion_files():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / path, target)
+    carry_files(source.folder, source.companion_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
-    config = config_text(source, manifest.plan, dtype).encode()
-    sealed = seal(folder, manifest.checksums, {"config.json": config})
+    write_text(folder / CARD, model_card(manifest))
+    config = config_text(source, manifest.plan, dtype)
+    sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
     write_manifest(folder, manifest.model_copy(update=sealed))
-    (folder / "config.json").write_bytes(config)
+    write_text(folder / "config.json", config)
 
 
 def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
@@ -108,6 +105,16 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
         section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
         raw["quantization_config"] = section
     return json.dumps(raw, indent=2) + "\n"
+
+
+def with_links(plan: Plan, source: SourceModel) -> Plan:
+    """Warns of links out of the model's folder, which are not carried along."""
+    names = stray_links(source.folder, source.trust_remote_code)
+    if not names:
+        return plan
+    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    note = f"links out of the model's folder are not carried along: {listed}; copy the files there"
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
 def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:

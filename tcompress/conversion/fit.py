@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tcompress.conversion.parts import FittedPart
 from tcompress.conversion.parts import LayerMoments as LayerMoments
 from tcompress.conversion.quality import Judge, errors_of, loss_of, whole_of
 from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
-from tcompress.errors import FitError
+from tcompress.errors import FitError, first_line
 from tcompress.linalg.curvature import damped_curvature
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Target, structure
@@ -24,6 +25,8 @@ from tcompress.structures.base import Side
 from tcompress.structures.linear import side_name, tensor_prefix
 
 ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
+
+WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
@@ -163,8 +166,10 @@ def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequenc
     except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         listed = ", ".join(f"`{name}`" for name in names)
         raise FitError(
-            f"the fit of {listed} failed: {error}",
-            "use more calibration data or a larger `damping`, or leave the layer out with `--keep`",
+            f"the fit of {listed} failed: {first_line(error)}",
+            getattr(error, "hint", None)
+            or "use more calibration data or a larger `damping`, or leave the layer out with "
+            "`--keep`",
         ) from error
 
 
@@ -222,6 +227,8 @@ def _install(
     dtype: torch.dtype,
 ) -> None:
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if not all(map(_finite, stored.values())):
+        raise FitError(f"the fitted transform is not finite in {dtype}")
     layout = parts[0].terms[term]
     exact = {name: tensor.double() for name, tensor in stored.items()}
     like = torch.empty(0, dtype=torch.float64, device=parts[0].stored.device)
@@ -240,7 +247,7 @@ def _fit_terms(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> No
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
         if not all(map(_finite, stored.values())):
-            raise FitError(f"the result does not fit into {dtype}")
+            raise FitError(f"the result does not fit into {dtype}", WIDER)
         part.tensors[term] |= stored
         if len(part.terms) > 1 or part.moments is not None:
             exact = {name: tensor.double() for name, tensor in stored.items()}
@@ -279,6 +286,12 @@ def _collect(
             weight, dense = whole_of(own)
             shifts.append(weight @ m.dense_mean - dense @ m.mean)
         errors.append(errors_of(own, own_moments, shifts[0] if shifts else None))
+    if any(isnan(value) for own in errors for value in own.values()):
+        raise FitError(
+            f"the error of layer `{entry.name}` is not a number: its weight or its inputs are too "
+            "large",
+            "leave the layer out with `--keep`",
+        )
     kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}

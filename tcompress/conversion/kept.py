@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tcompress.artifact.workplace import Workplace
+from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
+from tcompress.files import beside, remove, write_text
+from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
 TRIALS = "trials"
 """Folder, within the working folder, of conversions that are tried out."""
+
+_T = TypeVar("_T")
 
 _OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "method", "change")
 """What is never taken over from the working folder of another conversion."""
@@ -27,8 +31,8 @@ _OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "method", "c
 class FitWorkplace(Workplace):
     """Working folder of one conversion; arguments as for `Workplace`."""
 
-    def __init__(self, output: Path, identity: str) -> None:
-        super().__init__(output, identity)
+    def __init__(self, output: Path, identity: str, *, force: bool = False) -> None:
+        super().__init__(output, identity, force=force)
         self._blocks = self.folder / "blocks"
         self._blocks.mkdir(exist_ok=True)
 
@@ -38,14 +42,9 @@ class FitWorkplace(Workplace):
         for name, fitted in result.layers.items():
             tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
         tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
+        tensors |= {f"attention/{name}": value for name, value in result.attention.items()}
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
-        beside = self._path_of(result.block).with_suffix(".tmp")
-        save_file(
-            {key: tensor.cpu().contiguous() for key, tensor in tensors.items()},
-            beside,
-            {"errors": json.dumps(errors)},
-        )
-        beside.rename(self._path_of(result.block))
+        _save(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
@@ -55,6 +54,7 @@ class FitWorkplace(Workplace):
             return None
         layers: dict[str, dict[str, Tensor]] = {}
         biases: dict[str, Tensor] = {}
+        attention: dict[str, Tensor] = {}
         try:
             with safe_open(path, "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
@@ -62,58 +62,53 @@ class FitWorkplace(Workplace):
                     kind, _, rest = key.partition("/")
                     if kind == "bias":
                         biases[rest] = file.get_tensor(key)
+                    elif kind == "attention":
+                        attention[rest] = file.get_tensor(key)
                     else:
                         layer, _, tensor = rest.partition("/")
                         layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ValueError):
             return None  # cut off by a kill: fitted again
         fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
-        return BlockResult(name, fitted, biases)
+        return BlockResult(name, fitted, biases, attention)
 
     def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
         """Stores moments of the output gradients of a block's layers."""
-        folder = self.folder / "curvature"
-        folder.mkdir(exist_ok=True)
-        tensors = {name: item.float().cpu().contiguous() for name, item in curvatures.items()}
-        save_file(tensors, folder / f"{block}.safetensors")
+        self._keep_moments("curvature", block, curvatures)
 
     def curvature(self, block: str) -> dict[str, Tensor]:
         """Reads them back; none where no backward pass was made."""
-        path = self.folder / "curvature" / f"{block}.safetensors"
-        return load_file(path) if path.is_file() else {}
+        return _load(self.folder / "curvature" / f"{block}.safetensors") or {}
 
     def keep_inputs(self, block: str, moments: Mapping[str, Tensor]) -> None:
         """Stores moments of what a block's layers read."""
-        folder = self.folder / "inputs"
-        folder.mkdir(exist_ok=True)
-        tensors = {name: item.float().cpu().contiguous() for name, item in moments.items()}
-        save_file(tensors, folder / f"{block}.safetensors")
+        self._keep_moments("inputs", block, moments)
 
     def inputs(self, block: str) -> dict[str, Tensor]:
-        """Reads them back; none where nothing was measured."""
-        path = self.folder / "inputs" / f"{block}.safetensors"
-        return load_file(path) if path.is_file() else {}
+        """Reads them back; none where they were not measured."""
+        return _load(self.folder / "inputs" / f"{block}.safetensors") or {}
+
+    def _keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
+        (self.folder / kind).mkdir(exist_ok=True)
+        tensors = {name: _narrowed(item) for name, item in moments.items()}
+        _save(tensors, self.folder / kind / f"{block}.safetensors")
 
     def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
         """Stores what layers share."""
-        beside = self.folder / "banks.tmp"
-        save_file(
-            {
-                f"{owner}/{bank}/{name}": tensor
-                for (owner, bank), tensors in banks.items()
-                for name, tensor in tensors.items()
-            },
-            beside,
-        )
-        beside.rename(self.folder / "banks.safetensors")
+        tensors = {
+            f"{owner}/{bank}/{name}": tensor
+            for (owner, bank), tensors in banks.items()
+            for name, tensor in tensors.items()
+        }
+        _save(tensors, self.folder / "banks.safetensors")
 
     def banks(self) -> dict[BankKey, dict[str, Tensor]] | None:
         """Reads what layers share, if an interrupted run had fitted it."""
-        path = self.folder / "banks.safetensors"
-        if not path.is_file():
+        tensors = _load(self.folder / "banks.safetensors")
+        if tensors is None:
             return None
         found: dict[BankKey, dict[str, Tensor]] = {}
-        for key, tensor in load_file(path).items():
+        for key, tensor in tensors.items():
             owner, bank, name = key.split("/")
             found.setdefault((owner, bank), {})[name] = tensor
         return found
@@ -127,42 +122,40 @@ class FitWorkplace(Workplace):
 
     def keep_plan(self, plan: Plan) -> None:
         """Stores the plan with its final sizes."""
-        self._keep("plan", plan)
+        write_text(self.folder / "plan.json", plan.model_dump_json())
 
     def plan(self) -> Plan | None:
-        """Reads the plan that an interrupted run had settled on."""
-        path = self.folder / "plan.json"
-        return Plan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+        """Reads the plan that an interrupted run had settled on; none if what led to it is gone."""
+        moments = (
+            path for kind in ("curvature", "inputs") for path in (self.folder / kind).glob("*")
+        )
+        whole = all(_load(path) is not None for path in moments)
+        return _read(self.folder / "plan.json", Plan.model_validate_json) if whole else None
 
     def keep_depth(self, depth: DepthPlan) -> None:
         """Stores which blocks stay."""
-        self._keep("depth", depth)
+        write_text(self.folder / "depth.json", depth.model_dump_json())
         self.note("depth")
 
     def depth(self) -> DepthPlan | None:
         """Reads which blocks stay, as an interrupted run had chosen them."""
-        path = self.folder / "depth.json"
-        return DepthPlan.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+        return _read(self.folder / "depth.json", DepthPlan.model_validate_json)
 
     def keep_method(self, name: str) -> None:
         """Stores which of the methods that were tried is taken."""
-        beside = self.folder / "method.tmp"
-        beside.write_text(name, encoding="utf-8")
-        beside.rename(self.folder / "method")
+        write_text(self.folder / "method", name)
 
     def method(self) -> str | None:
         """Reads it back, as an interrupted run had chosen it."""
-        path = self.folder / "method"
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        return _read(self.folder / "method", str)
 
     def keep_change(self, change: float) -> None:
         """Stores how far a trial is from the dense model."""
-        (self.folder / "change").write_text(repr(change), encoding="utf-8")
+        write_text(self.folder / "change", repr(change))
 
     def change(self) -> float | None:
         """Reads it back, if the trial was finished."""
-        path = self.folder / "change"
-        return float(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return _read(self.folder / "change", float)
 
     def trial(self, name: str) -> FitWorkplace:
         """Opens the folder of another conversion that is tried out."""
@@ -177,21 +170,53 @@ class FitWorkplace(Workplace):
             trial.close()
 
     def adopt(self, name: str) -> None:
-        """Takes over what a trial has measured and fitted; all trials are removed."""
-        trial = self.trial(name)
-        for item in trial.folder.iterdir():
+        """Takes over what a trial has measured and fitted; all trials are removed.
+
+        What a kill has left of that is done the next time; the choice must be on disk by then.
+        """
+        trials = self.folder / TRIALS
+        if not trials.is_dir():
+            return
+        trial = partial_folder(trials / name)
+        for item in trial.iterdir() if trial.is_dir() else ():
             if item.name not in _OWN:
                 goal = self.folder / item.name
-                if goal.is_dir():
-                    shutil.rmtree(goal)
+                if goal.exists():
+                    remove(goal)
                 item.rename(goal)
-        trial.discard()
-        shutil.rmtree(self.folder / TRIALS)
-
-    def _keep(self, name: str, facts: BaseModel) -> None:
-        beside = self.folder / f"{name}.tmp"
-        beside.write_text(facts.model_dump_json(), encoding="utf-8")
-        beside.rename(self.folder / f"{name}.json")
+        remove(trials)
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"
+
+
+def _save(
+    tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes tensors, all of them or nothing."""
+    with beside(path) as other:
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, other, metadata)
+
+
+def _load(path: Path) -> dict[str, Tensor] | None:
+    """Reads tensors; none where there is no such file, or a damaged one."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
+def _read(path: Path, meaning: Callable[[str], _T]) -> _T | None:
+    """Reads a small file; none where there is no such file, or a damaged one."""
+    try:
+        return meaning(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _narrowed(moment: Tensor) -> Tensor:
+    """A moment as float32, unless its range is too small for it."""
+    largest = float(moment.abs().amax()) if moment.numel() else 0.0
+    narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
+    return moment.float() if narrow else moment

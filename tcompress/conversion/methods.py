@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tcompress.conversion.kept import FitWorkplace
-from tcompress.conversion.weighing import TIE
-from tcompress.errors import PlanError
+from tcompress.conversion.weighing import ties
+from tcompress.errors import FitError, PlanError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.methods import AutoSpec, alone_of, structure_of
@@ -74,26 +74,30 @@ def choose_method(
 
     Raises:
         PlanError: The budget is out of reach for all of them.
+        FitError: None of them can be fitted.
     """
     changes: dict[str, float] = {}
-    refused: list[PlanError] = []
+    refused: list[PlanError | FitError] = []
     for name, recipe in candidates.items():
         if _is_done(recipe, [place.trial_plan(tried) for tried in changes]):
             continue
         place.note("trial", method=name)
         try:
             changes[name] = change(recipe, name)
-        except PlanError as error:
+        except (PlanError, FitError) as error:
             refused.append(error)
     if not changes:
         raise refused[0]
-    taken = next(n for n, found in changes.items() if found <= (1 + TIE) * min(changes.values()))
-    place.adopt(taken)
-    plan = place.plan()
+    least = min(changes.values())
+    taken = next(name for name, found in changes.items() if ties(found, least))
+    trial = place.trial(taken)
+    plan = trial.plan()
     if plan is not None and plan.budget is not None:
         facts = plan.budget.model_copy(update={"tried": changes, "taken": taken})
-        place.keep_plan(plan.model_copy(update={"budget": facts}))
+        trial.keep_plan(plan.model_copy(update={"budget": facts}))
+    trial.close()
     place.keep_method(taken)
+    place.adopt(taken)
     return taken
 
 

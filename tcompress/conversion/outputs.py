@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
 from tcompress.artifact.shards import Stored
-from tcompress.conversion.fit import FittedLayer
-from tcompress.conversion.start import generator_of
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.fit import WIDER, FittedLayer
+from tcompress.conversion.start import generator_of, projection_moments
 from tcompress.errors import FitError
 from tcompress.integration.attention import first_values
 from tcompress.integration.build import stored_name
@@ -51,6 +53,7 @@ class Outputs:
             checkpoint has them fused with what is rewritten.
         positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
+        adapted: First values of mechanisms that calibration data told, by checkpoint name.
     """
 
     source: SourceModel
@@ -62,6 +65,7 @@ class Outputs:
     parts: dict[str, str] = field(default_factory=dict)
     positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
+    adapted: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -115,6 +119,16 @@ class Outputs:
             self._add_mechanism(other)
         return self
 
+    def take(self, block: Callable[[str], BlockResult | None]) -> None:
+        """Takes over what calibration data told of the first values of mechanisms.
+
+        Args:
+            block: Reads the fits of a block by its name in the model.
+        """
+        for name in dict.fromkeys(entry.block for entry in self.started.values()):
+            result = block(self.source.keymap.runtime_name(name) or name)
+            self.adapted |= result.attention if result is not None else {}
+
     def given(self, item: Stored) -> Tensor | None:
         """Makes the value of a tensor that is not fitted; None for one that is.
 
@@ -130,7 +144,9 @@ class Outputs:
         if item.key in self.copied or item.key in self.moved:
             return copied_value(self.source, item, self.moved.get(item.key))
         if item.key in self.started:
-            return started_value(self.started[item.key], item, self.source.seed)
+            entry = self.started[item.key]
+            values = started_values(self.source, entry) | self.adapted
+            return values[item.key].to(item.dtype)
         return None
 
     def _key(self, name: str, leaf: str) -> str:
@@ -187,23 +203,23 @@ def layer_values(
     values[entry.parameter] = torch.empty(0, dtype=dtype)  # the guard under the dense name
     if bias is not None:
         values["bias"] = bias.to(dtype)
+        if not bool(torch.isfinite(values["bias"]).all()):
+            raise FitError(f"the bias of layer `{entry.name}` does not fit into {dtype}", WIDER)
     return {f"{entry.name}.{name}": tensor for name, tensor in values.items()}
 
 
-def started_value(entry: AttentionPlan, item: Stored, seed: int | None = None) -> Tensor:
-    """Makes a tensor of a mechanism, or an empty one under the name of a dense weight.
+def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
+    """Makes the tensors of a mechanism, and empty ones under the names of dense weights.
 
     Args:
+        source: The dense model; with a seed it is trained from scratch.
         entry: The attention.
-        item: What is stored.
-        seed: Seed of a model that is trained from scratch; None beside pretrained weights.
     """
-    if item.key in entry.guards:
-        return torch.empty(0, dtype=item.dtype)
-    if seed is None:
-        return first_values(entry)[item.key].to(item.dtype)
-    own = generator_of(seed, entry.name).initial_seed()
-    return first_values(entry, own, pretrained=False)[item.key].to(item.dtype)
+    guards = {key: torch.empty(0) for key in entry.guards}
+    if source.seed is None:
+        return guards | first_values(entry, moments=projection_moments(source, entry))
+    own = generator_of(source.seed, entry.name).initial_seed()
+    return guards | first_values(entry, own, pretrained=False)
 
 
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:
@@ -215,15 +231,20 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
         key: Its name in the source, where that is another.
 
     Raises:
-        FitError: It holds NaN; infinities may be masks.
+        FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
+            hold minus infinity, as masks do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
     if tensor.is_floating_point() and tensor.numel():
-        low, high = torch.aminmax(tensor)
-        if bool(torch.isnan(low)) or bool(torch.isnan(high)):
-            name = source.store.name_inside(key)
+        low, high = map(float, torch.aminmax(tensor))
+        largest = max(high, -low) if key.endswith(".weight") else high
+        name = source.store.name_inside(key)
+        if isnan(largest) or largest == inf:
             raise FitError(
-                f"tensor `{name}` of the source holds NaN", "repair the checkpoint first"
+                f"tensor `{name}` of the source holds NaN or infinity",
+                "repair the checkpoint first",
             )
+        if largest > torch.finfo(item.dtype).max:
+            raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
     return tensor.to(item.dtype)

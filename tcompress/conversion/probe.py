@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import fsum, inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tcompress.errors import DataError
+from tcompress.errors import DataError, FitError
 from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 
@@ -58,8 +59,12 @@ class OutputProbe:
 
         Raises:
             DataError: The output has nothing that could be compared.
+            FitError: The output holds NaN or infinity.
         """
         scores, vectors = self._parts(output, batch)
+        for item in scores or vectors:
+            if not float(item.detach().amax()) < inf:  # minus infinity rules outcomes out
+                raise _not_finite()
         if scores:
             return [(item, self._outcome(item, batch)) for item in scores]
         return [(item, _masked(self._direction(item), batch)) for item in vectors]
@@ -69,17 +74,25 @@ class OutputProbe:
 
         That is the mean over drawn gradients of the squared product with the change: twice the
         Kullback-Leibler divergence of scores (to second order), else the squared distance; a sum
-        over the batch, padding left out.
+        over the batch, padding left out. It is a sum of terms in float64 none of which is negative.
 
         Raises:
             DataError: The output has nothing that could be compared.
+            FitError: One of both holds NaN or infinity.
         """
         first, second = self._parts(dense, batch), self._parts(other, batch)
         measure = _distance
         if first[0]:
             measure = _binary_divergence if self._independent else _divergence
         pairs = zip(first[0] or first[1], second[0] or second[1], strict=True)
-        return sum(float(measure(one, two, batch)) for one, two in pairs)
+        change = fsum(
+            float(_masked(measure(one, two), part).sum())
+            for pair in pairs
+            for one, two, part in _examples(*pair, batch)
+        )
+        if not isfinite(change):
+            raise _not_finite()
+        return change
 
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Scores of an output; where it has none, the vectors that count."""
@@ -118,28 +131,58 @@ class OutputProbe:
         return torch.randn(like.shape, generator=self._generator).to(like)
 
 
-def _divergence(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def _not_finite() -> FitError:
+    return FitError(
+        "what the model puts out on the calibration data holds NaN or infinity",
+        "repair the checkpoint, or convert this model without data: `--calib none`",
+    )
+
+
+def _examples(
+    one: Tensor, two: Tensor, batch: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
+    """Both outputs in float64 and the masks, example by example: logits are large."""
+    masks = {name: mask for name in _MASKS if (mask := batch.get(name)) is not None}
+    for index in range(len(one)):
+        own = slice(index, index + 1)
+        yield one[own].double(), two[own].double(), {k: mask[own] for k, mask in masks.items()}
+
+
+def _divergence(dense: Tensor, other: Tensor) -> Tensor:
     if dense.shape[-1] == 1:
-        return _distance(dense, other, batch)
-    one, two = dense.float().log_softmax(-1), other.float().log_softmax(-1)
-    return _masked(2 * one.exp() * (one - two), batch).sum(dtype=torch.float64)
+        return _distance(dense, other)
+    return 2 * _surprise(dense.log_softmax(-1), other.log_softmax(-1))
 
 
-def _binary_divergence(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    one, two = dense.float(), other.float()
-    yes = one.sigmoid() * (logsigmoid(one) - logsigmoid(two))
-    no = (-one).sigmoid() * (logsigmoid(-one) - logsigmoid(-two))
-    return _masked(2 * (yes + no), batch).sum(dtype=torch.float64)
+def _binary_divergence(dense: Tensor, other: Tensor) -> Tensor:
+    yes = _surprise(logsigmoid(dense), logsigmoid(other))
+    return 2 * (yes + _surprise(logsigmoid(-dense), logsigmoid(-other)))
 
 
-def _distance(dense: Tensor, other: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    change = (dense.float() - other.float()).square()
-    return _masked(change, batch).sum(dtype=torch.float64)
+def _surprise(one: Tensor, two: Tensor) -> Tensor:
+    """Terms p ln(p / q) - p + q, none of which is negative; p and q each add up to one.
+
+    Args:
+        one: ln p; minus infinity for what is ruled out.
+        two: ln q.
+    """
+    p, q = one.exp(), two.exp()
+    gap = torch.where(p > 0, one - two, 0.0)
+    # Close to each other the terms are differences of numbers that are nearly equal.
+    near = p * (gap + torch.expm1(-gap.clamp_min(-1)))
+    return torch.where(gap > -1, near, p * gap - p + q).clamp_min(0) + torch.where(p > 0, 0.0, q)
+
+
+def _distance(dense: Tensor, other: Tensor) -> Tensor:
+    return (dense - other).square()
+
+
+_MASKS = ("decoder_attention_mask", "attention_mask")
 
 
 def _masked(gradient: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Leaves out what padded tokens predict."""
-    for name in ("decoder_attention_mask", "attention_mask"):
+    for name in _MASKS:
         mask = batch.get(name)
         if mask is not None and gradient.dim() == 3 and mask.shape == gradient.shape[:2]:
             return gradient * mask.unsqueeze(-1).to(gradient)

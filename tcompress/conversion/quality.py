@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.conversion.parts import FittedPart, LayerMoments
 from tcompress.linalg.curvature import curved_constant
+from tcompress.linalg.moments import relative_error
 from tcompress.structures import structure
 
 
@@ -52,23 +53,23 @@ def errors_of(
         errors["held_out"] = held.error(weight, dense)
         if shift is not None:  # the bias was chosen on other rows
             gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = (weight @ held.dense).mul(weight).sum()
-            errors["held_out"] += float(gap.square().sum() / norm)
+            norm = float((weight @ held.dense).mul(weight).sum())
+            errors["held_out"] += relative_error(float(gap.square().sum()), norm)
     return errors
 
 
 def _probed_error(parts: Sequence[FittedPart]) -> float:
     """Relative squared error of the weight, from random inputs: the dense form is never built."""
     generator = torch.Generator().manual_seed(0)
-    probes = torch.randn(PROBES, parts[0].weight.shape[1], generator=generator)
-    probes = probes.to(parts[0].stored.device)
+    probes = torch.randn(PROBES, parts[0].stored.shape[1], generator=generator)
+    probes = probes.to(parts[0].stored.device).double()
     norm = error = 0.0
     for part in parts:
-        wanted = probes @ part.stored.to(probes.dtype).mT
+        wanted = probes @ part.weight.mT
         found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
         norm += float(wanted.square().sum())
         error += float((wanted - found).square().sum())
-    return error / norm if norm else 0.0
+    return relative_error(error, norm)
 
 
 def loss_of(parts: Sequence[FittedPart], judge: Judge) -> float:
@@ -90,7 +91,7 @@ def loss_of(parts: Sequence[FittedPart], judge: Judge) -> float:
         lost += float(curved_constant(weight - _total(part), judge.gram, curve))
         missing += float(curved_constant(weight, judge.gram, curve))
         start = stop
-    return lost / missing if missing > 0 else 0.0
+    return relative_error(max(lost, 0.0), missing)
 
 
 def _applied(part: FittedPart, term: int, x: Tensor) -> Tensor:

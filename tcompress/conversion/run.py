@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from tcompress.anatomy import anatomy_of
+from tcompress.artifact.checksums import is_whole
 from tcompress.artifact.format import needed_version
-from tcompress.artifact.manifest import Manifest, environment
+from tcompress.artifact.manifest import Manifest, environment, read_manifest
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import check_output
 from tcompress.calibrate.data import CalibrationData, load_batches
@@ -25,6 +26,7 @@ from tcompress.conversion.finish import (
     calibration_facts,
     conversion_identity,
     source_facts,
+    with_links,
     with_unreached,
     write_rest,
 )
@@ -37,7 +39,7 @@ from tcompress.conversion.shared import Banks
 from tcompress.conversion.start import start_banks
 from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
-from tcompress.errors import InputError, TCompressError
+from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
@@ -98,12 +100,12 @@ def convert(
     """
     start = time.perf_counter()
     output = Path(output).expanduser().absolute()
+    check_output(output, force=force)
     seed = recipe.seed if recipe.init == "random" else None
     if isinstance(source, str):
         source = SourceModel.open(source, seed=seed)
     elif seed is not None:
         source = source.at_random(seed)
-    check_output(output, force=force)
     folder = source.folder.resolve()
     if output.resolve() == folder or output.resolve() in folder.parents:
         raise InputError(
@@ -112,10 +114,14 @@ def convert(
         )
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, output, progress or Silent(), data, tuple(paper))
-    with job.workplace() as place:
+    with job.workplace(force) as place:
+        if place.published and (done := read_manifest(output)) is not None:
+            place.discard()
+            return Converted(output, done, resumed=True)
         job.settle_depth(place)
         job.settle_method(place)
         job.settle_sizes(place)
+        place.need(job.size())
         job.fit_embeddings(place)
         job.fit_banks(place)
         job.fit_blocks(place)
@@ -148,27 +154,22 @@ class _Job:
         elif self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
 
-    @contextmanager
-    def workplace(self) -> Iterator[FitWorkplace]:
+    def workplace(self, force: bool) -> AbstractContextManager[FitWorkplace]:
         """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
-        identity = conversion_identity(
-            self.source, self.recipe, self.plan, self.data, str(self.device)
-        )
-        place = FitWorkplace(self.output, identity)
-        try:
-            yield place
-        except TCompressError:
-            place.discard()
-            raise
-        except BaseException:
-            place.close()
-            raise
+        parts = (self.source, self.recipe, self.plan, self.data, str(self.device))
+        return FitWorkplace(self.output, conversion_identity(*parts), force=force).working()
+
+    def size(self) -> int:
+        """Bytes that the output takes, and with data the fits that are kept until then."""
+        made = self.outputs.made if self.data is not None else {}
+        return sum(item.nbytes * (1 + (item.key in made)) for item in self.outputs.tensors)
 
     def settle_depth(self, place: FitWorkplace) -> None:
         """Lets data choose blocks, if it is asked to; from then on the source is the cut model."""
         depth = self.plan.depth
         if depth is not None and depth.chosen == "later":
             depth = place.depth() or self._choose(depth, place)
+            place.adopt(f"{depth.kept}-blocks")
         self._cut(depth)
 
     def _cut(self, depth: DepthPlan | None) -> None:
@@ -192,9 +193,7 @@ class _Job:
         stack = depth.stacks[0]
         most = stack.blocks - max(1, len(fixed_blocks(self.dense, stack.path)))
         blocks = dropping(self.dense, {stack.path: most}, data, self.device)
-        chosen = weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
-        place.adopt(f"{chosen.kept}-blocks")
-        return chosen
+        return weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
 
     def _tried(self, depth: DepthPlan, place: FitWorkplace) -> float:
         """Fits these blocks, and measures the change of what the model puts out."""
@@ -236,7 +235,11 @@ class _Job:
             return self._attempt(place.trial(name), f"trying {name}", prepare)
 
         candidates = candidates_of(self.inner, self.plan, self.source)
-        self._take(candidates[place.method() or choose_method(candidates, place, change)])
+        taken = place.method()
+        if taken not in candidates:
+            taken = choose_method(candidates, place, change)
+        place.adopt(taken)
+        self._take(candidates[taken])
 
     def _take(self, recipe: Convert) -> None:
         """Asks this of the blocks that stay."""
@@ -293,7 +296,7 @@ class _Job:
             place: Where the fits are kept.
             probe: Measures the change of the output on data held out, which is returned.
         """
-        if self.data is None or not (self.plan.layers or probe):
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
             return None
         anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
@@ -328,14 +331,16 @@ class _Job:
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""
+        self.outputs.take(place.block)
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
         for note in place.notes("fit"):
             self.errors[note["layer"]] = note["errors"]
         total = sum(item.nbytes for shard in shards for item in shard.tensors)
-        self.progress.stage("writing", total, "bytes")
+        fits = self.data is None and self.plan.changes_model  # values are made as they are written
+        self.progress.stage("fitting and writing" if fits else "writing", total, "bytes")
         for shard in shards:
-            if shard.file in done and (place.model / shard.file).is_file():
+            if is_whole(place.model / shard.file, done.get(shard.file)):
                 self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
                 continue
             done[shard.file] = write_shard(
@@ -381,7 +386,7 @@ class _Job:
             format_version=needed_version(self.plan.attention, drawn=self.source.seed is not None),
             source=source_facts(self.source, self.dense),
             recipe=self.recipe.model_dump(mode="json"),
-            plan=self.plan,
+            plan=with_links(self.plan, self.source),
             calibration=calibration_facts(self.data),
             fit=dict(sorted(self.errors.items())),
             checksums={**checksums},

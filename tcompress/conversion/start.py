@@ -1,4 +1,4 @@
-"""First values of layers that are trained from scratch.
+"""First values of layers trained from scratch, and of attention that is exchanged.
 
 A structure draws its tensors; they are then scaled so that the weight which they stand for is as
 large as the host's own initialisation draws it, in the root mean square. Outputs so begin with the
@@ -9,7 +9,7 @@ values by width, or by depth). Biases are the host's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress.anatomy import anatomy_of, attentions_of
 from tcompress.conversion.fit import FittedLayer
 from tcompress.conversion.shared import Banks, bank_of, owned
-from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.conversion.sums import QueryKeySums
+from tcompress.mechanisms import mechanism
+from tcompress.mechanisms.base import QueryKeyMoments
+from tcompress.mechanisms.module import MechanismModule
+from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
+from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Layout, structure
 from tcompress.structures.base import Side
 from tcompress.structures.linear import bank_layouts, side_name, tensor_prefix
@@ -162,3 +168,65 @@ class _Term:
         dense = kind.dense({**drawn, **self.bank}, self.layout, self.operators)
         own = float(dense.square().mean())
         return scaled(drawn, (power / own) ** 0.5)
+
+
+def adapt(
+    module: MechanismModule,
+    name: str,
+    known: dict[str, Tensor],
+    calls: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+) -> None:
+    """Gives a mechanism the first values that depend on the host's queries and keys.
+
+    Args:
+        module: The mechanism, with all its other first values.
+        name: Name under which it is stored.
+        known: Such values of the block, by stored name; those of this mechanism are added where
+            no interrupted run has left them.
+        calls: Queries, keys and valid tokens of every batch, see `QueryKeySums.add`.
+    """
+    kind, layout = mechanism(module.layout.mechanism), module.layout
+    centred = kind.centres_keys(layout)
+    if centred is None:
+        return
+    own = {f"{name}.{key}": value for key, value in module.named_parameters()}
+    if not own.keys() & known.keys():
+        sums = QueryKeySums(centred=centred)
+        for call in calls:
+            sums.add(*call)
+        made = kind.adapted(layout, sums.moments())
+        known |= {f"{name}.{key}": value for key, value in made.items()}
+    for key in own.keys() & known.keys():
+        own[key].copy_(known[key])
+
+
+def projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMoments | None:
+    """Returns moments of queries and keys as weights alone tell them, if an attention wants any.
+
+    Inputs are taken for white: E[q q^T] is W_q W_q^T + b_q b_q^T.
+
+    Args:
+        source: The dense model.
+        entry: The attention.
+    """
+    centred = mechanism(entry.layout.mechanism).centres_keys(entry.layout)
+    model = source.meta_model()
+    path = source.keymap.runtime_name(entry.name)
+    found = [item for item in attentions_of(model, anatomy_of(model)) if item.name == path]
+    if centred is None or not found:
+        return None
+    squares = []
+    for role in ("q", "k"):
+        layer = found[0].layers.get(role) or found[0].layers["qkv"]
+        sizes = [part.size for part in layer.parts]
+        names = [part.name for part in layer.parts]
+        if role not in names:
+            return None  # fused head by head
+        weight = read_finite(source.store, source.keymap, layer.weight_name).double()
+        rows = (weight.mT if layer.kind == "conv1d" else weight).split(sizes)[names.index(role)]
+        if layer.bias and (role == "q" or not centred):
+            bias = read_finite(source.store, source.keymap, f"{layer.name}.bias").double()
+            rows = torch.cat([rows, bias.split(sizes)[names.index(role)][:, None]], 1)
+        heads = rows.unflatten(0, (-1, entry.layout.head_dim))
+        squares.append(heads @ heads.mT)
+    return QueryKeyMoments(*squares)

@@ -1,11 +1,14 @@
-"""Moments of fitted and of held-out rows, gathered side by side."""
+"""Moments of layer inputs, of fitted and of held-out rows, and of queries and keys."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tcompress.conversion.fit import LayerMoments
+from tcompress.errors import FitError
 from tcompress.linalg.moments import MomentSums
+from tcompress.mechanisms.base import QueryKeyMoments
 
 
 class SplitSums:
@@ -29,3 +32,45 @@ class SplitSums:
             train.moments(centred=centred),
             held.moments(centred=centred) if held is not None and held.rows else None,
         )
+
+
+class QueryKeySums:
+    """Accumulates the moments of one attention's queries and keys.
+
+    Args:
+        centred: Whether keys count less their mean over their text.
+    """
+
+    def __init__(self, *, centred: bool) -> None:
+        self._centred = centred
+        self._queries: Tensor | float = 0.0
+        self._keys: Tensor | float = 0.0
+
+    def add(self, q: Tensor, k: Tensor, tokens: Tensor | None) -> None:
+        """Adds a batch.
+
+        Args:
+            q: Queries.  # (batch, heads, tokens, head_dim)
+            k: Keys.  # (batch, key_heads, tokens, head_dim)
+            tokens: True where a token is no padding, or None.  # (batch | 1, tokens)
+        """
+        q, k = q.double(), k.double()
+        if tokens is None:
+            tokens = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
+        valid = tokens[:, None, :, None].to(q)
+        if self._centred:
+            k = k - (k * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+        q, k = q * valid, k * valid
+        self._queries = self._queries + (q.mT @ q).sum(0)
+        self._keys = self._keys + (k.mT @ k).sum(0)
+
+    def moments(self) -> QueryKeyMoments:
+        """Returns the sums, whose scale does not count.
+
+        Raises:
+            FitError: They hold NaN or infinity, or nothing was added.
+        """
+        queries, keys = torch.as_tensor(self._queries), torch.as_tensor(self._keys)
+        if not queries.dim() or not bool(torch.isfinite(queries.sum() + keys.sum())):
+            raise FitError("queries or keys on calibration data are missing, NaN or infinite")
+        return QueryKeyMoments(queries, keys)

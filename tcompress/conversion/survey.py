@@ -22,7 +22,7 @@ from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.probe import probe_of
 from tcompress.conversion.settle import Settler
 from tcompress.conversion.trial import Moment, Seen, Trials, trial_blocks
-from tcompress.errors import PlanError
+from tcompress.errors import FitError, PlanError, first_line
 from tcompress.planning.disk import weight_bytes
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, make_plan
@@ -209,7 +209,14 @@ class Survey:
                 if follows_rules(self.recipe, self.source, layer):
                     self._ruled.add(f"{entry.name}.{entry.parameter}")
                     continue
-                sized = self._size(entry, layer, seen[entry.name], len(group))
+                try:
+                    sized = self._size(entry, layer, seen[entry.name], len(group))
+                except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+                    raise FitError(
+                        f"what layer `{entry.name}` loses cannot be predicted: {first_line(error)}",
+                        "use more calibration data or a larger `damping`, or leave the layer out "
+                        "with `--keep`",
+                    ) from error
                 found[sized.key] = sized
         if len(self._offers) > 1 and block.name in self._tried:
             exact = [n for n, specs in self._offers.items() if structure_of(specs[0]).exact_losses]

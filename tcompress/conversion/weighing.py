@@ -19,8 +19,13 @@ from tcompress.planning.entries import BlockLoss, DepthPlan
 TIE = 0.02
 """Trials so close to the best one are as good: the one with the fewest blocks is the fastest."""
 
-STOP = 1.1
-"""A trial that is so much worse than the best ends the search."""
+STOP = 0.1
+"""A trial that is worse than the best by more than this share of it ends the search."""
+
+
+def ties(found: float, least: float, margin: float = TIE) -> bool:
+    """Whether a change is within a margin of the smallest one; that one always is."""
+    return found <= least + margin * abs(least)
 
 
 def weigh_depths(
@@ -54,11 +59,11 @@ def weigh_depths(
             weighed.append(None)
             continue
         weighed.append(tried[-1][1])
-        if tried[-1][1] > STOP * min(found for _, found in tried):
+        if not ties(tried[-1][1], min(found for _, found in tried), STOP):
             break
     if not tried:
         assert refused is not None
         raise refused
     least = min(found for _, found in tried)
-    chosen = next(plan for plan, found in reversed(tried) if found <= (1 + TIE) * least)
+    chosen = next(plan for plan, found in reversed(tried) if ties(found, least))
     return chosen.model_copy(update={"weighed": tuple(weighed)})

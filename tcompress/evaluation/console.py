@@ -26,7 +26,7 @@ def headline(scores: Sequence[ModelScores]) -> str:
 
 
 def score_table(scores: Sequence[ModelScores]) -> Table:
-    """Makes a table with a row for each number of each model."""
+    """Makes a table with a row for each number of each model, and of forecasts without one."""
     unit = f"{scores[0].unit}/s"
     compared = len(scores) > 1
     names = ["model", "metric", "value", *(["difference", "ratio"] if compared else []), unit]
@@ -41,6 +41,9 @@ def score_table(scores: Sequence[ModelScores]) -> Table:
             cells += _comparison(metric) if compared else []
             cells.append("" if index else f"{item.per_second:,.1f}")
             table.add_row("" if index else label, *cells)
+    for label, numbers in scores[0].metrics[0].protocol.get("naive", {}).items():
+        for index, (name, value) in enumerate(numbers.items()):
+            table.add_row("" if index else f"{label} (no model)", name, _number(value))
     return table
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import tcompress
 from tcompress.artifact.manifest import environment
 from tcompress.artifact.reader import open_checked
-from tcompress.errors import InputError
+from tcompress.errors import InputError, Problems
 from tcompress.evaluation.compare import Baseline, Measured
 from tcompress.evaluation.scores import ModelScores, store
 from tcompress.evaluation.tasks import Prepared, Task, find_task
@@ -23,6 +23,8 @@ from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.integration.models import load_model
 from tcompress.progress import Progress, Silent
 from tcompress.reading.examples import Examples, load_examples
+from tcompress.reading.tables import check_data
+from tcompress.recipe.schema import Evaluate
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
 
@@ -113,27 +115,33 @@ def evaluate(
     Raises:
         InputError: A model, the data or an option cannot be used; the message says what to do.
     """
-    chosen = find_task(task, **(options or {}))
+    problems = Problems()
+    with problems.collected():
+        chosen = find_task(task, **(options or {}))
     names = [str(name) for name in models]
     known = baseline if isinstance(baseline, Baseline) else None
     first = names[0] if baseline is None or known else str(baseline)
     names = names if first in names else [first, *names]
-    sources = {name: open_checked(name, token=token, trust=trust_remote_code) for name in names}
-    examples = load_examples(
-        str(data),
-        split,
-        chosen.needs_for([*sources.values()]),
-        columns=columns,
-        limit=limit,
-        seed=seed,
-    )
+    sources: dict[str, SourceModel] = {}
+    for name in names:
+        with problems.collected():
+            sources[name] = open_checked(name, token=token, trust=trust_remote_code)
+    with problems.collected():
+        check_data([str(data)])
+    with problems.collected():
+        kind = pick_dtype(dtype)
+    with problems.collected():
+        where = pick_device(device)
+    problems.report()
+    needs = chosen.needs_for([*sources.values()])
+    examples = load_examples(str(data), split, needs, columns=columns, limit=limit, seed=seed)
     run = _Run(
         task=chosen,
         examples=examples,
         max_length=_common_length(chosen, examples, sources.values(), max_length),
         batch_size=batch_size,
-        dtype=pick_dtype(dtype),
-        device=pick_device(device),
+        dtype=kind,
+        device=where,
         seed=seed,
         bootstrap=bootstrap,
         split=None if examples.whole and Path(data).expanduser().is_file() else split,
@@ -142,6 +150,27 @@ def evaluate(
     if known is not None:
         return [_measure(run, name, sources[name], known, save=save) for name in names]
     return _measure_all(run, names, sources, first, save=save)
+
+
+def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
+    """Reads the data of a measurement and holds it to a model, as measuring does.
+
+    Args:
+        item: What is to be measured.
+        source: The model, or the one that it will be made from.
+        heads: Whether the model must be able to do the task as it is.
+
+    Raises:
+        InputError: The data, a device or an option cannot be used.
+    """
+    pick_device(item.device)
+    task = find_task(item.task, pack=item.pack, candidates=item.candidates)
+    needs = task.needs_for([source])
+    examples = load_examples(
+        item.data, item.split, needs, columns=item.columns, limit=item.limit, seed=item.seed
+    )
+    if heads:
+        _common_length(task, examples, [source], item.max_length)
 
 
 def prepare(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.errors import FitError, InputError
+from tcompress.files import write_text
 from tcompress.integration.build import stored_name
 from tcompress.integration.reopen import Reopened, applied, differs, unloadable
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
 from tcompress.source import SourceModel
-from tcompress.source.companions import companion_files
+from tcompress.source.companions import carry_files, companion_files
 from tcompress.source.names import local_folder
 from tcompress.structures.bank import BankModule, bank_module
 from tcompress.structures.linear import StructuredLinear
@@ -56,6 +56,8 @@ def export_dense(
         FitError: A weight is not finite in the dtype that the layer is stored in.
         WriteError: What was written does not load, or computes something else.
     """
+    output = Path(output).expanduser().absolute()
+    check_output(output, force=force)
     check_files(Path(folder).expanduser())
     artifact = Artifact.open(folder)
     if artifact.attention:
@@ -69,25 +71,22 @@ def export_dense(
             f"`{folder}` normalises its features slice by slice, which no plain model does",
             "load it with `import tcompress`; `norm: host` can be multiplied out",
         )
-    output = Path(output).expanduser().absolute()
     own = artifact.folder.resolve()
     if output.resolve() == own or output.resolve() in own.parents:
         raise InputError(
             f"output `{output}` is the converted model itself, or contains it",
             "choose another folder with `-o`",
         )
-    check_output(output, force=force)
-    place = Workplace(
-        output, identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
-    )
-    try:
-        _write_weights(artifact, place.model, progress or Silent())
-        _write_rest(artifact, place.model)
-        _prove(artifact, place.model)
-        place.publish(force=force)
-    except BaseException:
-        place.discard()
-        raise
+    identity = identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
+    place = Workplace(output, identity, force=force)
+    with place.working(lambda error: False):
+        if place.published:
+            place.discard()
+        else:
+            _write_weights(artifact, place, progress or Silent())
+            _write_rest(artifact, place.model)
+            _prove(artifact, place.model)
+            place.publish(force=force)
     return output
 
 
@@ -178,10 +177,11 @@ def _assign(layer: StructuredLinear, tensors: Mapping[str, Tensor]) -> None:
     layer.load_state_dict(exact, strict=False, assign=True)
 
 
-def _write_weights(artifact: Artifact, folder: Path, progress: Progress) -> None:
+def _write_weights(artifact: Artifact, place: Workplace, progress: Progress) -> None:
     made = {f"{entry.name}.{entry.parameter}": entry for entry in artifact.layers}
     shards = plan_shards(list(_outputs(artifact, made)), LARGEST_SHARD)
     total = sum(item.nbytes for shard in shards for item in shard.tensors)
+    place.need(total)
     progress.stage("writing", total, "bytes")
 
     def value(item: Stored) -> Tensor:
@@ -190,8 +190,8 @@ def _write_weights(artifact: Artifact, folder: Path, progress: Progress) -> None
         return artifact.store.tensor(item.key)
 
     for shard in shards:
-        write_shard(folder, shard, value, lambda size: progress.advance(size, ""))
-    write_index(folder, shards)
+        write_shard(place.model, shard, value, lambda size: progress.advance(size, ""))
+    write_index(place.model, shards)
 
 
 def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stored]:
@@ -222,13 +222,11 @@ def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
     carries_code = bool(artifact.config.get("auto_map"))
-    for path in companion_files(artifact.folder, with_code=carries_code):
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(artifact.folder / path, target)
-    (folder / CARD).write_text(_card(artifact), encoding="utf-8")
+    names = companion_files(artifact.folder, with_code=carries_code)
+    carry_files(artifact.folder, names, folder)
+    write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _prove(artifact: Artifact, folder: Path) -> None:

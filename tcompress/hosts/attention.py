@@ -30,13 +30,18 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(inner, width, bias=config.attention_bias)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        turns: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Mixes tokens.
 
         Args:
             hidden_states: Tokens.  # (batch, tokens, width)
             attention_mask: Mask in the form of the chosen implementation.
+            turns: Angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
             **kwargs: What only some implementations need.
 
         Returns:
@@ -48,6 +53,8 @@ class SelfAttention(nn.Module):
             project(hidden_states).view(heads).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if turns is not None:
+            query, key = turned(query, turns), turned(key, turns)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
@@ -62,6 +69,20 @@ class SelfAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(mixed.reshape(*shape, -1).contiguous()), weights
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotates pairs of features, of which the second lies half a head behind the first.
+
+    Args:
+        x: Queries or keys.  # (batch, heads, tokens, head_dim)
+        angles: Angles of the pairs.  # (tokens, head_dim // 2)
+    """
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    pairs = angles.shape[1]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    rest = x[..., 2 * pairs :]  # of an odd width
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def eager_attention(

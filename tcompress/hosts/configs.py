@@ -61,6 +61,10 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         patch_size: Size of a patch along each axis; it divides `input_size`.
         stem: What embeds patches: one linear map (`linear`), or convolutions of stride 2, as HOT
             has before volumes (`convolution`); patch sizes are powers of two then.
+        positions: How patches know their place: tables that are learnt, one for each axis, whose
+            rows are added (`learnt`), or rotations of queries and keys, as in HOT (`rotary`).
+        rotary_axes: Axes whose places rotate, from 0; default all. HOT rotates the time of a
+            series alone, and all axes of a volume.
         num_channels: Channels of an input; 1 for a series.
         hidden_size: Width.
         num_hidden_layers: Blocks.
@@ -82,6 +86,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
     input_size: list[int] | tuple[int, ...] = (28, 28, 28)
     patch_size: list[int] | tuple[int, ...] = (4, 4, 4)
     stem: str = "linear"
+    positions: str = "learnt"
+    rotary_axes: list[int] | tuple[int, ...] | None = None
     num_channels: int = 1
     hidden_size: int = 64
     num_hidden_layers: int = 2
@@ -116,6 +122,31 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
                 "choose `num_attention_heads` that divides `hidden_size`",
             )
         self._check_stem()
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        if self.positions not in ("learnt", "rotary"):
+            raise InputError(
+                f"`positions: {self.positions}` is not known; allowed are `learnt` and `rotary`",
+                "leave it out for `learnt`",
+            )
+        axes = self.rotated
+        width = self.hidden_size // self.num_attention_heads
+        fine = all(0 <= axis < len(self.input_size) for axis in axes) and len({*axes}) == len(axes)
+        if not fine or width < 2 * len(axes) or (self.positions == "rotary" and not axes):
+            raise InputError(
+                f"`rotary_axes` {list(axes)} cannot rotate heads of width {width} over "
+                f"{len(self.input_size)} axes",
+                "name each axis once, from 0, and give every one two features of a head",
+            )
+
+    @property
+    def rotated(self) -> tuple[int, ...]:
+        """Axes along which queries and keys are rotated."""
+        if self.positions != "rotary":
+            return ()
+        named = self.rotary_axes
+        return tuple(range(len(self.input_size))) if named is None else tuple(named)
 
     def _check_stem(self) -> None:
         if self.stem not in ("linear", "convolution"):

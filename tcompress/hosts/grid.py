@@ -1,7 +1,7 @@
 """A transformer over a grid of patches, for volumes and for multivariate series.
 
-The models that Higher-Order Transformers are measured with, but for one choice: positions are
-learnt, a table for each axis, whose rows are added (the paper rotates queries and keys).
+The models that Higher-Order Transformers are measured with. Positions are learnt, a table for each
+axis, whose rows are added, or queries and keys are rotated, as in the paper (`positions: rotary`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, pad
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,7 +50,8 @@ class GridEmbeddings(nn.Module):
             if config.stem == "convolution"
             else nn.Linear(inputs, config.hidden_size)
         )
-        tables = [nn.Embedding(size, config.hidden_size) for size in config.grid]
+        sizes = config.grid if config.positions == "learnt" else ()
+        tables = [nn.Embedding(size, config.hidden_size) for size in sizes]
         self.positions = nn.ModuleList(tables)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -78,6 +79,28 @@ def check_shape(grid_values: Tensor, config: TCompressGridConfig) -> None:
             f"inputs have the shape {tuple(grid_values.shape[1:])}, the model takes {expected}",
             "give inputs of the size that the config of the model names",
         )
+
+
+def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
+    """Angles by which pairs of features of a head are turned, patch by patch, float32.
+
+    Every rotated axis has an equal run of the pairs, with the frequencies of rotary embeddings
+    within it; pairs that are left over are not turned.
+
+    Args:
+        config: The configuration.
+        device: Where to compute.
+
+    Returns:
+        The angles.  # (patches, head_dim // 2)
+    """
+    pairs = config.hidden_size // config.num_attention_heads // 2
+    each = pairs // len(config.rotated)
+    rates = 10000.0 ** (-torch.arange(each, device=device) / each)
+    runs = [torch.arange(size, device=device) for size in config.grid]
+    places = torch.cartesian_prod(*runs).reshape(-1, len(runs))  # (patches, axes)
+    angles = places[:, list(config.rotated), None] * rates  # (patches, rotated axes, pairs of each)
+    return pad(angles.flatten(1), (0, pairs - each * len(config.rotated)))
 
 
 def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
@@ -188,6 +211,8 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
             **kwargs: What Transformers takes everywhere, such as `output_hidden_states`.
         """
         states = self.embeddings(grid_values.to(self.norm.weight.dtype))
+        if self.config.rotated:
+            kwargs["turns"] = rotations(self.config, states.device)
         for layer in self.layers:
             states = layer(states, None, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(states))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tcompress.errors import ArtifactError, DataError
 from tcompress.integration.build import set_module
 from tcompress.integration.segments import watch_segments
+from tcompress.mechanisms.base import QueryKeyMoments
 from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
 from tcompress.planning.entries import AttentionPlan
 from tcompress.source.names import METHOD
@@ -133,7 +134,11 @@ def _known(path: str | None) -> str:
 
 
 def first_values(
-    entry: AttentionPlan, seed: int = SEED, *, pretrained: bool = True
+    entry: AttentionPlan,
+    seed: int = SEED,
+    *,
+    pretrained: bool = True,
+    moments: QueryKeyMoments | None = None,
 ) -> dict[str, Tensor]:
     """Makes the tensors of a mechanism as a conversion begins with, by checkpoint name.
 
@@ -141,9 +146,10 @@ def first_values(
         entry: The attention.
         seed: Seed of what is drawn.
         pretrained: Whether it begins near the host's own attention, or as its paper says.
+        moments: Of the host's queries and keys, where they are known.
     """
     module = MechanismModule(entry.layout)
-    module.fill(seed, pretrained=pretrained)
+    module.fill(seed, pretrained=pretrained, moments=moments)
     named = module.named_parameters()
     return {f"{entry.name}.{CHILD}.{name}": tensor.detach() for name, tensor in named}
 

@@ -8,6 +8,8 @@ from tcompress.errors import InputError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+KINDS = ("cpu", "cuda", "mps", "xpu")
+
 
 def pick_device(name: str) -> torch.device:
     """Returns the device to compute on.
@@ -17,10 +19,13 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in KINDS:
+        listed = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
+        raise InputError(f"unknown device `{name}`; known are {listed}", "use `--device auto`")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise InputError(
             f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
         ) from error

@@ -7,13 +7,12 @@ and loads like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -29,6 +28,7 @@ from tcompress.errors import ArtifactError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
+from tcompress.source.conversions import sparing, without_fusing
 from tcompress.source.keymap import KeyMap
 from tcompress.source.names import METHOD
 from tcompress.structures.linear import StructuredLinear
@@ -115,7 +115,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Keeps Transformers from converting the empty tensors under dense names."""
         updated = super().update_weight_conversions(weight_conversions, model)
-        return _sparing(updated, getattr(self, "_guards", ()))
+        return sparing(updated, getattr(self, "_guards", ()))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
@@ -129,7 +129,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, StructuredLinear) and not module.experts
         ]
         conversions = getattr(model, "_weight_conversions", None)
-        model._weight_conversions = _without_fusing(conversions or (), names)
+        model._weight_conversions = without_fusing(conversions or (), names)
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
@@ -199,68 +199,6 @@ def _require_all(
             f"{', '.join(sorted(problems)[:8])}{more}",
             "copy the folder again, or convert the model again",
         )
-
-
-def _without_fusing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
-    """Leave out of a model's conversions those that would fuse given parameters on saving."""
-
-    def fuses(item: Any) -> bool:
-        if not isinstance(item, WeightConverter):
-            return False
-        back = item.reverse_transform()
-        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
-
-    return [item for item in conversions if not fuses(item)]
-
-
-def _sparing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
-    """Make a model's conversions let empty tensors under dense names through.
-
-    Args:
-        conversions: What Transformers does on loading, and in reverse on saving.
-        names: Runtime names of the empty tensors.
-    """
-    return [
-        _SparingConverter.of(item, names) if names and isinstance(item, WeightConverter) else item
-        for item in conversions
-    ]
-
-
-class _SparingConverter(WeightConverter):  # type: ignore[misc]
-    """A converter that lets empty tensors under dense names through, on loading and on saving."""
-
-    __slots__ = ("spared",)
-
-    @classmethod
-    def of(cls, converter: WeightConverter, spared: Collection[str]) -> _SparingConverter:
-        """Makes one of another.
-
-        Args:
-            converter: The other.
-            spared: Runtime names of the empty tensors.
-        """
-        old = converter._original_source_patterns, converter._original_target_patterns
-        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
-        made.scope_prefix, made.base_model_prefix = (
-            converter.scope_prefix,
-            converter.base_model_prefix,
-        )
-        made.spared = spared
-        return made
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
-        key = f".{source_key}"
-        for name in self.spared:
-            if key.endswith(f".{name}") or f".{name}".endswith(key):
-                return source_key, None
-        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
-
-    def copy(self, *args: Any, **kwargs: Any) -> _SparingConverter:
-        """Makes one with other patterns, such as the reverse ones."""
-        made: _SparingConverter = super().copy(*args, **kwargs)
-        made.spared = self.spared
-        return made
 
 
 def register() -> None:

@@ -8,11 +8,15 @@ minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
 from tcompress.errors import FitError
+
+SMALLEST, LARGEST = 1e-15, 1e15
+"""Numbers whose products, and sums of very many of them, float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +92,59 @@ class Moments:
         """
         weight, fitted = weight.to(self.gram), fitted.to(self.gram)
         norm = (weight @ self.dense).mul(weight).sum()
-        new = (fitted @ self.gram).mul(fitted).sum()
-        both = (weight @ self.cross).mul(fitted).sum()
-        if norm <= 0:
-            return 0.0
-        return float(((norm - 2 * both + new) / norm).clamp_min(0))
+        # With W - V apart, nothing cancels where both streams are the same or the fit is close.
+        missed = weight - fitted
+        lost = (missed @ self.gram).mul(missed).sum()
+        drifted = (missed @ (self.cross - self.gram).mT).mul(weight).sum()
+        moved = (weight @ (self.dense - self.cross - self.cross.mT + self.gram)).mul(weight).sum()
+        return relative_error(float(lost + 2 * drifted + moved), float(norm))
+
+
+def relative_error(error: float, norm: float) -> float:
+    """Returns a squared error over the squared norm of what was aimed at; never infinite.
+
+    Args:
+        error: Squared error; what rounding took below zero counts as zero.
+        norm: Squared norm. Where there is nothing to aim at, any error counts as one.
+    """
+    if error <= 0:
+        return 0.0
+    ratio = error / norm if norm > 0 else inf
+    return 1.0 if ratio == inf else ratio
+
+
+def row_products(a: Tensor, b: Tensor) -> Tensor:
+    """Returns sum a_i b_i^T in float64; products are taken in float32 where that can hold them.
+
+    Args:
+        a: Rows.  # (rows, m)
+        b: As many rows.  # (rows, n)
+    """
+    a, b = a.float(), b.float()
+    sizes = [float(rows.abs().amax()) if rows.numel() else 0.0 for rows in (a, b)]
+    if all(size == 0 or SMALLEST < size < LARGEST for size in sizes):
+        return (a.T @ b).double()
+    return a.double().T @ b.double()
+
+
+def centre_of(rows: Tensor) -> Tensor:
+    """Returns the mean of rows, float32: moments about it do not cancel when means are taken off.
+
+    Rows that are all alike then have moments of exactly zero.
+    """
+    return rows.mean(0, dtype=torch.float64).float()
 
 
 class MomentSums:
-    """Accumulates moments over batches of token rows, products in float32, sums in float64."""
+    """Accumulates moments over batches of token rows, products in float32, sums in float64.
+
+    All sums are about the means of the first batch.
+    """
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(3, features, features, dtype=torch.float64, device=device)
         self._means = torch.zeros(2, features, dtype=torch.float64, device=device)
+        self._centres = torch.zeros(2, features, device=device)
         self._rows = 0
 
     @property
@@ -118,9 +162,12 @@ class MomentSums:
         if not len(dense):
             return
         dense, new = dense.float(), new.float()
-        self._sums[0] += new.T @ new
-        self._sums[1] += dense.T @ new
-        self._sums[2] += dense.T @ dense
+        if not self._rows:
+            self._centres = torch.stack([centre_of(new), centre_of(dense)])
+        new, dense = new - self._centres[0], dense - self._centres[1]
+        self._sums[0] += row_products(new, new)
+        self._sums[1] += row_products(dense, new)
+        self._sums[2] += row_products(dense, dense)
         self._means[0] += new.sum(0, dtype=torch.float64)
         self._means[1] += dense.sum(0, dtype=torch.float64)
         self._rows += len(dense)
@@ -136,21 +183,21 @@ class MomentSums:
         """
         if not self._rows:
             raise FitError("no calibration rows reached this layer")
-        gram, cross, dense = self._sums / self._rows
-        mean, dense_mean = self._means / self._rows
         if not bool(torch.isfinite(self._sums).all()):
-            raise FitError("calibration activations hold NaN or infinity")
-        if not centred:
-            zero = torch.zeros_like(mean)
-            return Moments(gram, cross, dense, zero, zero, self._rows)
-        return Moments(
-            gram - torch.outer(mean, mean),
-            cross - torch.outer(dense_mean, mean),
-            dense - torch.outer(dense_mean, dense_mean),
-            mean,
-            dense_mean,
-            self._rows,
-        )
+            raise FitError(
+                "calibration activations hold NaN or infinity",
+                "repair the checkpoint, or convert this model without data: `--calib none`",
+            )
+        shifts = self._means / self._rows
+        means = shifts + self._centres.double()
+        pairs = ((0, 0), (1, 0), (1, 1))
+        parts = []
+        for found, (one, two) in zip(self._sums / self._rows, pairs, strict=True):
+            parts.append(found - torch.outer(shifts[one], shifts[two]))
+            if not centred:
+                parts[-1] += torch.outer(means[one], means[two])
+        mean, dense_mean = means if centred else torch.zeros_like(means)
+        return Moments(*parts, mean, dense_mean, self._rows)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:
@@ -170,8 +217,10 @@ def safe_cholesky(gram: Tensor) -> Tensor:
     gram = (gram + gram.mT) / 2
     scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].abs()
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    for floor in (0.0, 1e-12, 1e-10, 1e-8, 1e-6):
-        factor, info = torch.linalg.cholesky_ex(gram + (floor * scale + 1e-300) * eye)
+    exact = gram.dtype == torch.float64
+    for floor in (0.0, 1e-12, 1e-10, 1e-8, 1e-6) if exact else (0.0, 1e-6, 1e-5, 1e-4, 1e-3):
+        least = 1e-300 if exact else 1e-30
+        factor, info = torch.linalg.cholesky_ex(gram + (floor * scale + least) * eye)
         if not bool(info.any()):
             return factor
     raise FitError("a moment matrix is not positive semidefinite")

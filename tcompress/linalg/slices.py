@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import log2
 
 import torch
 from torch import Tensor
@@ -158,19 +159,29 @@ def _input_objective(
     problems: Sequence[Problem], count: int, turn: Turn
 ) -> Callable[[Tensor], Tensor]:
     """Sum over slices of tr(E_k^T G_kk^-1 E_k), E_k = E[x'_k (W x)_k^T]."""
-    gram = problems[0].gram.float()
-    targets = [(problem.target / problem.scale**0.5).float() for problem in problems]
+    root = _range(problems[0].gram)
+    gram = (problems[0].gram / root**2).float()
+    targets = [(problem.target / problem.scale**0.5 / root).float() for problem in problems]
     rows = torch.cat([target.unflatten(0, (count, -1)) for target in targets], 1)
     stacked = rows.flatten(0, 1)  # slice by slice, the outputs of all weights  # (p * o, d)
 
     def explained(blocks: Tensor) -> Tensor:
         turned = turn(turn(gram, blocks).mT, blocks)
-        factor = torch.linalg.cholesky(diagonal_blocks(turned, count))
+        grams = diagonal_blocks(turned, count)
+        factor, info = torch.linalg.cholesky_ex(grams)
+        if bool(info.any()):
+            factor = safe_cholesky(grams)
         cross = diagonal_blocks(turn(stacked, blocks), count)  # (p, o, a)
         half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
         return half.square().sum() / len(problems)
 
     return explained
+
+
+def _range(gram: Tensor) -> float:
+    """A power of two whose square is about the size of G: dividing by it rounds nothing."""
+    size = float(gram.diagonal().mean())
+    return 2.0 ** round(log2(size) / 2) if size > 0 else 1.0
 
 
 def _output_objective(

@@ -70,6 +70,20 @@ class Host:
     longest: int | None = None
 
 
+@dataclass(frozen=True)
+class QueryKeyMoments:
+    """Second moments of a host's queries and keys, head by head, float64.
+
+    Attributes:
+        queries: E[q q^T].  # (heads, head_dim, head_dim)
+        keys: E[k k^T], of keys less their mean over a text where softmax follows: what all keys
+            have in common shifts all scores of a query alike.  # (key_heads, head_dim, head_dim)
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
 class MechanismLayout(BaseModel):
     """All that is needed to build one mechanism: it is stored in the artefact.
 
@@ -154,7 +168,7 @@ class Mechanism(ABC, Generic[S, L]):
 
     @abstractmethod
     def macs(self, layout: L, tokens: int) -> int:
-        """Multiply-adds of a pass over so many tokens."""
+        """Multiply-adds of matrix products in a pass over so many tokens, none of them padding."""
 
     @abstractmethod
     def start(
@@ -168,6 +182,22 @@ class Mechanism(ABC, Generic[S, L]):
             pretrained: Whether the host's projections are trained, so that the result should be as
                 near to the host's own attention as the mechanism can be; else as in the paper.
         """
+
+    def centres_keys(self, layout: L) -> bool | None:
+        """Whether `adapted` wants moments of centred keys; None where it wants no moments."""
+        return None
+
+    def adapted(self, layout: L, moments: QueryKeyMoments) -> dict[str, Tensor]:
+        """Makes those first values in a trained host that depend on its queries and keys.
+
+        Args:
+            layout: The layout.
+            moments: Of the host's queries and keys.
+
+        Returns:
+            Tensors that take the place of those of `start`.
+        """
+        return {}
 
     @abstractmethod
     def apply(

@@ -27,7 +27,7 @@ from tcompress.mechanisms.base import (
 from tcompress.mechanisms.visible import Visible
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
-Kernel = Literal["softmax", "favor"]
+Kernel = Literal["softmax", "favor", "smreg"]
 Pool = Literal["mean", "sum"]
 
 
@@ -41,9 +41,14 @@ class KroneckerSpec(MechanismSpec):
     fold: int | None = Field(
         None, ge=2, description="for text: tokens in a row of the grid, instead of `grid`"
     )
-    kernel: Kernel = Field("softmax", description="`favor` needs time linear in each axis")
+    kernel: Kernel = Field(
+        "softmax",
+        description="`favor` and `smreg` need time linear in each axis: random features of the "
+        "softmax kernel, with directions as long as normal vectors, or all of length sqrt(width) "
+        "(the regularised kernel, which is the paper's)",
+    )
     features: int | None = Field(
-        None, gt=0, description="random features of `favor`; default twice the head's width"
+        None, gt=0, description="number of random features; default twice the head's width"
     )
     pool: Pool = Field(
         "mean", description="how the other axes are pooled; the paper's `sum` saturates softmax"
@@ -102,7 +107,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             )
         if grid and host.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        favor = spec.kernel == "favor"
+        drawn = spec.kernel != "softmax"
         return KroneckerLayout(
             heads=host.heads,
             key_heads=host.key_heads,
@@ -111,9 +116,9 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             fold=spec.fold,
             special=special,
             kernel=spec.kernel,
-            features=(spec.features or 2 * host.head_dim) if favor else 0,
+            features=(spec.features or 2 * host.head_dim) if drawn else 0,
             pool=spec.pool,
-            seed=spec.seed if favor else 0,
+            seed=spec.seed if drawn else 0,
         )
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
@@ -121,14 +126,16 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
         return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
 
     def macs(self, layout: KroneckerLayout, tokens: int) -> int:
-        special, width = layout.special, layout.heads * layout.head_dim
+        special, width = layout.special, layout.head_dim
         sizes = layout.sizes(tokens - special)
-        if layout.kernel == "favor":
-            mixed = sum(2 * prod(sizes) + 4 * size for size in sizes) * layout.features
+        cells = prod(sizes)
+        columns = width + (cells > tokens - special)  # a last row of the fold that is not full
+        if layout.kernel != "softmax":
+            mixed = 2 * layout.features * sum(cells * columns + size * width for size in sizes)
         else:
-            mixed = sum(prod(sizes) * size + size**2 for size in sizes)
-        between = 2 * tokens * special + (prod(sizes) * 2 * special if special > 1 else 0)
-        return width * (mixed + between)
+            mixed = sum(cells * size * columns + size**2 * width for size in sizes)
+        between = 2 * tokens * special + (cells * 2 * special if special > 1 else 0)
+        return layout.heads * (mixed + width * between)
 
     def ordered(self, layout: KroneckerLayout) -> bool:
         return layout.fold is not None
@@ -143,12 +150,14 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
         return values
 
     def constants(self, layout: KroneckerLayout) -> Tensors:
-        if layout.kernel != "favor":
+        if layout.kernel == "softmax":
             return {}
         generator = torch.Generator().manual_seed(layout.seed)
         width, count = layout.head_dim, layout.features
         drawn = torch.randn(-(-count // width), width, width, generator=generator)
         lengths = torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
+        if layout.kernel == "smreg":
+            lengths = torch.full_like(lengths, width**0.5)
         turned, upper = torch.linalg.qr(drawn)  # uniform once the signs are
         turned = turned * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return {"directions": turned.flatten(0, 1)[:count] * lengths}
@@ -226,7 +235,7 @@ def mix_grid(
     # Pooled tokens are few, and they and random features leave the range of half precision, as
     # shares of valid tokens do that scores leave next to nothing of.
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    v = v.to(wide) if layout.kernel == "favor" or weight is not None else v
+    v = v.to(wide) if layout.kernel != "softmax" or weight is not None else v
     for axis in range(len(sizes)):
         rows, count = _pooled(q, weight, sizes, axis, layout.pool)
         columns, _ = _pooled(k, weight, sizes, axis, layout.pool)
@@ -267,7 +276,8 @@ def _favor(
 ) -> tuple[Tensor, Tensor]:
     """Returns two thin factors of an axis' matrix: positive random features (Performer).
 
-    Largest exponents are subtracted, which normalising undoes.
+    Both are normalised as logarithms: features by columns first, then rows by features. No row is
+    lost whose features hardly any column has.
     """
 
     def exponents(x: Tensor) -> Tensor:
@@ -277,12 +287,8 @@ def _favor(
     right = exponents(columns)
     if empty is not None:
         right = right.masked_fill(empty, torch.finfo(right.dtype).min)
-    right = (right - right.amax((-2, -1), keepdim=True).detach()).exp()
-    left = exponents(rows)
-    left = (left - left.amax(-1, keepdim=True).detach()).exp()
-    # Rows whose features no column has would be 0 / 0.
-    norm = (left @ right.sum(-2)[..., None]).clamp_min(torch.finfo(left.dtype).eps ** 2)
-    return left / norm, right.mT
+    total = right.logsumexp(-2, keepdim=True)
+    return (exponents(rows) + total).softmax(-1), (right - total).exp().mT
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:

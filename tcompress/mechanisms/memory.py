@@ -1,4 +1,8 @@
-"""A recurrent network that reads keys in order: the context of TAM (paper, section 5.1).
+"""A recurrent network that reads keys in order, after the context of TAM (paper, section 5.1).
+
+The paper makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what a
+network of its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and h
+leave a trained model as it is.
 
 Two texts are read one by one, each from a fresh state, and their states stand side by side again.
 The network is one of PyTorch's own, called with tensors that a mechanism owns.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import DataError, refuse_replica
-from tcompress.mechanisms.base import MechanismLayout, mechanism
+from tcompress.mechanisms.base import MechanismLayout, QueryKeyMoments, mechanism
 from tcompress.mechanisms.visible import Visible, check_alike
 
 CHILD = "tc_attn"
@@ -42,12 +42,21 @@ class MechanismModule(nn.Module):
             self.register_parameter(key, nn.Parameter(empty))
         self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
-    def fill(self, seed: int, *, pretrained: bool) -> None:
-        """Gives the tensors their first values."""
+    def fill(self, seed: int, *, pretrained: bool, moments: QueryKeyMoments | None = None) -> None:
+        """Gives the tensors their first values.
+
+        Args:
+            seed: Seed of what is random.
+            pretrained: Whether the host's projections are trained.
+            moments: Of the host's queries and keys, where they are known.
+        """
         generator = torch.Generator().manual_seed(seed)
         kind = mechanism(self.layout.mechanism)
+        values = kind.start(self.layout, generator, pretrained=pretrained)
+        if moments is not None:
+            values |= kind.adapted(self.layout, moments)
         with torch.no_grad():
-            for key, value in kind.start(self.layout, generator, pretrained=pretrained).items():
+            for key, value in values.items():
                 getattr(self, key).copy_(value)
 
     def forward(

@@ -68,7 +68,7 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
 
     def macs(self, layout: MultilinearLayout, tokens: int) -> int:
         width = layout.heads * layout.head_dim
-        return layout.length**2 * width * (2 * layout.length + 1)
+        return 2 * tokens * layout.length**2 * width
 
     def ordered(self, layout: MultilinearLayout) -> bool:
         return True

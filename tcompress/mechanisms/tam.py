@@ -10,17 +10,21 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tcompress.linalg.curvature import damped_curvature, fit_lowrank_curved
 from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
     MechanismSpec,
+    QueryKeyMoments,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.memory import add_context, gru_macs, gru_tensors, start_gru
 from tcompress.mechanisms.visible import Visible
 from tcompress.structures.base import Shapes, Tensors
+
+RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
 
 Core = Literal["aligned", "cp", "tucker"]
 Normalize = Literal["softmax", "none"]
@@ -33,10 +37,16 @@ class TamSpec(MechanismSpec):
     name: Literal["tam"] = "tam"
     core: Core = Field(
         "cp",
-        description="`aligned`: the paper's, along positions of queries; `cp`: along features; "
-        "`tucker`: a full core with factors",
+        description="`aligned`: the paper's, along positions of queries; `cp`: along features, the "
+        "paper's without query alignment; `tucker`: a full core with factors",
     )
-    cores: int = Field(1, gt=0, le=64, description="number of cores, which are averaged")
+    cores: int = Field(
+        1,
+        gt=0,
+        le=64,
+        description="number of cores, which are averaged: several compute what one with their mean "
+        "does, and differ in training alone",
+    )
     rank: int | None = Field(
         None, gt=0, description="size of the core `tucker`; default the head's width"
     )
@@ -44,8 +54,9 @@ class TamSpec(MechanismSpec):
     normalize: Normalize = Field("softmax", description="`none` uses scores as in the paper")
     memory: Memory = Field(
         "states",
-        description="where keys and values come from: the model's `states`, or also a `gru` over "
-        "them, as in the paper",
+        description="where keys and values come from: the model's `states`, or also a `gru`: k + "
+        "g GRU(k) and v + h GRU(k) with gates g and h in every layer (the paper has GRU(e) W of "
+        "the word embeddings e in their place)",
     )
 
 
@@ -111,7 +122,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
 
     def macs(self, layout: TamLayout, tokens: int) -> int:
         width, rank = layout.head_dim, layout.rank
-        scored = tokens**2 * (rank or width)
+        scored = 0 if layout.core == "aligned" else tokens**2 * (rank or width)
         if layout.core == "tucker":
             scored += 2 * tokens * width * rank + tokens * rank**2
             scored += width * layout.semantic_rank + rank**2 * layout.semantic_rank
@@ -165,15 +176,22 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         core[..., 0] = torch.eye(layout.rank) / width
         values = {"core": core}
         for name in ("factor_q", "factor_k"):
-            if layout.rank == width:
-                values[name] = torch.eye(width).expand(shapes[name]).clone()
-            else:  # the same for both, so that scores are those of a random part of the features
-                seeded = torch.Generator().manual_seed(0)
-                drawn = torch.randn(layout.heads, width, width, generator=seeded)
-                values[name] = torch.linalg.qr(drawn)[0][..., : layout.rank].contiguous()
+            values[name] = torch.eye(width, layout.rank).expand(shapes[name]).clone()
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
         return {**values, "factor_s": factor}
+
+    def centres_keys(self, layout: TamLayout) -> bool | None:
+        if layout.core != "tucker" or layout.rank == layout.head_dim:
+            return None
+        return layout.normalize == "softmax"
+
+    def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
+        """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
+        queries = damped_curvature(moments.queries, RIDGE)
+        keys = repeat_heads(damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
+        left, right = fit_lowrank_curved(keys, keys, queries, layout.rank)
+        return {"factor_q": left, "factor_k": right.mT}
 
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible

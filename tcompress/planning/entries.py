@@ -350,7 +350,19 @@ class Plan(_Entry):
     @property
     def reads_data(self) -> bool:
         """Whether calibration data matters, where there is any."""
-        return bool(self.entries) or (self.depth is not None and self.depth.chosen == "later")
+        return (
+            bool(self.entries)
+            or self.reads_queries
+            or (self.depth is not None and self.depth.chosen == "later")
+        )
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether an attention begins with what the host's queries and keys are like."""
+        return any(
+            mechanism(entry.layout.mechanism).centres_keys(entry.layout) is not None
+            for entry in self.attention
+        )
 
     @property
     def saved(self) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cache
+from re import _parser as sre_parse  # type: ignore[attr-defined]
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +19,9 @@ from tcompress.anatomy import Anatomy, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
+
+_LONGEST = 60  # characters of a layer's name, about
+_MOST_WAYS = 2e7  # four times `.*`, for example
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
@@ -28,12 +36,49 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
         PlanError: The regular expression is invalid.
     """
     if pattern.startswith("re:"):
-        try:
-            expression = re.compile(pattern[3:])
-        except re.error as error:
-            raise PlanError(f"`{pattern}` is not a regular expression: {error}") from error
+        expression = _compiled(pattern)
         return any(expression.search(name) for name in names)
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    hint = "such as `re:layer\\.[0-3]\\.`; `*` wildcards need no `re:`, as in `*.layer.0.*`"
+    try:
+        ways = _ways(sre_parse.parse(pattern[3:]))
+        expression = re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PlanError(f"`{pattern}` is not a regular expression: {error}", hint) from error
+    if ways > _MOST_WAYS:
+        raise PlanError(
+            f"`{pattern}` could take for ever, since it repeats what repeats, or repeats too often",
+            hint,
+        )
+    return expression
+
+
+def _ways(parts: Iterable[Any]) -> float:
+    """Bounds in how many ways an expression can match a name: backtracking tries all of them."""
+    total = 1.0
+    for kind, found in parts:
+        name = str(kind)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            low, high, inner = found
+            high = min(int(high), _LONGEST)
+            total *= (high - min(int(low), high) + 1) * min(_ways(inner), 10.0) ** high
+        elif name == "BRANCH":
+            total *= sum(map(_ways, found[1]))
+        elif name == "SUBPATTERN":
+            total *= _ways(found[3])
+        elif name in ("ASSERT", "ASSERT_NOT"):
+            total *= _ways(found[1])
+        elif name == "ATOMIC_GROUP":
+            total *= _ways(found)
+        elif name == "GROUPREF_EXISTS":
+            total *= _ways(found[1]) + _ways(found[2] or ())
+        if total > _MOST_WAYS:
+            return math.inf
+    return total
 
 
 def names_of(source: SourceModel, layer: Layer) -> tuple[str, ...]:
@@ -72,7 +117,7 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
             f"no layer matches {listed}; roles are {roles}",
             f"did you mean `{close}`?"
             if close
-            else f"`tcompress inspect {source.id} --layers` lists the names",
+            else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
         )
 
 

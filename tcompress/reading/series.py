@@ -41,6 +41,7 @@ class Windows:
         context: Time steps that a model sees.
         horizon: Time steps that it forecasts.
         variables: Names of the variables.
+        train: Time steps of the training part, with which the series begins.
     """
 
     values: NDArray[np.float32]
@@ -48,6 +49,7 @@ class Windows:
     context: int
     horizon: int
     variables: tuple[str, ...]
+    train: int = 0
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -129,7 +131,7 @@ def windows_of(
             f"windows of {context} + {horizon}",
             hint="give a longer series, or a model with a shorter horizon",
         )
-    return Windows(_standardised(values, ends[0]), starts, context, horizon, names)
+    return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
 
 
 def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:

@@ -17,13 +17,15 @@ _BYTES = {
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
 }
 
+_MOST = 10**15  # more than any model has, and small enough to count with
+
 Parameters = (
-    Annotated[int, Field(gt=0)]
-    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[KMB]?$", examples=["30M"])]
+    Annotated[int, Field(gt=0, le=_MOST)]
+    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?[KMB]?$", examples=["30M"])]
 )
 Bytes = (
-    Annotated[int, Field(gt=0)]
-    | Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMG]i?)?B$", examples=["60MB"])]
+    Annotated[int, Field(gt=0, le=_MOST)]
+    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([KMG]i?)?B$", examples=["60MB"])]
 )
 
 

@@ -28,14 +28,16 @@ DType = Literal["float32", "float16", "bfloat16"]
 Device = Annotated[
     str,
     Field(
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:\d+)?)$",
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:[0-9]{1,3})?)$",
+        examples=["auto", "cpu", "cuda", "cuda:1", "mps"],
         description="`auto`, `cpu`, `cuda`, `cuda:1` or `mps`",
     ),
 ]
 
 
-BlockIndex = Annotated[int, Field(ge=0)]
-BlockCount = Annotated[int, Field(gt=0)]
+# No model has as many, and a list of all of them would not end.
+BlockIndex = Annotated[int, Field(ge=0, lt=1000)]
+BlockCount = Annotated[int, Field(gt=0, lt=1000)]
 
 
 class Convert(Section):
@@ -46,7 +48,7 @@ class Convert(Section):
         description="`pretrained`: weights are fitted to those of the model; `random`: none are "
         "read, all are drawn anew, to train from scratch",
     )
-    seed: int = Field(0, ge=0, description="seed of the weights, with `init: random`")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of the weights, with `init: random`")
     method: AnyMethod | None = Field(
         None,
         description="structure of the rewritten layers, or `auto`, which chooses one for each; "
@@ -133,7 +135,10 @@ class Convert(Section):
     dtype: DType | None = Field(None, description="dtype of the output; default as the source")
     device: Device = "auto"
     max_shard_size: str = Field(
-        "2GB", pattern=r"^\d+(\.\d+)?[KMG]i?B$", description="largest weight file of the output"
+        "2GB",
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?[KMG]i?B$",
+        examples=["2GB", "500MB"],
+        description="largest weight file of the output",
     )
 
     @model_validator(mode="after")

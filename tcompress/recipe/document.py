@@ -20,6 +20,8 @@ Key = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _STRING = _TAG + "str"
 _JSON_ONLY = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_MOST_VALUES, _MOST_CHARACTERS = 20_000, 100_000
+_DIGITS = 16  # of whole numbers, the sign included; no size has as many
 _SYNTAX = "indent with spaces, and put text that contains `: ` or ` #` in quotes"
 _PLAIN: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN"),
@@ -115,6 +117,11 @@ def read_document(text: str) -> Document:
         Unreadable: There is nothing to read, or it is not valid YAML; says where.
     """
     document = Document()
+    if len(text) > _MOST_CHARACTERS:
+        reason = (
+            f"{len(text):,} characters are too many for a recipe, {_MOST_CHARACTERS:,} are the most"
+        )
+        raise Unreadable(Problem(1, reason))
     try:
         root = yaml.compose(_as_yaml(text), _Loader)
         if root is None:
@@ -142,6 +149,11 @@ def _as_yaml(text: str) -> str:
 
 
 def _value(node: Node, key: Key, document: Document) -> Any:
+    if len(document.nodes) >= _MOST_VALUES:
+        reason = (
+            f"the recipe has more than {_MOST_VALUES:,} values, those that aliases repeat included"
+        )
+        raise _unreadable(node, reason)
     document.nodes[key] = node
     if isinstance(node, MappingNode):
         return _mapping(node, key, document)
@@ -179,12 +191,12 @@ def _scalar(node: ScalarNode) -> Any:
             return None
         if kind == "bool":
             return {"true": True, "false": False}[text.lower()]
-        if kind == "int":
+        if kind == "int" and len(text) <= _DIGITS:
             return int(text)
         if kind == "float" and math.isfinite(number := float(text)):
             return number
-        if kind in ("str", "float"):
-            node.tag = _STRING  # a number that is too large for the machine included
+        if kind in ("str", "int", "float"):
+            node.tag = _STRING  # a number that is too large to count with included
             return _text(node)
     except (ValueError, KeyError) as error:
         raise _unreadable(node, f"`{text[:40]}` is not a valid `{kind}`") from error

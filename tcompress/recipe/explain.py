@@ -11,12 +11,10 @@ from yaml.nodes import MappingNode, ScalarNode
 from tcompress.recipe.document import Document, Key, Problem
 from tcompress.recipe.words import (
     Fragment,
-    choices_of,
     describe,
     did_you_mean,
     found,
-    is_text,
-    members_of,
+    meant,
     methods_of,
     nearest,
     options_of,
@@ -145,11 +143,8 @@ def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -
     if node is None:
         return f"missing; allowed is {allowed}"
     ending = ""
-    if is_text(node):
-        known = [
-            choice for item in (members_of(fragment) or [fragment]) for choice in choices_of(item)
-        ]
-        ending = did_you_mean(node.value, known)
-    elif allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
+    if isinstance(node, ScalarNode):
+        ending = meant(node.value, fragment, schema)
+    if allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
         ending = f': write `"{node.value}"`'
     return f"found {found(node)}; allowed is {allowed}{ending}"

@@ -8,7 +8,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from tcompress.errors import RecipeError
+from tcompress.errors import InputError, RecipeError
+from tcompress.files import check_file, unwritable, write_text
 
 _SUFFIX = ".yaml"
 _FILES = (_SUFFIX, ".yml", ".json")
@@ -66,19 +67,23 @@ def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
         The file that was written.
 
     Raises:
-        RecipeError: There is no such recipe, or the file exists or cannot be written.
+        InputError: There is no such recipe, or the file exists or cannot be written.
     """
     text = recipe_text(name)
     path = Path(target).expanduser()
-    if path.is_dir():
-        path = path / (name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX)
-    if path.exists() and not force:
-        raise RecipeError(f"`{path}` already exists", "give another file, or overwrite: `--force`")
     try:
+        if path.is_dir():
+            path = path / (name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX)
+        if path.exists() and not force:
+            hint = "give another file, or overwrite: `--force`"
+            raise RecipeError(f"`{path}` already exists", hint)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise RecipeError(f"`{path}` cannot be written: {error.strerror}") from error
+        check_file(path)
+        write_text(path, text)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error) from error
     return path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tcompress.recipe.convert import Convert as Convert
 from tcompress.recipe.convert import Device as Device
@@ -78,7 +78,7 @@ class Finetune(Section):
         description="teacher block, from 0, that each block imitates; default one to one, the one "
         "that it was where blocks were dropped, or at equal distances",
     )
-    objectives: dict[ObjectiveName, float] = Field(
+    objectives: dict[ObjectiveName, Annotated[float, Field(ge=0)]] = Field(
         {}, description="weights of the terms of the loss; default by task and teacher"
     )
     temperature: float = Field(2.0, gt=0, description="softening of the teacher's logits")
@@ -94,7 +94,11 @@ class Finetune(Section):
     )
     steps: int | None = Field(None, gt=0, description="optimizer steps; default as `epochs`")
     epochs: float | None = Field(None, gt=0, description="passes over the data")
-    max_minutes: float | None = Field(None, gt=0, description="longest duration, in minutes")
+    max_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="longest duration, in minutes; the learning rate warms up and falls within it",
+    )
     batch_size: int = Field(64, gt=0, description="examples in a step, in each process")
     accumulate: int = Field(
         1,
@@ -105,6 +109,7 @@ class Finetune(Section):
     learning_rate: float | None = Field(
         None,
         gt=0,
+        le=10,
         description="highest learning rate; default 1e-3 to heal and from random weights, 1e-4 "
         "with a task",
     )
@@ -131,8 +136,20 @@ class Finetune(Section):
     trackers: tuple[str, ...] = Field(
         (), description="loggers of accelerate, such as `tensorboard` or `wandb`"
     )
-    seed: int = Field(0, ge=0, description="seed of the order of examples, new heads and dropout")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="seed of the order of examples, new heads and dropout"
+    )
     device: Device = "auto"
+
+    @field_validator("objectives")
+    @classmethod
+    def _check_objectives(cls, weights: dict[ObjectiveName, float]) -> dict[ObjectiveName, float]:
+        if weights and not any(weights.values()):
+            raise ValueError(
+                f"all weights of `objectives` are 0 ({', '.join(weights)}), which teaches nothing: "
+                "give one that is greater, or leave `objectives` out"
+            )
+        return weights
 
 
 EvaluationTask = Literal[
@@ -171,8 +188,8 @@ class Evaluate(Section):
     )
     dtype: DType | None = Field(None, description="dtype of the run; default as stored")
     device: Device = "auto"
-    seed: int = Field(0, ge=0, description="seed of all draws")
-    bootstrap: int = Field(1000, ge=0, description="resamples for intervals; 0 for none")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of all draws")
+    bootstrap: int = Field(1000, ge=0, le=10**6, description="resamples for intervals; 0 for none")
     threshold: str | None = Field(
         None, description="worst allowed number, or share of the dense model's such as `0.95x`"
     )
@@ -191,8 +208,10 @@ class Bench(Section):
     batch: tuple[int, ...] = Field((1, 8, 32), description="sizes of batches")
     length: tuple[int, ...] = Field((), description="tokens in a sequence; default 32 and 128")
     mode: tuple[Literal["eager", "compiled"], ...] = Field(("eager",), description="how to run")
-    repeats: int = Field(7, gt=0, description="timed passes; medians count")
-    threads: int | None = Field(None, gt=0, description="threads on a CPU; default PyTorch's")
+    repeats: int = Field(7, gt=0, le=10**6, description="timed passes; medians count")
+    threads: int | None = Field(
+        None, gt=0, le=4096, description="threads on a CPU; default PyTorch's"
+    )
     keep_weights: bool = Field(
         False, description="whether converted layers keep a dense weight; for eager passes only"
     )

@@ -23,7 +23,27 @@ def nearest(word: object, known: Iterable[object]) -> str | None:
     """Returns the known word that is closest, if one is close."""
     words = {str(item).lower(): str(item) for item in known}
     close = difflib.get_close_matches(str(word).lower(), words, 1)
-    return words[close[0]] if close else None
+    return words[close[0]] if close and words[close[0]] != word else None
+
+
+def as_share(value: Any, fragment: Fragment, root: Fragment) -> str:
+    """Returns the end of a message about a percentage where a fraction is allowed, or nothing."""
+    fragment = resolve(fragment, root)
+    if fragment.get("type") != "number" or fragment.get("exclusiveMaximum") != 1:
+        return ""
+    try:
+        percent = float(str(value).strip().removesuffix("%"))
+    except ValueError:
+        return ""
+    fits = 0 < percent < 100 and (percent >= 5 or str(value).strip().endswith("%"))
+    return f"; {percent:g} % is `{percent / 100:g}`" if fits else ""
+
+
+def meant(value: Any, fragment: Fragment, root: Fragment) -> str:
+    """Returns the end of a message about a wrong value that says what was meant, or nothing."""
+    fragment = resolve(fragment, root)
+    known = [choice for item in (members_of(fragment) or [fragment]) for choice in choices_of(item)]
+    return did_you_mean(value, known) or as_share(value, fragment, root)
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
@@ -129,8 +149,9 @@ def _describe_type(fragment: Fragment, root: Fragment) -> str:
         case "number":
             return "a number" + _bounds(fragment)
         case "string":
-            like = fragment.get("examples", [fragment.get("pattern")])[0]
-            return f"text like `{like}`" if like else "text"
+            *others, last = [f"`{item}`" for item in fragment.get("examples", ())] or [""]
+            like = f"{', '.join(others)} or {last}" if others else last
+            return f"text like {like}" if like else "text"
         case "boolean":
             return "`true` or `false`"
         case "array" if "items" in fragment:

@@ -32,6 +32,7 @@ from tcompress.reporting.words import (
     coverage_text,
     error_name,
     error_text,
+    errors_note,
     short_blocks,
     time_text,
 )
@@ -52,7 +53,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
     """
     parts: list[RenderableType] = [_single(reports[0])]
     if len(reports) > 1:
-        parts = [Comparison(reports)]
+        parts = [Comparison(reports), *error_notes(reports)]
     for report in reports:
         if report.layers and (per_layer or len(reports) == 1):
             title = short_name(report, reports) if len(reports) > 1 else ""
@@ -96,7 +97,7 @@ def render_plan(
         rows.append(Row("time", f"roughly {time_text(estimate.seconds)}"))
     rows += budget_rows(plan.budget)
     table = _amount_table(rows, "now", "after")
-    layers = [layer_report(entry) for entry in plan.layers]
+    layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
     parts: list[RenderableType] = [title, table]
     if plan.coverage is not None:
@@ -232,7 +233,14 @@ def _single(report: ModelReport) -> RenderableType:
     parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
     if report.coverage is not None:
         parts.append(Text(coverage_text(report.coverage)))
+    parts += error_notes([report])
     return Group(*parts)
+
+
+def error_notes(reports: Sequence[ModelReport]) -> list[Text]:
+    """Says of what errors are a fraction, where there are any."""
+    text = errors_note(dict.fromkeys(kind for report in reports for kind in report.errors))
+    return [Text(text, style="dim")] if text else []
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:

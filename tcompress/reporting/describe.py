@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # plans in files are described without the seconds that importing torch takes
     from tcompress.mechanisms.base import MechanismLayout
-    from tcompress.planning.entries import AttentionPlan
+    from tcompress.planning.entries import AttentionPlan, LayerPlan
     from tcompress.structures.base import Layout
     from tcompress.structures.linear import PartLayout
 
@@ -43,6 +43,23 @@ def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
+
+
+def describe_entry(entry: LayerPlan | Stored, method: str) -> str:
+    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
+
+    Args:
+        entry: The layer.
+        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
+    """
+    words = method.split(" + ")
+    if isinstance(entry, Mapping):
+        kind, parts = entry["kind"], entry["parts"]
+    else:
+        kind, parts = entry.kind, entry.parts
+    own = kind == "embedding" and not {"lowrank", "auto"} & {*words}
+    text = describe_parts(parts)
+    return text.replace("lowrank", "svd") if own or "svd" in words else text
 
 
 def describe_layout(layout: Layout | Stored) -> str:

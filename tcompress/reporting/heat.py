@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tcompress.reporting.tree import LayerReport, mean_errors
 from tcompress.reporting.words import error_name, short_blocks
 
-_DARKEST = 62  # per cent; darker shades would take the contrast from the numbers
+_LIGHTEST, _DARKEST = 4, 62  # per cent; darker shades would take the contrast from the numbers
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Heat:
         blocks: Blocks, one for each column.
         rows: A role and its cells; None where a block has no such layer.
         worst: Where the error is greatest: block, role and error.
+        least: The smallest error, which has the lightest shade.
     """
 
     kind: str
     blocks: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Shade | None, ...]], ...]
     worst: tuple[str, str, float]
+    least: float
 
 
 def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
@@ -55,16 +57,21 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
             found.setdefault((layer.role, layer.block), []).append(layer.errors[kind])
     means = {place: sum(errors) / len(errors) for place, errors in found.items()}
     place = max(means, key=lambda place: means[place])
-    top = means[place] or 1.0
+    low, top = min(means.values()), means[place]
     rows = tuple(
-        (role, tuple(_shade(means.get((role, block)), top) for block in blocks)) for role in roles
+        (role, tuple(_shade(means.get((role, block)), low, top) for block in blocks))
+        for role in roles
     )
     worst = (short[place[1]], place[0], means[place])
-    return Heat(error_name(kind), _columns(list(short.values())), rows, worst)
+    return Heat(error_name(kind), _columns(list(short.values())), rows, worst, low)
 
 
-def _shade(value: float | None, top: float) -> Shade | None:
-    return None if value is None else Shade(value, round(_DARKEST * value / top))
+def _shade(value: float | None, low: float, top: float) -> Shade | None:
+    """Shades span what errors there are: differences show, though all are small or all large."""
+    if value is None:
+        return None
+    share = (value - low) / (top - low) if top > low else 0.5
+    return Shade(value, round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
 
 
 def _columns(names: Sequence[str]) -> tuple[str, ...]:

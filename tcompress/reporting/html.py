@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import tcompress
 from tcompress.errors import InputError
+from tcompress.files import check_file, unwritable, write_text
 from tcompress.reporting import words
 from tcompress.reporting.page import page_of, plain
-from tcompress.reporting.speed import memory_text
+from tcompress.reporting.speed import median_text, memory_text, speed_notes
 from tcompress.reporting.tree import ModelReport
 
 if TYPE_CHECKING:
@@ -43,8 +43,11 @@ def _template() -> Template:
         "interval": words.interval_text,
         "machine": words.machine_text,
         "memory": memory_text,
+        "median": median_text,
         "milliseconds": words.milliseconds_text,
+        "notes": speed_notes,
         "plain": plain,
+        "position": lambda items, item: items.index(item),
         "ratio": words.ratio_text,
         "ratio_of": words.metric_ratio,
         "signed": words.signed_text,
@@ -60,14 +63,7 @@ def check_target(path: Path) -> None:
     Raises:
         InputError: It is a folder, its folder is missing, or it is a file of another kind.
     """
-    if path.is_dir():
-        raise InputError(
-            f"`{path}` is a folder, expected the name of a file", f"such as `{path}/report.html`"
-        )
-    if not path.parent.is_dir():
-        raise InputError(
-            f"there is no folder `{path.parent}` to write `{path.name}` to", "make the folder first"
-        )
+    check_file(path)
     if path.exists() and path.suffix.lower() not in _ENDINGS:
         raise InputError(
             f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
@@ -87,14 +83,8 @@ def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
     target = Path(path).expanduser()
     check_target(target)
     text = render_html(reports)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
+        write_text(target, text)
     except OSError as error:
-        raise InputError(
-            f"`{target}` cannot be written ({error.strerror})", "give another place with `--html`"
-        ) from error
-    finally:
-        beside.unlink(missing_ok=True)
+        raise unwritable(target, error) from error
     return target

@@ -28,7 +28,7 @@ from tcompress.reporting.count import (
     macs_per_token,
     usual_tokens,
 )
-from tcompress.reporting.describe import describe_parts
+from tcompress.reporting.describe import describe_entry
 from tcompress.reporting.tree import (
     Amount,
     LayerReport,
@@ -77,6 +77,7 @@ def layer_report(
     runs: int = 1,
     itemsize: int | None = None,
     length: int = LENGTH,
+    method: str = "",
 ) -> LayerReport:
     """Reports on one layer of a plan.
 
@@ -86,6 +87,7 @@ def layer_report(
         runs: Experts that one token passes.
         itemsize: Bytes of a stored number, if there is a file.
         length: Tokens in the sequence for the multiply-adds.
+        method: What the conversion was asked for.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
@@ -99,7 +101,7 @@ def layer_report(
         block=entry.block,
         role=entry.role,
         # Whose row counts the tensors that others use too.
-        structure=describe_parts(entry.parts) + (", with the bank" if entry.own_banks else ""),
+        structure=describe_entry(entry, method) + (", with the bank" if entry.own_banks else ""),
         in_features=entry.in_features,
         out_features=entry.out_features,
         experts=entry.experts,
@@ -191,6 +193,7 @@ def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> Model
             experts_per_token(now.model.config, entry.experts),
             _dtype(artifact, entry).itemsize,
             length,
+            "" if manifest is None else manifest.plan.method,
         )
         for entry, errors in zip(artifact.layers, _errors(artifact), strict=True)
     )

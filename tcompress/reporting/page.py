@@ -17,11 +17,12 @@ from tcompress.reporting.console import short_name
 from tcompress.reporting.heat import Heat, heat_of
 from tcompress.reporting.published import Published, published
 from tcompress.reporting.rows import calibration_text, healed_text
-from tcompress.reporting.summary import Line, summary_of
+from tcompress.reporting.summary import Line, parts_of, shows_dense, summary_of
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 from tcompress.reporting.verdict import verdict
 from tcompress.reporting.words import (
     count_text,
+    errors_note,
     machine_text,
     metric_labels,
     tick_text,
@@ -52,6 +53,9 @@ class Section:
     name: str
     report: ModelReport
     roles: tuple[RoleRow, ...]
+    counts_macs: bool
+    parts: dict[str, Amount]
+    errors: str
     heat: Heat | None
     metrics: tuple[tuple[str, Metric], ...]
     curves: tuple[tuple[Markup, ...], ...]
@@ -69,6 +73,7 @@ class Page:
     verdict: str
     sections: tuple[Section, ...]
     summary: tuple[Line, ...]
+    dense: bool = False
     pictures: tuple[Markup, ...] = field(default=())
     published: tuple[Published, ...] = field(default=())
 
@@ -86,6 +91,7 @@ def page_of(reports: Sequence[ModelReport]) -> Page:
         verdict=_sentence(verdict(reports, names)),
         sections=tuple(sections),
         summary=summary_of(reports),
+        dense=shows_dense(reports),
         pictures=tuple(_pictures(sections)),
         published=tuple(published(reports)),
     )
@@ -113,12 +119,20 @@ def _named(report: ModelReport) -> Iterator[tuple[str, Metric]]:
 
 def _section(report: ModelReport, name: str, mark: str, colour: int) -> Section:
     recipe = report.recipe
+    roles = tuple(_roles(report.layers))
     return Section(
         mark=mark,
         colour=colour,
         name=name,
         report=report,
-        roles=tuple(_roles(report.layers)),
+        roles=roles,
+        # Of plain layers they are the parameters once more.
+        counts_macs=any(
+            (row.macs.dense, row.macs.now) != (row.parameters.dense, row.parameters.now)
+            for row in roles
+        ),
+        parts=parts_of(report),
+        errors=_sentence(errors_note(list(report.errors)[:1])),
         heat=heat_of(report.layers),
         metrics=tuple(_named(report)),
         curves=tuple(tuple(training_charts(run)) for run in report.training),

@@ -171,4 +171,4 @@ def _speed(speed: Speed, several: bool) -> Row:
     words.append(f"B={speed.batch} T={speed.length}")
     label = " ".join(words) + (f", {machine_text(speed)}" if several else "")
     now, dense = map(milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    return Row(label, now, dense, ratio_text(speed.ratio, 2))
+    return Row(label, now, dense, ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tcompress.artifact.manifest import Metric
 from tcompress.reporting.budget import budget_rows, budget_text, error_note
@@ -39,8 +39,13 @@ class Line:
     cells: tuple[Cell, ...]
 
 
+def shows_dense(reports: Sequence[ModelReport]) -> bool:
+    """Tells whether a column stands for the dense model: beside one model made of it."""
+    return len(reports) == 1 and reports[0].is_smaller and reports[0].init == "pretrained"
+
+
 def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
-    """Lists the quantities that at least one model has."""
+    """Lists the quantities that at least one model has; see `shows_dense`."""
     length = reports[0].macs_per_token.length
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     metrics = main_metrics(reports)
@@ -49,7 +54,7 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
     lines = [
         Line("method", _cells(reports, _method)),
         Line("parameters", _cells(reports, lambda r: _amount(r.parameters.total))),
-        Line("of them rewritten", _cells(reports, _rewritten)),
+        *(Line(f"  {name}", _cells(reports, _part(name))) for name in parts_of(reports[0])),
         Line("blocks", _cells(reports, _blocks)),
         Line("bytes on disk", _cells(reports, _bytes)),
         Line(f"multiply-adds per token, T={length}", _cells(reports, _macs)),
@@ -61,7 +66,53 @@ def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
         Line("difference to dense", tuple(map(_difference, reports, metrics))),
         Line("best speed", _cells(reports, _speed)),
     ]
-    return tuple(line for line in lines if any(cell.value for cell in line.cells))
+    lines = [line for line in lines if any(cell.value for cell in line.cells)]
+    if not shows_dense(reports):
+        return tuple(lines)
+    dense = _dense(reports[0], metrics[0])
+    return tuple(
+        replace(line, cells=(dense.get(line.label, Cell()), *line.cells)) for line in lines
+    )
+
+
+def _dense(report: ModelReport, metric: Metric | None) -> dict[str, Cell]:
+    """What is known of the dense model, by label."""
+    found = {"method": Cell("dense", report.source or "")}
+    total = report.parameters.total.dense
+    for name, part in parts_of(report).items():
+        note = f"{part.dense / max(1, total):.1%} of the model" if part.dense else ""
+        found[f"  {name}"] = Cell(f"{part.dense:,}", note)
+    found["parameters"] = Cell(f"{total:,}")
+    found["bytes on disk"] = Cell(bytes_text(report.bytes_on_disk.dense))
+    macs = report.macs_per_token
+    found[f"multiply-adds per token, T={macs.length}"] = Cell(f"{macs.dense:,}")
+    if report.depth is not None:
+        found["blocks"] = Cell(str(report.depth.blocks))
+    if metric is not None and metric.difference is not None and not other_baseline(report, metric):
+        found[metric.name] = Cell(value_text(metric.difference.baseline_value))
+    return found
+
+
+def parts_of(report: ModelReport) -> dict[str, Amount]:
+    """Splits the parameters of a model into parts that add up to all of them."""
+    parts = report.parameters
+    rest = {"dense": parts.blocks.dense, "now": parts.blocks.now}
+    for name in rest:
+        rest[name] -= getattr(parts.rewritten, name)
+    return {
+        "rewritten layers": parts.rewritten,
+        "rest of the blocks": Amount.of(**rest),
+        "embeddings": parts.embeddings,
+        "elsewhere": parts.other,
+    }
+
+
+def _part(name: str) -> Callable[[ModelReport], Cell]:
+    def cell(report: ModelReport) -> Cell:
+        part = parts_of(report)[name]
+        return _amount(part) if part.dense or part.now else Cell()
+
+    return cell
 
 
 def _cells(reports: Sequence[ModelReport], cell: object) -> tuple[Cell, ...]:
@@ -81,10 +132,6 @@ def _after(text: str) -> str:
 
 def _amount(amount: Amount) -> Cell:
     return Cell(f"{amount.now:,}", f"{amount.kept:.1%}" if amount.kept != 1 else "")
-
-
-def _rewritten(report: ModelReport) -> Cell:
-    return _amount(report.parameters.rewritten) if report.parameters.rewritten.dense else Cell()
 
 
 def _blocks(report: ModelReport) -> Cell:

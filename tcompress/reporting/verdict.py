@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tcompress.artifact.manifest import Metric
-from tcompress.reporting.choice import best_speed, main_metrics, other_baseline
+from tcompress.reporting.choice import main_metrics, other_baseline
 from tcompress.reporting.tree import ModelReport
 from tcompress.reporting.words import (
     error_name,
@@ -14,8 +14,11 @@ from tcompress.reporting.words import (
     metric_ratio,
     ratio_text,
     signed_text,
+    speed_words,
     value_text,
 )
+
+_MUCH = 0.2  # of a model
 
 
 def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
@@ -36,6 +39,9 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
         least = min(small, key=lambda index: reports[index].parameters.total.now)
         return f"The smallest, {names[least]}, {_alone(reports[least], None)}"
     best = max(measured, key=lambda index: _goodness(metrics[index]))
+    if len(measured) == 1:  # nothing to compare with
+        only = "" if len(small) == 1 else f", of {len(small)} conversions the only one measured,"
+        return f"{names[best]}{only} {_alone(reports[best], metrics[best])}"
     return f"Of {len(reports)} models, {names[best]} comes closest to the dense quality: it " + (
         _alone(reports[best], metrics[best])
     )
@@ -49,13 +55,20 @@ def _alone(report: ModelReport, metric: Metric | None) -> str:
     parts = report.parameters
     kept = f"keeps {parts.total.kept:.1%} of the parameters"
     if parts.rewritten.dense and parts.rewritten.kept != parts.total.kept:
-        kept += f" ({parts.rewritten.kept:.1%} of those rewritten)"
+        kept += f" ({parts.rewritten.kept:.1%} of those rewritten{_untouched(report)})"
     words = [kept, *_quality(report, metric)]
-    fastest = best_speed(report)
-    if fastest is not None:
-        at = f"at batch {fastest.batch} and length {fastest.length}"
-        words.append(f"runs at up to {ratio_text(fastest.ratio, 2)} the dense speed {at}")
+    if report.speed:
+        words.append(speed_words(report.speed))
     return f"{', '.join(words[:-1])} and {words[-1]}."
+
+
+def _untouched(report: ModelReport) -> str:
+    """Says what makes the two shares so different, where it is the embeddings."""
+    parts = report.parameters
+    share = parts.embeddings.dense / max(1, parts.total.dense)
+    if share < _MUCH or parts.embeddings.kept != 1:
+        return ""
+    return f"; embeddings, {share:.0%} of the dense model, stay as they are"
 
 
 def _quality(report: ModelReport, metric: Metric | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +22,26 @@ _MOST_DENSE = 6  # kinds of dense weights that one line names
 def error_name(kind: str) -> str:
     """Names a kind of error."""
     return _ERROR_NAMES.get(kind, kind)
+
+
+_OF = {
+    "held_out": "of what layers put out for data that the fit did not see",
+    "calibration": "of what layers put out for the data that they were fitted to",
+    "weight": "of the weights themselves, whatever data does with them",
+}
+
+
+def errors_note(kinds: Iterable[str]) -> str:
+    """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
+    named = [
+        f"{error_name(kind)}: squared, as a fraction {_OF[kind]}" for kind in kinds if kind in _OF
+    ]
+    if not named:
+        return ""
+    return (
+        f"{'; '.join(named)}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
+        "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
+    )
 
 
 def error_text(value: float) -> str:
@@ -135,6 +155,17 @@ def metric_ratio(metric: Metric) -> float | None:
     if metric.difference is None or not metric.difference.baseline_value:
         return None
     return metric.value / metric.difference.baseline_value
+
+
+def speed_words(speeds: Sequence[Speed]) -> str:
+    """Says how fast a model is beside the dense one: the slowest and the fastest size."""
+    slow = min(speeds, key=lambda speed: speed.ratio)
+    fast = max(speeds, key=lambda speed: speed.ratio)
+    found = [slow, fast] if ratio_text(slow.ratio, 2) != ratio_text(fast.ratio, 2) else [fast]
+    ends = " to ".join(ratio_text(speed.ratio, 2) for speed in found)
+    sizes = " and ".join(f"batch {item.batch}, length {item.length}" for item in found)
+    slower = "is slower than the dense model: it " if fast.ratio < 1 else ""
+    return f"{slower}runs at {ends} the dense speed ({sizes})"
 
 
 def ratio_text(ratio: float | None, digits: int = 3) -> str:

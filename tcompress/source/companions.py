@@ -1,13 +1,20 @@
-"""Files of a model folder that are neither its weights nor its config, carried along unchanged."""
+"""Files of a model folder that are neither its weights nor its config, carried along unchanged.
+
+Links are followed within the folder, and within the hub's cache, whose folders consist of links;
+nothing else that a link leads to is read.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tcompress.errors import SourceError
+from tcompress.files import write_text
 
 _PATTERNS = (
     # tokenizers
@@ -56,22 +63,57 @@ def companion_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
         with_code: Whether to carry Python files of the model's own code.
 
     Returns:
-        Paths relative to the folder, sorted.
+        Paths relative to the folder, sorted; links that lead out of it are left out.
 
     Raises:
         SourceError: If `modules.json` is no list of modules inside the folder.
     """
+    found = (path for path in _candidates(folder, with_code) if _is_inside(path, folder))
+    return tuple(sorted(path.relative_to(folder) for path in found))
+
+
+def stray_links(folder: Path, with_code: bool = False) -> list[str]:
+    """Names what is not carried along because it is a link out of the folder."""
+    found = (path for path in _candidates(folder, with_code) if not _is_inside(path, folder))
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def carry_files(folder: Path, names: Iterable[Path], target: Path) -> None:
+    """Copies files to another model folder.
+
+    Args:
+        folder: Model folder.
+        names: Paths relative to it.
+        target: The other folder.
+    """
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def _candidates(folder: Path, with_code: bool) -> set[Path]:
     patterns = (*_PATTERNS, "*.py") if with_code else _PATTERNS
-    found = [
+    found = {
         path
         for path in folder.iterdir()
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns)
-    ]
+    }
     for name in (_TEMPLATE_FOLDER, *_module_folders(folder)):
         # These modules are small heads with files of any kind: pooling, dense, normalisation.
-        inside = (folder / name).rglob("*")
-        found += [path for path in inside if path.is_file() and path.name != "README.md"]
-    return tuple(sorted(path.relative_to(folder) for path in set(found)))
+        inside = (folder / name).rglob("*") if _is_inside(folder / name, folder) else ()
+        found |= {path for path in inside if path.is_file() and path.name != "README.md"}
+    return found
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, links followed, stays in its model folder, or the hub's cache of the model.
+
+    There a folder `snapshots/REVISION` links to files in `blobs`.
+    """
+    root, real = folder.resolve(), path.resolve()
+    blobs = root.parent.parent / "blobs"
+    in_cache = root.parent.name == "snapshots" and real.is_relative_to(blobs)
+    return real.is_relative_to(root) or in_cache
 
 
 def _module_folders(folder: Path) -> list[str]:
@@ -82,18 +124,20 @@ def _module_folders(folder: Path) -> list[str]:
     try:
         modules: Any = json.loads(path.read_text(encoding="utf-8"))
         names = [str(module["path"]) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SourceError(
             f"`{path}` is no list of sentence-transformers modules",
             hint="repair it, or delete it to convert the transformer alone",
         ) from error
     for name in names:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+        parts = PurePosixPath(name).parts
+        named_outside = name.startswith("/") or ".." in parts or "\\" in name or "\0" in name
+        if named_outside or not _is_inside(folder / name, folder):
             raise SourceError(
                 f"`{path}` names `{name}`, outside the folder",
                 hint="module folders must lie inside the model folder",
             )
-    return [name for name in names if name]
+    return [name for name in names if PurePosixPath(name).parts]  # else the folder itself
 
 
 def shorten_texts(folder: Path, longest: int) -> None:
@@ -110,4 +154,4 @@ def shorten_texts(folder: Path, longest: int) -> None:
             known = settings.get(key)
             if known is None or known > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
-                path.write_text(text + "\n", encoding="utf-8")
+                write_text(path, text + "\n")

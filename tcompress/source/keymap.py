@@ -3,8 +3,8 @@
 A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
 model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
 where the model has one tensor of three dimensions. Transformers translates on loading; this file
-asks it how. It and `integration/quantizer.py` alone use `transformers.core_model_loading`, which is
-internal: verified with 5.17 and 5.23.
+asks it how. It and `conversions.py` alone use `transformers.core_model_loading`, which is internal:
+verified with 5.17 and 5.23.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tcompress.source.companions import companion_files
 from tcompress.source.complete import check_weights
 from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
-from tcompress.source.names import ALIASES, METHOD, local_folder, resolve
+from tcompress.source.names import ALIASES, METHOD, NO_GGUF, local_folder, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import first_line, folder_content, read_settings
 
@@ -232,6 +232,8 @@ def _hint_without_config(folder: Path) -> str:
         return "this is a PEFT adapter: merge it into its base model, save that and convert it"
     if (folder / "model_index.json").is_file():
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
+    if any(folder.glob("*.gguf")):
+        return NO_GGUF
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
     if inner:
         return f"did you mean `{inner[0]}`"

@@ -60,6 +60,12 @@ ALIASES: dict[str, str] = {
 }
 """Short names for well-known models."""
 
+NO_GGUF = (
+    "a GGUF file holds weights that are quantised for another program: give the model that it was "
+    "made from, a hub id or a folder written by `save_pretrained`"
+)
+"""What to do instead of giving such a file."""
+
 
 def resolve(
     name: str, revision: str | None = None, token: str | None = None, *, weights: bool = True
@@ -102,8 +108,11 @@ def local_folder(name: str) -> Path | None:
     """Give the local folder that `name` means, or None if it is not one."""
     if not name.strip():
         return None
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else None
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):  # longer than names may be
+        return None
 
 
 def default_output_name(name: str, suffix: str) -> str:
@@ -134,9 +143,14 @@ def _missing_path(name: str) -> SourceError:
         )
     path = Path(name).expanduser()
     if path.exists():
+        beside = (path.parent / "config.json").is_file()
         return SourceError(
             f"`{name}` is a file, but a model is a folder with `config.json` and weights",
-            hint=f"give the folder `{path.parent}`",
+            hint=NO_GGUF
+            if path.suffix.lower() == ".gguf"
+            else f"give the folder `{path.parent}`"
+            if beside
+            else "give a folder written by `save_pretrained`, or a hub id",
         )
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from math import ceil, log2
+from math import ceil, gcd, log2
 from typing import Any, Literal
 
 import torch
@@ -114,6 +114,25 @@ class LprodLayout(Layout):
         )
 
 
+def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
+    """Names the numbers of slices that a layer can have, of which those near the asked one."""
+    fixed = kind not in ("learned", "fitted")
+    common = gcd(site.in_features, site.out_features)
+    sizes = [
+        p
+        for p in range(2, common + 1)
+        if not common % p and not (fixed and check_transform(kind, p))
+    ]
+    near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
+    hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
+    return hint + (", or `pad: true` in the method's options of a recipe" if padded else "")
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 class Lprod(Structure[LprodSpec, LprodLayout]):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
@@ -135,8 +154,7 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         if uneven and not spec.pad:
             reason = f"p={spec.p} does not divide the {' and the '.join(uneven)}"
         if reason:
-            padded = ", or `pad: true` in the method's options of a recipe" if uneven else ""
-            raise Refusal(reason, f"choose another p{padded}")
+            raise Refusal(reason, _usable(kind, spec, site, padded=bool(uneven)))
         placement = spec.placement or site.side
         if kind == "dft":
             placement = "both"

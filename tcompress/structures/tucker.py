@@ -1,9 +1,10 @@
 """Tucker form: U G V^T, for one weight or over factors that many weights share (``tucker``).
 
-Alone, a weight is U G V^T. Otherwise weights are cut into blocks of one shape, and every block is
-U (sum_k a_k C_k) V^T: a *bank* of factors U, V and cores C_k serves all blocks, and a layer's own
-are its mixing weights a_k. What a bank serves is one attention (`heads`), all weights of a role
-(`layers`), or a whole stack of blocks (`model`).
+Alone, a weight is U G V^T: what `lowrank` computes, by the same truncated SVD, with r^2 parameters
+more. The form is there for what weights share: they are cut into blocks of one shape, and every
+block is U (sum_k a_k C_k) V^T. A *bank* of factors U, V and cores C_k serves all blocks, and a
+layer's own are its mixing weights a_k. What a bank serves is one attention (`heads`), all weights
+of a role (`layers`), or a whole stack of blocks (`model`).
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class TuckerSpec(Spec):
     name: Literal["tucker"] = "tucker"
     share: Share = Field(
         "none",
-        description="what shares factors and cores: nothing, the `heads` of an attention, the "
-        "`layers` of a role, or the blocks of the whole `model`",
+        description="what shares factors and cores: nothing (`svd` then needs fewer parameters), "
+        "the `heads` of an attention, the `layers` of a role, or the blocks of the whole `model`",
     )
     rank: PositiveInt | Edges | None = Field(
         None, description="columns of the factors U and V; one number for both, or two if shared"
@@ -132,7 +133,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
     """Cores between two factors, of one weight or of all that share a bank."""
 
     name = "tucker"
-    summary = "small cores between two factors, which layers may share"
+    summary = (
+        "small cores between factors that heads, layers or the model share; without `share` an SVD "
+        "with rank^2 parameters more than `svd`"
+    )
     reference = "Tucker 1966; De Lathauwer et al. 2000; Wang et al. 2020, arXiv:2004.12104"
     spec = TuckerSpec
     layout_type = TuckerLayout

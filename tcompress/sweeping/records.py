@@ -60,13 +60,6 @@ def read_record(path: Path, kind: type[_Kept]) -> _Kept | None:
         return None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file beside the old one, then renames it."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(path)
-
-
 def identity(*parts: Any) -> str:
     """Shortens what determines a result."""
     text = json.dumps(parts, sort_keys=True, default=str)

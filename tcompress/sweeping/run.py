@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from tcompress.artifact.manifest import Metric, read_manifest
-from tcompress.artifact.workplace import check_output
+from tcompress.artifact.workplace import check_output, check_place, remove_model
 from tcompress.errors import (
     FitError,
     InputError,
@@ -24,7 +23,8 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.threshold import Threshold
-from tcompress.pipeline import data_of, measure, run_recipe, time_passes
+from tcompress.files import write_text
+from tcompress.pipeline import data_of, measure, run_recipe, teacher_of, time_passes
 from tcompress.progress import Progress, Silent
 from tcompress.reading.tables import check_data
 from tcompress.recipe.schema import Evaluate, Recipe
@@ -37,6 +37,7 @@ from tcompress.sweeping import records
 from tcompress.sweeping.cells import Cell, cells_of
 from tcompress.sweeping.outcome import Done, Stopped, Swept, fallback_metric
 from tcompress.sweeping.records import Record, Stage
+from tcompress.training.setup import check_run
 
 STATE = ".sweep"
 """Folder inside the output with what is known so far."""
@@ -108,8 +109,9 @@ def _claimed(folder: Path, force: bool) -> Iterator[None]:
     Of a run that ends before anything is known, nothing stays.
     """
     state = folder / STATE
-    if not state.is_dir():
-        check_output(folder, force=force)
+    check_place(folder)
+    if not state.is_dir() and not force:
+        check_output(folder, force=False)
     made = [place for place in (state, *state.parents) if not place.exists()]
     state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(state / "lock")
@@ -160,6 +162,9 @@ class _Sweep:
         lacking = [cell.name for cell in work if self._lacks(cell)]
         if lacking:
             check_data(data_of(self.recipe))
+            if self.recipe.finetune is not None:
+                teacher = teacher_of(self.recipe, self.source, self.token)
+                check_run(self.source, teacher, self.recipe.finetune)
         self.dense = self._dense()
         for cell in work:
             if cell.name not in lacking:
@@ -190,7 +195,7 @@ class _Sweep:
             assert baseline is not None
             stage.metrics[key] = scores[0].metrics
             stage.baselines[key] = replace(baseline, name=self.source.id).to_json()
-            records.write_text(path, stage.model_dump_json(indent=1))
+            write_text(path, stage.model_dump_json(indent=1))
         return stage
 
     def _baseline(self, item: Evaluate) -> Baseline:
@@ -215,7 +220,8 @@ class _Sweep:
             self.stopped[cell.name] = Stopped(cell.name, "failed", first_line(error))
         if self.recipe.sweep is not None and not self.recipe.sweep.keep_models:
             for folder in self._folders(cell):
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(InputError):  # it holds something of the user's
+                    remove_model(folder)
 
     def _record(self, cell: Cell) -> Record:
         """Reads what is known; folders that other settings have made are removed."""
@@ -224,11 +230,11 @@ class _Sweep:
         folders = self._folders(cell)
         if record is None or record.converted.identity != wanted[0].identity:
             for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_model(folder)
             record = Record(converted=wanted[0])
         trained = record.trained
         if len(wanted) > 1 and (trained is None or trained.identity != wanted[1].identity):
-            shutil.rmtree(folders[1], ignore_errors=True)
+            remove_model(folders[1])
             record.trained = wanted[1]
         self._keep(cell, record)
         return record
@@ -361,7 +367,7 @@ class _Sweep:
         swept = Swept.of(
             self.recipe, self.source, self.folder, self._report(self.dense), done, stopped
         )
-        records.write_text(
+        write_text(
             self.folder / "sweep.json",
             json.dumps({"schema": 1, **swept.to_json()}, indent=2, ensure_ascii=False),
         )
@@ -385,7 +391,7 @@ class _Sweep:
         return self.folder / STATE / f"{name}.json"
 
     def _keep(self, cell: Cell, record: Record) -> None:
-        records.write_text(self._record_path(cell.name), record.model_dump_json(indent=1))
+        write_text(self._record_path(cell.name), record.model_dump_json(indent=1))
 
 
 def _mute(text: str) -> None:

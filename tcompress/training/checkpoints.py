@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.errors import TrainingError
+from tcompress.files import beside, free_text, swap, sync, write_text
 
 _STATE = "run.json"
 
@@ -31,6 +33,7 @@ class RunState(BaseModel):
         stale: Validations since then.
         recent: Losses since the last validation.
         curve: Course of the run.
+        files: Bytes of the files of its checkpoint.
     """
 
     step: int = 0
@@ -44,6 +47,7 @@ class RunState(BaseModel):
     stale: int = 0
     recent: list[float] = Field(default_factory=list)
     curve: list[CurvePoint] = Field(default_factory=list)
+    files: dict[str, int] = Field(default_factory=dict)
 
 
 class Checkpoints:
@@ -58,9 +62,19 @@ class Checkpoints:
         self._kept: int | None = None  # step of the best weights that the last checkpoint needs
 
     def last(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = sorted(self.folder.glob("step-*[0-9]"))
-        return found[-1] if found else None
+        """The newest complete checkpoint; one that is cut off or damaged counts as none."""
+        found = [path for path in self.folder.glob("step-*[0-9]") if self._is_whole(path)]
+        return max(found, default=None)
+
+    def _is_whole(self, folder: Path) -> bool:
+        try:
+            state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
+            if state.best is not None:
+                with safe_open(self._best(state.best_step), "pt"):
+                    pass  # its header fits its size
+            return all((folder / name).stat().st_size == size for name, size in state.files.items())
+        except (OSError, ValueError, SafetensorError):
+            return False
 
     def save(
         self,
@@ -82,21 +96,30 @@ class Checkpoints:
             TrainingError: It cannot be written; the one before is still there.
         """
         target = self.folder / f"step-{state.step:08d}"
-        beside = self.folder / f"{target.name}.tmp"
+        unfinished = self.folder / f"{target.name}.tmp"
         try:
             if main:
-                shutil.rmtree(beside, ignore_errors=True)
-                beside.mkdir(parents=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
             wait()
-            write(beside)
+            write(unfinished)
             wait()
             if main:
-                (beside / _STATE).write_text(state.model_dump_json(), encoding="utf-8")
-                shutil.rmtree(target, ignore_errors=True)
-                beside.rename(target)
+                files = [path for path in unfinished.rglob("*") if path.is_file()]
+                sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+                written = state.model_copy(update={"files": sizes})
+                write_text(unfinished / _STATE, written.model_dump_json())
+                for path in (*files, unfinished):
+                    sync(path)
+                if target.exists():  # a resumed run may come back to its step
+                    swap(unfinished, target, target.with_suffix(".old.tmp"))
+                else:
+                    unfinished.rename(target)
         except Exception as error:  # safetensors and torch wrap errors of the disk in their own
-            shutil.rmtree(beside, ignore_errors=True)
-            raise _unwritten(f"the checkpoint of step {state.step:,}", error) from error
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise _unwritten(
+                f"the checkpoint of step {state.step:,}", error, self.folder
+            ) from error
         if main:
             self._kept = state.best_step
             self._forget(state.best_step)
@@ -120,15 +143,12 @@ class Checkpoints:
         Raises:
             TrainingError: They cannot be written; those before are still there.
         """
-        target = self._best(step)
-        beside = target.with_suffix(".tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: value.contiguous() for name, value in tensors.items()}, beside)
-            beside.rename(target)
+            with beside(self._best(step)) as other:
+                save_file({name: value.contiguous() for name, value in tensors.items()}, other)
         except Exception as error:
-            beside.unlink(missing_ok=True)
-            raise _unwritten("the best weights", error) from error
+            raise _unwritten("the best weights", error, self.folder) from error
         self._forget(step)
 
     def best(self, step: int) -> dict[str, Tensor]:
@@ -146,9 +166,10 @@ class Checkpoints:
                 path.unlink()
 
 
-def _unwritten(what: str, error: Exception) -> TrainingError:
+def _unwritten(what: str, error: Exception, folder: Path) -> TrainingError:
     text = str(error).strip().splitlines()
     return TrainingError(
-        f"{what} cannot be written ({type(error).__name__}: {text[0] if text else 'no reason'})",
+        f"{what} cannot be written ({type(error).__name__}: {text[0] if text else 'no reason'}); "
+        f"{free_text(folder)} on its disk",
         "free some disk space and run the same command again: it goes on where it was",
     )

@@ -86,6 +86,21 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
     return Data(train, validation, found.name, digest, found.classes, pad)
 
 
+def check_training_data(
+    source: SourceModel, options: TrainingData, task: Task | None, seed: int
+) -> None:
+    """Reads the data of a run without encoding it.
+
+    Raises:
+        DataError: There is no such data, or it is not what the model and the task take.
+    """
+    reader = _Reader(source, options, task, seed)
+    for name in options.source:
+        reader.read(name, options.split, options.samples)
+    if options.validation is not None:
+        reader.read(options.validation, options.validation_split, options.validation_samples)
+
+
 def _check_left(part: Sized, examples: Examples, what: str) -> None:
     """Raises an error if there is nothing, before or after encoding."""
     if not len(part):

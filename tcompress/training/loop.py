@@ -23,6 +23,7 @@ from tcompress.training.losses import Losses, tokens_in
 from tcompress.training.micro import examples_in, is_out_of_memory
 from tcompress.training.observe import Batch
 from tcompress.training.schedule import (
+    SURE,
     Pace,
     block_steps,
     highest_rate,
@@ -66,9 +67,10 @@ class Loop:
             setup.teacher.to(self.accelerator.device)  # type: ignore[arg-type]
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
-        self.state.total = total_steps(options, self.per_epoch)
+        self._most = self.state.total = total_steps(options, self.per_epoch)
         self.state.parts = min(options.accumulate, options.batch_size)
         self.pace = Pace(options.max_minutes, options.evaluate_every)
+        self._told = False  # how many steps the time allows
         self._validation = 0.0  # time that the first validation took, the same in all processes
         self._since = time.perf_counter()
         self._before = 0.0
@@ -97,12 +99,15 @@ class Loop:
             before = self._seconds()
             self._validate()
             self._validation = self._seconds() - before
+        self._agree(asked=False)
+        self.pace.possible(state.step, self._now)
+        begun = state.step
         self.model.train()
         with Stopping(self.say) as stopping:
             while not self._finished():
                 for batch in self._batches():
                     self._step(batch)
-                    self._between_steps(stopping)
+                    self._between_steps(stopping, begun)
                     if self._finished():
                         break
         if state.curve[-1].step != state.step:
@@ -111,10 +116,10 @@ class Loop:
         state.seconds = self._seconds()
         return state
 
-    def _between_steps(self, stopping: Stopping) -> None:
+    def _between_steps(self, stopping: Stopping, begun: int) -> None:
         step, options = self.state.step, self.setup.options
-        asked = self._agree(stopping.asked)
-        self._keep_pace()
+        asked = self._agree(asked=stopping.asked)
+        self._keep_pace(sure=step - begun >= SURE)
         if step % options.evaluate_every == 0 or step == self.state.total:
             self._validate()
         if asked or (step % options.checkpoint_every == 0 and step < self.state.total):
@@ -122,7 +127,7 @@ class Loop:
         if asked:
             raise KeyboardInterrupt
 
-    def _agree(self, asked: bool) -> bool:
+    def _agree(self, *, asked: bool) -> bool:
         """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
         self._now = self._seconds()
         if self.accelerator.num_processes > 1:
@@ -132,13 +137,17 @@ class Loop:
             self._now, self._validation, asked = float(told[0]), float(told[1]), bool(told[2] > 0)
         return asked
 
-    def _keep_pace(self) -> None:
+    def _keep_pace(self, *, sure: bool) -> None:
+        """Fits the schedule into the time that there is."""
         state = self.state
         possible = self.pace.possible(state.step, self._now, self._validation)
-        if possible is not None and possible < state.total:
-            state.total = possible
-            self.progress.shorten(possible)
-            self.say(f"{self.pace.minutes:g} minutes allow {possible:,} steps")
+        if possible is None:
+            return
+        state.total = min(possible, self._most)
+        self.progress.shorten(state.total)
+        if sure and not self._told and state.total < self._most:
+            self._told = True
+            self.say(f"{self.pace.minutes:g} minutes allow about {state.total:,} steps")
 
     def _step(self, batch: Batch) -> None:
         options, state = self.setup.options, self.state
@@ -161,7 +170,11 @@ class Loop:
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
             setup = self.setup
-            lower = highest_rate(setup.options, untrained=setup.untrained) / 4
+            usual = setup.options.model_copy(update={"learning_rate": None})
+            lower = min(
+                highest_rate(setup.options, untrained=setup.untrained) / 4,
+                highest_rate(usual, untrained=setup.untrained),
+            )
             raise TrainingError(
                 f"{what} is {value} at step {step:,}",
                 f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "
@@ -210,7 +223,8 @@ class Loop:
 
     def _note(self, loss: float) -> str:
         state, seconds = self.state, max(self._seconds(), 1e-9)
-        left = int((state.total - state.step) * seconds / max(1, state.step))
+        ahead = (state.total - state.step) * seconds / max(1, state.step)
+        left = max(0, int(min(ahead, self.pace.left(seconds))))
         return (
             f"loss {loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}  "
             f"{state.tokens / seconds:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor
 
 import tcompress
@@ -29,14 +28,16 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import Workplace, check_output, identity_of
-from tcompress.errors import InputError, TCompressError
+from tcompress.artifact.workplace import Workplace, check_output, identity_of, partial_folder
+from tcompress.errors import InputError
+from tcompress.files import write_text
 from tcompress.integration.devices import pick_device
 from tcompress.integration.reopen import Reopened, differs, unloadable
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
+from tcompress.source.companions import carry_files, stray_links
 from tcompress.source.text import first_line, listed
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.loop import Loop
@@ -96,10 +97,10 @@ def finetune(
         KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     output = Path(output).expanduser().absolute()
+    check_output(output, force=force)
     if isinstance(model, str):
         model = open_checked(model, token=token)
     _check_apart(output, model, "model")
-    check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
@@ -111,6 +112,8 @@ def finetune(
     say = say or (lambda text: None)
     for note in setup.data.notes:
         say(note)
+    for name in stray_links(model.folder, model.trust_remote_code):
+        say(f"`{name}` is a link out of the model's folder and is not carried along")
     run = _Run(model, teacher, setup, accelerator, output, manifest, force)
     return run.go(progress or Silent(), say)
 
@@ -128,41 +131,55 @@ class _Run:
     def go(self, progress: Progress, say: Say) -> Finetuned:
         main = self.accelerator.is_main_process
         with self._workplace() as place:
-            self.accelerator.wait_for_everyone()
-            folder = self.output.parent / f".{self.output.name}.partial"
+            # All processes have to know, and the main one alone looks.
+            done = broadcast_object_list([place is not None and place.published])[0]
+            folder = partial_folder(self.output)
             checkpoints = Checkpoints(folder / "checkpoints")
-            resumed = checkpoints.last() is not None
-            quiet = progress if main else Silent()
-            loop = Loop(self.setup, self.accelerator, checkpoints, quiet, say if main else _mute)
-            self.accelerator.init_trackers("tcompress")
-            with fast_precision(self.accelerator):
-                state = loop.run()
-            facts = self._facts(state, loop.validated)
-            weights = self.accelerator.get_state_dict(loop.model)
-            if place is not None:
-                self._write(place.model, weights, facts)
-                place.publish(force=self.force)
+            resumed = done or checkpoints.last() is not None
+            if done:
+                found = read_manifest(self.output)
+                assert found is not None  # it was written before the output was published
+                facts = found.training[-1]
+                self.accelerator.wait_for_everyone()
+                if place is not None:
+                    place.discard()
+            else:
+                quiet = progress if main else Silent()
+                facts = self._train(checkpoints, place, quiet, say if main else _mute)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
         return Finetuned(self.output, facts, resumed)
 
-    @contextmanager
-    def _workplace(self) -> Iterator[Workplace | None]:
+    def _train(
+        self, checkpoints: Checkpoints, place: Workplace | None, progress: Progress, say: Say
+    ) -> TrainingFacts:
+        if place is not None:
+            own = dict(self.setup.model.named_parameters())
+            best = sum(own[name].nbytes for name in self.setup.trained)
+            place.need(self.source.store.total_bytes + best)
+        loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
+        self.accelerator.init_trackers("tcompress")
+        with fast_precision(self.accelerator):
+            state = loop.run()
+        facts = self._facts(state, loop.validated)
+        weights = self.accelerator.get_state_dict(loop.model)
+        if place is not None:
+            self._write(place.model, weights, facts)
+            place.publish(force=self.force)
+        return facts
+
+    def _workplace(self) -> AbstractContextManager[Workplace | None]:
         """Opens the working folder in the main process; bad input leaves nothing behind."""
         if not self.accelerator.is_main_process:
-            yield None
-            return
-        place = Workplace(self.output, self._identity())
-        try:
-            yield place
-        except TCompressError as error:
+            return nullcontext()
+        place = Workplace(self.output, self._identity(), force=self.force)
+
+        def keeps(error: BaseException) -> bool:
             # What was trained so far is worth keeping, bad input is not.
             begun = Checkpoints(place.folder / "checkpoints").last() or any(place.model.iterdir())
-            place.discard() if isinstance(error, InputError) and not begun else place.close()
-            raise
-        except BaseException:
-            place.close()
-            raise
+            return bool(begun) or not isinstance(error, InputError)
+
+        return place.working(keeps)
 
     def _identity(self) -> str:
         setup = self.setup
@@ -219,13 +236,10 @@ class _Run:
         # Saving notes the dtype of the model, not of the weights that it was given.
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
-        for path in self.source.companion_files():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.source.folder / path, target)
+        carry_files(self.source.folder, self.source.companion_files(), folder)
         self._prove(folder, cast)
         manifest = self._manifest(facts)
-        (folder / CARD).write_text(model_card(manifest), encoding="utf-8")
+        write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
 
     def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
@@ -316,7 +330,7 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             mixed_precision=precision,
             log_with=list(options.trackers) or None,
             project_config=ProjectConfiguration(
-                project_dir=str(output.parent / f".{output.name}.partial"),
+                project_dir=str(partial_folder(output)),
                 logging_dir=str(output.parent / f"{output.name}-logs"),
             ),
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),

@@ -18,8 +18,10 @@ TASK_RATE = 1e-4
 SCRATCH_RATE = 1e-3
 """Likewise for models that begin at random; measured in docs/scratch.md."""
 
-_PACED = 20  # steps over which the pace is measured, after the first ones
-_FIRST = 5
+_FIRST = 5  # steps, or
+_EARLY = 0.1  # part of the time, before the pace is taken for known
+SURE = 25
+"""Steps after which it hardly changes any more."""
 
 
 def total_steps(options: Finetune, per_epoch: int) -> int:
@@ -91,7 +93,7 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 
 @dataclass
 class Pace:
-    """Finds out how many steps a time limit allows, so that the schedule still comes to its end.
+    """Finds out how many steps a time limit allows, so that the schedule comes to its end in time.
 
     Attributes:
         minutes: The limit; None for none.
@@ -103,24 +105,33 @@ class Pace:
     _times: list[tuple[int, float]] = field(default_factory=list)
 
     def possible(self, step: int, seconds: float, validation: float = 0.0) -> int | None:
-        """Total number of steps that the limit allows; known once, after some steps.
+        """Total number of steps that the limit allows at the pace so far.
 
         Args:
-            step: Steps done.
+            step: Steps done; the first call comes before those that count.
             seconds: Time spent.
             validation: Time that a validation takes.
+
+        Returns:
+            The number, None where there is no limit and while the pace is unknown: for some steps,
+            or a tenth of the time where steps take long.
         """
-        if self.minutes is None or len(self._times) > _FIRST + _PACED:
+        if self.minutes is None:
             return None
-        self._times.append((step, seconds))
-        if len(self._times) != _FIRST + _PACED + 1:
+        if len(self._times) < 3:
+            self._times.append((step, seconds))
+        first, limit = self._times[0][0], 60 * self.minutes
+        if step == first or (step - first <= _FIRST and seconds < _EARLY * limit):
             return None
-        before, start = self._times[_FIRST]
-        inside = (step - 1) // self.every - (before - 1) // self.every  # validations between
+        before, start = self._times[min(1, len(self._times) - 2)]  # the first step is a slow one
+        inside = (step - 1) // self.every - max(0, before - 1) // self.every  # validations between
         each = max((seconds - start - inside * validation) / (step - before), 1e-9)
-        left = 60 * self.minutes - seconds
-        return step + max(1, int(left / (each + validation / self.every)))
+        return step + max(0, int((limit - seconds) / (each + validation / self.every)))
+
+    def left(self, seconds: float) -> float:
+        """Returns the seconds that the limit leaves; infinite where there is none."""
+        return math.inf if self.minutes is None else 60 * self.minutes - seconds
 
     def over(self, seconds: float) -> bool:
         """Tells whether time is up."""
-        return self.minutes is not None and seconds > 60 * self.minutes
+        return self.left(seconds) < 0

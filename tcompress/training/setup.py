@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
-from tcompress.errors import InputError
+from tcompress.errors import InputError, Problems
+from tcompress.integration.devices import pick_device
 from tcompress.integration.models import load_model
 from tcompress.mechanisms.module import MechanismModule
 from tcompress.planning.entries import DepthPlan
@@ -26,7 +27,7 @@ from tcompress.structures.embedding import StructuredEmbedding
 from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear
 from tcompress.structures.side import SideModule
-from tcompress.training.data import Data, load_data
+from tcompress.training.data import Data, check_training_data, load_data
 from tcompress.training.heads import head_options
 from tcompress.training.objectives import OBJECTIVES, Objective, Setting
 from tcompress.training.observe import Observer, skeleton_anatomy
@@ -138,6 +139,33 @@ def set_up(
         trained=trained,
         untrained=manifest is not None and manifest.is_untrained,
     )
+
+
+def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
+    """Refuses, before any work, what a run on a model made of the source would meet.
+
+    Args:
+        source: The dense model that the student is made from.
+        teacher: The teacher, if there is one.
+        options: The settings.
+
+    Raises:
+        InputError: Teacher, data, device and task do not fit one another; names all problems.
+    """
+    problems = Problems()
+    with problems.collected():
+        pick_device(options.device)
+    names: dict[str, float] = {}
+    with problems.collected():
+        names = objective_names(source, teacher, options, drawn=source.seed is not None)
+    if teacher is not None:
+        with problems.collected():
+            check_teacher(source, teacher)
+    with problems.collected():
+        pooling = _pooling(source, options, names)
+        task = TASKS[options.task](pooling) if options.task else None
+        check_training_data(source, options.data, task, options.seed)
+    problems.report()
 
 
 def _observed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from tcompress.anatomy import Anatomy
@@ -50,7 +51,7 @@ def find_teacher(
     if local_folder(facts.id) is not None and source.store.fingerprint() != facts.fingerprint:
         raise SourceError(
             f"`{facts.id}` is not the model that was converted: its weights have changed",
-            f"convert it again, or insist on it: `--teacher {facts.id}`",
+            f"convert it again, or insist on it: `--teacher {shlex.quote(facts.id)}`",
         )
     return source
 

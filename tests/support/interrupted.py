@@ -7,6 +7,9 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +19,7 @@ import torch
 from transformers import AutoModel
 
 from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.files import _exchange
 from tcompress.recipe.schema import Convert
 from tests.support.conversions import calibration, recipe
 
@@ -54,13 +58,14 @@ def assert_nothing_left(output: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Checksums of all files; without the date, the duration and so the digest of the manifest."""
+    """Checksums of all files; without dates, durations and so the digest of the manifest."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             content = path.read_bytes()
             if path.name == "tcompress.json":
                 facts = {**json.loads(content), "created": "", "seconds": 0, "digest": ""}
+                facts["training"] = [{**run, "seconds": 0} for run in facts["training"]]
                 content = json.dumps(facts).encode()
             found[str(path.relative_to(folder))] = hashlib.sha256(content).hexdigest()
     return found
@@ -98,6 +103,78 @@ class Killer:
 def die(*args: object, **options: object) -> None:
     """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def _watch(folder: Path, operation: int) -> None:
+    """Kill this process before an operation on files in a folder; by number, from 1."""
+    left = operation
+
+    def seen(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        changes = bool(args[2] & _WRITING) if event == "open" else event in _CHANGES
+        # Whole trees are removed by names within open folders.
+        in_tree = event == "os.remove" and args[1] != -1
+        if changes and (in_tree or str(args[0]).startswith(str(folder))):
+            left -= 1
+            if not left:
+                die()
+
+    sys.addaudithook(seen)
+
+
+def _work(
+    work: Callable[..., object], args: tuple[Any, ...], folder: Path, operation: int, begun: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.fsync = lambda _: None
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if operation:
+        _watch(folder, operation)
+    begun.set()
+    work(*args)
+
+
+def killed(
+    work: Callable[..., object],
+    *args: Any,
+    folder: Path,
+    operation: int = 0,
+    seconds: float | None = None,
+) -> bool:
+    """Run something in another process, and kill it.
+
+    Args:
+        work: A function of a module.
+        args: Its arguments.
+        folder: Where it writes.
+        operation: The operation on a file there at which to kill it, from 1.
+        seconds: Kill it after this time instead.
+
+    Returns:
+        Whether it was killed; otherwise it had ended well before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)
+    begun = context.Event()
+    process = context.Process(target=_work, args=(work, args, folder, operation, begun))
+    process.start()
+    begun.wait(120)
+    if seconds is not None:
+        time.sleep(seconds)
+        process.kill()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return process.exitcode != 0
+
+
+def convert_again(source: Path, output: Path, aware: bool, force: bool, swaps: bool = True) -> None:
+    """Convert a tiny bert, on a system that can exchange two folders in one step, or cannot."""
+    with patch("tcompress.files._exchange", _exchange if swaps else lambda *_: False):
+        run(source, output, aware, force=force)
 
 
 def convert_until_killed(

@@ -35,6 +35,7 @@ CASES: Mapping[str, tuple[MechanismSpec, Host, int]] = {
     "hot-sum": (KroneckerSpec(pool="sum"), VIDEO, 12),
     "hot-folded": (KroneckerSpec(fold=3), TEXT, 8),
     "hot-favor": (KroneckerSpec(kernel="favor", features=6), VIDEO, 12),
+    "hot-smreg": (KroneckerSpec(kernel="smreg", features=6, pool="sum"), VIDEO, 12),
     "hot-favor-folded": (KroneckerSpec(kernel="favor", features=6, fold=4), TEXT, 6),
     "tam-cp": (TamSpec(cores=2), TEXT, 6),
     "tam-aligned": (TamSpec(core="aligned"), TEXT, 6),

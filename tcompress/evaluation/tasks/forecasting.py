@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tcompress.errors import DataError
 from tcompress.evaluation.runner import Runner, checked
@@ -17,6 +19,11 @@ from tcompress.reading.examples import Examples, Needs
 from tcompress.reading.inputs import grid_shape, inputs_of, window_of
 from tcompress.reading.series import Windows
 from tcompress.source import SourceModel
+
+FITTED_ROWS, RIDGE = 2**16, 1e-3
+"""Rows that the linear forecast is fitted to, and its ridge in units of their mean square."""
+
+Forecast = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class _Prepared(Prepared):
         return len(self._windows)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
+        self.facts.setdefault("naive", naive_errors(self._windows))
         squares, sizes = [], []
         for first in range(0, self.units, runner.batch_size):
             past, future = self._windows.batch(slice(first, first + runner.batch_size))
@@ -92,3 +100,57 @@ class _Prepared(Prepared):
             ratio(name, checked(torch.cat(values)).numpy(), higher_is_better=False)
             for name, values in (("mse", squares), ("mae", sizes))
         ]
+
+
+def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
+    """Measures forecasts that need no model: what every model has to beat.
+
+    Args:
+        windows: What is measured.
+
+    Returns:
+        `mse` and `mae` by name of the forecast, of the values that models are measured on.
+    """
+    forecasts: dict[str, Forecast] = {
+        "last value": lambda past: past[:, -1:],
+        "context mean": lambda past: past.mean(1, keepdim=True),
+    }
+    linear = _linear(windows)
+    if linear is not None:
+        forecasts["linear"] = linear
+    sums = {name: [0.0, 0.0] for name in forecasts}
+    for first in range(0, len(windows), 256):
+        past, future = (part.double() for part in windows.batch(slice(first, first + 256)))
+        for name, forecast in forecasts.items():
+            error = forecast(past) - future
+            sums[name][0] += float(error.square().mean((1, 2)).sum())
+            sums[name][1] += float(error.abs().mean((1, 2)).sum())
+    return {
+        name: {"mse": mse / len(windows), "mae": mae / len(windows)}
+        for name, (mse, mae) in sums.items()
+    }
+
+
+def _linear(windows: Windows) -> Forecast | None:
+    """One linear map from a context to a horizon for all variables, fitted to the training part.
+
+    Values count less the last of the context; None without a training part.
+    """
+    last = windows.train - windows.context - windows.horizon
+    if last < 0:
+        return None
+    step = -(-(last + 1) * len(windows.variables) // FITTED_ROWS)
+    training = replace(windows, starts=np.arange(0, last + 1, step))
+    gram, cross = 0.0, 0.0
+    for first in range(0, len(training), 256):
+        past, future = (part.double() for part in training.batch(slice(first, first + 256)))
+        x, y = ((part - past[:, -1:]).mT.flatten(0, 1) for part in (past, future))
+        gram, cross = gram + x.mT @ x, cross + x.mT @ y
+    gram = torch.as_tensor(gram)
+    level = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
+    weight = torch.linalg.solve(gram + level * torch.eye(len(gram)).to(gram), cross)
+
+    def forecast(past: Tensor) -> Tensor:
+        return past[:, -1:] + (weight.mT @ (past - past[:, -1:]))
+
+    return forecast

@@ -1,0 +1,236 @@
+"""Files that are written whole or not at all, and words for disks that refuse them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tcompress.errors import DiskError, InputError, TCompressError
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+_HERE = -100  # AT_FDCWD
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (
+    *_FULL,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+    errno.EXDEV,
+    errno.EBUSY,
+)
+_KINDS = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISCHR, "a device"),
+)
+
+
+def kind_of(path: Path) -> str | None:
+    """Says what a path is, links not followed: None for a folder, "" where there is nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return next((word for test, word in _KINDS if test(mode)), None)
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Gives a place to write to, which takes the place of a file when all is on the disk.
+
+    A kill leaves the file as it was, and at most something that ends in `.tmp`.
+
+    Args:
+        path: The file; a link is replaced, not followed.
+
+    Raises:
+        OSError: The disk is full, or refuses the file, which is as it was.
+    """
+    other = _beside(path)
+    try:
+        other.unlink(missing_ok=True)
+        yield other
+        sync(other)
+        other.replace(path)
+    except BaseException:
+        with suppress(OSError):  # what went wrong first counts
+            other.unlink(missing_ok=True)
+        raise
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file; see `beside`."""
+    with beside(path) as other, other.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with what is in it, or a link; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def swap(new: Path, old: Path, aside: Path) -> None:
+    """Puts a folder in the place of another one, at once where the system can do that.
+
+    Args:
+        new: Folder that is wanted; then the other one, or nothing.
+        old: Where it is wanted.
+        aside: Where the other one goes if the system needs two steps.
+    """
+    if _exchange(new, old):
+        return
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        aside.rename(old)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; tells whether the system can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None or not sys.platform.startswith("linux"):
+        return False
+    sys.audit("os.rename", str(one), str(other), -1, -1)
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def disk_error(
+    error: BaseException, place: Path | None = None, needed: int | None = None
+) -> DiskError | None:
+    """Puts what a disk refuses into words; None for what has other reasons.
+
+    Args:
+        error: What was raised; other libraries wrap it in errors of their own.
+        place: What was being written, if that is known.
+        needed: Bytes that are still to be written, if that is known.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(found[1])
+    if isinstance(error, TCompressError) or number not in _REFUSED:
+        return None
+    named = error.filename if isinstance(error, OSError) else None
+    if number in _FULL:
+        return full_disk(place or Path(named or "."), needed)
+    return DiskError(
+        f"`{named or place or 'a file'}` cannot be used ({os.strerror(number)})",
+        "change its permissions, or choose another place",
+    )
+
+
+def full_disk(place: Path, needed: int | None = None) -> DiskError:
+    """Makes the error of a full disk.
+
+    Args:
+        place: What cannot be written.
+        needed: Bytes that are needed, if that is known.
+    """
+    free = free_bytes(place)
+    lacking = "" if needed is None else f" of {_size(needed)} that are needed"
+    if needed is not None and needed > free:
+        lacking += f": {_size(needed - free)} are missing"
+    return DiskError(
+        f"there is no space for `{place}`: {free_text(place)} on its disk{lacking}",
+        "free some disk space, then run the same command again: what was done is kept",
+    )
+
+
+def check_space(place: Path, needed: int) -> None:
+    """Refuses work for which a disk has no room.
+
+    Raises:
+        DiskError: Less is free than is needed.
+    """
+    if needed > free_bytes(place):
+        raise full_disk(place, needed)
+
+
+def free_bytes(place: Path) -> int:
+    """Bytes that are free where something is, or will be, written."""
+    place = place.absolute()
+    while not place.is_dir():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def free_text(place: Path) -> str:
+    """Says how much is free where something is, or will be, written."""
+    return f"{_size(free_bytes(place))} are free"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count:,} bytes"
+
+
+def check_file(path: Path) -> None:
+    """Refuses, before any work, a file that cannot be written.
+
+    Raises:
+        InputError: It is no ordinary file, or its folder is missing or takes no files.
+    """
+    try:
+        kind = kind_of(path)
+        if kind is None:
+            raise InputError(
+                f"`{path}` is a folder, expected the name of a file",
+                f"such as `{path / 'report.html'}`",
+            )
+        if kind not in ("", "a file", "a link") or not (path.is_file() or not path.exists()):
+            raise InputError(f"`{path}` is {kind}, not an ordinary file", "give another name")
+        if not path.parent.is_dir():
+            raise InputError(
+                f"there is no folder `{path.parent}` to write `{path.name}` to",
+                "make the folder first",
+            )
+        _beside(path).open("x").close()
+        _beside(path).unlink()
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: Exception) -> TCompressError:
+    """Says why something cannot be written."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return full_disk(path)
+    reason = getattr(error, "strerror", None) or str(error)
+    shown = str(path) if len(str(path)) <= 120 else f"{str(path)[:60]}…{str(path)[-20:]}"
+    return InputError(f"`{shown}` cannot be written ({reason})", "choose another place")

@@ -1,0 +1,187 @@
+"""Commands that are killed and run again: the same bytes, and no model is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcompress.conversion.run import convert
+from tcompress.errors import InputError
+from tests.support.cli import run as command
+from tests.support.interrupted import contents, convert_again, killed, several_files
+from tests.support.model_folders import sentences, text_file
+from tests.support.tiny import build
+from tests.support.training import settings, small_encoder, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of working.
+
+    Attributes:
+        work: What is killed and done again, with the folder of models and its own folder.
+        force: Whether it replaces an older model.
+    """
+
+    work: Callable[[Path, Path], object]
+    force: bool = False
+
+
+def _convert(models: Path, folder: Path) -> None:
+    convert_again(models / "dense", folder / "out", aware=False, force=False)
+
+
+def _fitted(models: Path, folder: Path) -> None:
+    convert_again(models / "dense", folder / "out", aware=True, force=False)
+
+
+def _replaced(models: Path, folder: Path) -> None:
+    convert_again(models / "dense", folder / "out", aware=False, force=True)
+
+
+def _replaced_in_two_steps(models: Path, folder: Path) -> None:
+    convert_again(models / "dense", folder / "out", aware=False, force=True, swaps=False)
+
+
+def _searched(models: Path, folder: Path) -> None:
+    """With trials of several methods."""
+    recipe = several_files(method={"name": "auto"}, target=0.5, calibration=_sentences(models))
+    convert(str(models / "bert"), recipe, folder / "out")
+
+
+def _finetuned(models: Path, folder: Path) -> None:
+    data = {"source": [str(models / "texts.txt")]}
+    train(models / "bert-small", folder / "out", data=data, steps=5, checkpoint_every=2)
+
+
+def _recipe(models: Path, folder: Path) -> None:
+    done = command("run", models / "recipe.yaml", "-o", folder / "out", "--quiet")
+    assert done.code == 0, done.err
+
+
+def _sentences(models: Path) -> dict[str, Any]:
+    data = {"source": str(models / "texts.txt"), "samples": 12, "max_length": 16, "batch_size": 4}
+    return data | {"holdout": 0.25}
+
+
+ROWS = {
+    "convert": Row(_convert),
+    "convert, fitted": Row(_fitted),
+    "convert, auto": Row(_searched),
+    "convert --force": Row(_replaced, force=True),
+    "convert --force, two steps": Row(_replaced_in_two_steps, force=True),
+    "finetune": Row(_finetuned),
+    "run": Row(_recipe),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    build("bert").save_pretrained(folder / "dense")
+    build("bert", seed=1).save_pretrained(folder / "other")
+    small_encoder(folder)
+    text_file(folder / "texts.txt", sentences(40))
+    convert_again(folder / "other", folder / "old", aware=False, force=False)
+    recipe = {
+        "recipe_version": 1,
+        "model": str(folder / "bert"),
+        "convert": {"method": {"name": "svd"}, "target": 0.5, "calibration": _sentences(folder)},
+        "finetune": settings(
+            data={"source": [str(folder / "texts.txt")]}, steps=3, checkpoint_every=2
+        ).model_dump(mode="json", exclude_defaults=True),
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+@dataclass
+class Trial:
+    """A row with a folder for each kill."""
+
+    row: Row
+    models: Path
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        whole = self._fresh("whole")
+        start = time.monotonic()
+        self.row.work(self.models, whole)
+        self.seconds = time.monotonic() - start
+        self.wanted = _results(whole)
+        self.old = contents(self.models / "old")
+
+    def _fresh(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir()
+        if self.row.force:
+            shutil.copytree(self.models / "old", folder / "out")
+        return folder
+
+    def kill(self, *, operation: int = 0, seconds: float | None = None) -> bool:
+        """Kills the work once and does it again; whether it was still at work then."""
+        folder = self._fresh("killed")
+        moment: dict[str, Any] = {"operation": operation, "seconds": seconds}
+        was = killed(self.row.work, self.models, folder, folder=folder, **moment)
+        if was:
+            self._check_between(folder)
+            try:
+                self.row.work(self.models, folder)
+            except InputError as error:  # it had come to its very end
+                if "is not empty" not in error.message:
+                    raise
+        assert _results(folder) == self.wanted, moment
+        assert not list(folder.glob(".*")), moment
+        shutil.rmtree(folder)
+        return was
+
+    def _check_between(self, folder: Path) -> None:
+        """What stands under the output's name is whole, and the old model is somewhere."""
+        found = _results(folder)
+        if "out" in found:
+            assert found["out"] in (self.old, self.wanted["out"])
+        elif self.row.force:
+            assert contents(folder / ".out.partial" / "replaced") == self.old
+
+
+def _results(folder: Path) -> dict[str, dict[str, str]]:
+    """Checksums of all finished folders."""
+    return {path.name: contents(path) for path in sorted(folder.glob("[!.]*"))}
+
+
+@pytest.mark.parametrize("name", ["convert", "convert --force", "convert --force, two steps"])
+def test_killed_at_some_operations(name: str, models: Path, tmp_path: Path) -> None:
+    """The last ones, where models take places, and some before."""
+    trial = Trial(ROWS[name], models, tmp_path / "trial")
+    moments = {"convert": (3, 20, 47, 53), "convert --force": (48, 51, 53, 57, 60)}
+    for operation in moments.get(name, (52, 53, 54)):
+        assert trial.kill(operation=operation)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ROWS)
+def test_killed_at_every_operation(name: str, models: Path, tmp_path: Path) -> None:
+    trial = Trial(ROWS[name], models, tmp_path / "trial")
+    operation = 1
+    while trial.kill(operation=operation):
+        operation += 1
+    assert operation > 40
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["convert", "convert --force", "finetune", "run"])
+def test_killed_at_any_moment(name: str, models: Path, tmp_path: Path) -> None:
+    trial, moments = Trial(ROWS[name], models, tmp_path / "trial"), random.Random(0)
+    for _ in range(60):
+        trial.kill(seconds=moments.random() * trial.seconds)

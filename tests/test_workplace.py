@@ -1,0 +1,332 @@
+"""The working folder, what it refuses, and how its result takes the output's place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcompress import files
+from tcompress.artifact import workplace
+from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder
+from tcompress.errors import DiskError, InputError
+from tcompress.files import beside, write_text
+from tests.support.cli import run
+
+
+def model(folder: Path, text: str) -> Path:
+    """Writes what looks like a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(text)
+    (folder / "model.safetensors").write_text(text)
+    return folder
+
+
+def work(output: Path, text: str, *, force: bool = False, identity: str = "x") -> Workplace:
+    """A working folder with a finished model in it."""
+    place = Workplace(output, identity, force=force)
+    model(place.model, text)
+    place.note("shard", file="model.safetensors")
+    return place
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Outputs
+
+
+def listen(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+NODES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file": (lambda path: path.write_text("mine"), "is a file"),
+    "pipe": (os.mkfifo, "is a named pipe"),
+    "socket": (listen, "is a socket"),
+    "link": (lambda path: path.symlink_to("elsewhere"), "is a link to `elsewhere`"),
+}
+
+
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("force", [False, True])
+def test_outputs_that_are_no_folders(
+    node: str, force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything is looked at: there is no such model."""
+    monkeypatch.chdir(tmp_path)  # addresses of sockets are short
+    make, words = NODES[node]
+    make(Path("out"))
+    before = Path("out").lstat().st_ino
+    done = run("convert", "./no-such-model", "-o", "out", *(["--force"] if force else []))
+    assert done.code == 2
+    assert words in done.err
+    assert Path("out").lstat().st_ino == before
+    assert left(tmp_path) == ["out"]
+
+
+def test_an_output_that_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = os.stat_result((stat.S_IFCHR | 0o666, *[0] * 9))
+    monkeypatch.setattr(Path, "lstat", lambda self: device)
+    with pytest.raises(InputError, match=r"out` is a device"):
+        check_output(tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["file/sub", "file/a/b", "n" * 300, "n" * 250, "a/" + "n" * 300, "/proc/out"]
+)
+@pytest.mark.parametrize("command", ["convert", "finetune", "export"])
+def test_places_that_take_no_folder(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    data = ["--data", "none.txt"] if command == "finetune" else []
+    done = run(command, "./no-such-model", *data, "-o", name)
+    assert done.code == 2
+    assert "cannot be written (" in done.err
+    assert left(tmp_path) == ["file"]
+
+
+def test_a_folder_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match=r"cannot be written \(Permission denied\)"):
+        check_output(tmp_path / "out", force=False)
+    assert left(tmp_path) == []
+
+
+def test_checking_leaves_no_trace(tmp_path: Path) -> None:
+    partial_folder(tmp_path / "out").mkdir()  # as a kill may leave it
+    check_output(tmp_path / "out", force=False)
+    check_output(tmp_path / "a" / "b" / "out", force=False)
+    assert left(tmp_path) == []
+
+
+# --force
+
+FOREIGN: dict[str, tuple[list[str], str]] = {
+    "documents": (["a.txt", "b.txt", "c.txt", "thesis.pdf"], "`c.txt` and 1 more and no model"),
+    "config alone": (["config.json"], "holds `config.json` and no model"),
+    "repository": (["config.json", "model.safetensors", ".git"], "and a `.git`"),
+}
+
+
+@pytest.mark.parametrize("names", FOREIGN)
+def test_force_replaces_models_only(names: str, tmp_path: Path) -> None:
+    output = tmp_path / "docs"
+    output.mkdir()
+    for name in FOREIGN[names][0]:
+        (output / name).write_text("mine")
+    done = run("convert", "./no-such-model", "-o", output, "--force")
+    assert done.code == 2
+    assert FOREIGN[names][1] in done.err
+    assert left(output) == sorted(FOREIGN[names][0])
+
+
+def test_force_replaces_what_tcompress_wrote(tmp_path: Path) -> None:
+    """Whatever has become of it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tcompress.json").touch()
+    check_output(tmp_path / "out", force=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="only Linux exchanges two names at once")
+def test_readers_always_find_a_model(tmp_path: Path) -> None:
+    output, failures, over = model(tmp_path / "out", "old"), [], threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                (output / "config.json").read_text()
+            except OSError as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(100):
+        work(output, f"{turn}", force=True).publish(force=True)
+    over.set()
+    reader.join()
+    assert not failures
+    assert (output / "config.json").read_text() == "99"
+    assert left(tmp_path) == ["out"]
+
+
+def test_systems_that_rename_in_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails takes the other one back."""
+    output = model(tmp_path / "out", "old")
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    place, inner = work(output, "new", force=True), Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "model":
+            raise OSError(errno.EIO, "Input/output error")
+        return inner(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(OSError, match="Input/output"):
+            place.publish(force=True)
+    assert (output / "config.json").read_text() == "old"
+    place.publish(force=True)
+    assert (output / "config.json").read_text() == "new"
+    assert left(tmp_path) == ["out"]
+
+
+# What runs of earlier versions left behind when they were killed
+
+
+def test_the_old_model_is_put_back(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    model(partial_folder(output) / "replaced", "old")
+    with pytest.raises(InputError, match="is not empty"):
+        Workplace(output, "another command")
+    assert (output / "config.json").read_text() == "old"
+    place = work(output, "new", force=True)
+    place.publish(force=True)
+    assert (output / "config.json").read_text() == "new"
+
+
+def test_a_clean_up_that_was_cut_short(tmp_path: Path) -> None:
+    output = model(tmp_path / "out", "new")
+    (partial_folder(output) / "replaced" / "half").mkdir(parents=True)
+    work(output, "newer", force=True).publish(force=True)
+    assert (output / "config.json").read_text() == "newer"
+    assert left(tmp_path) == ["out"]
+
+
+# The working folder
+
+
+def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, refused = workplace.remove, []
+
+    def remove(path: Path) -> None:
+        with pytest.raises(InputError, match="another run is writing") as failed:
+            Workplace(tmp_path / "out", "y", force=True)
+        refused.append(failed.value)
+        inner(path)
+
+    place = work(tmp_path / "out", "new")
+    monkeypatch.setattr(workplace, "remove", remove)
+    place.publish(force=False)
+    assert refused
+    assert left(tmp_path) == ["out"]
+
+
+def test_working_folders_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, own = partial_folder(tmp_path / "out"), os.geteuid()
+    folder.mkdir()
+    (folder / "identity").write_text("x")
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    for refuse in (check_place, lambda output: Workplace(output, "x")):
+        with pytest.raises(InputError, match=f"belongs to user {own}"):
+            refuse(tmp_path / "out")
+    assert left(folder) == ["identity"]
+
+
+def test_a_link_in_place_of_the_working_folder(tmp_path: Path) -> None:
+    victim = model(tmp_path / "victim", "mine")
+    partial_folder(tmp_path / "out").symlink_to(victim)
+    for refuse in (check_place, lambda output: Workplace(output, "x")):
+        with pytest.raises(InputError, match="is a link, which no run of tcompress makes"):
+            refuse(tmp_path / "out")
+    assert left(victim) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model", "lock", "identity", "journal.jsonl", "blocks", "x.tmp"])
+def test_links_inside_are_not_followed(name: str, tmp_path: Path) -> None:
+    victim, output = tmp_path / "victim", tmp_path / "out"
+    if name in ("model", "blocks"):
+        model(victim, "mine")
+    else:
+        victim.write_text("mine")
+    partial_folder(output).mkdir(mode=0o700)
+    (partial_folder(output) / name).symlink_to(victim)
+    work(output, "new").publish(force=False)
+    mine = victim if victim.is_file() else victim / "config.json"
+    assert mine.read_text() == "mine"
+    assert not output.is_symlink()
+    assert left(tmp_path) == ["out", "victim"]
+
+
+def test_a_working_folder_that_others_may_write(tmp_path: Path) -> None:
+    """Nothing of it counts."""
+    work(tmp_path / "out", "planted").close()
+    assert stat.S_IMODE(partial_folder(tmp_path / "out").stat().st_mode) == 0o700
+    partial_folder(tmp_path / "out").chmod(0o777)
+    place = Workplace(tmp_path / "out", "x")
+    assert not place.resumed
+    assert not left(place.model)
+    assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe\x00", b"null", b'{"kind": 1}\n[]'])
+@pytest.mark.parametrize("name", ["identity", "journal.jsonl", "publishing"])
+def test_damaged_notes_are_no_obstacle(name: str, damage: bytes, tmp_path: Path) -> None:
+    work(tmp_path / "out", "old").close()
+    (partial_folder(tmp_path / "out") / name).write_bytes(damage)
+    place = work(tmp_path / "out", "new")
+    place.note("shard", file="b")
+    assert place.notes("shard")[-1]["file"] == "b"
+    place.publish(force=False)
+    assert left(tmp_path) == ["out"]
+
+
+# Files and disks
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    write_text(path, "old")
+    with pytest.raises(LookupError), beside(path) as other:
+        other.write_text("ne" + {}["new"])
+    assert path.read_text() == "old"
+    assert left(tmp_path) == ["facts.json"]
+
+
+def _no_room(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage: Any = type("Usage", (), {"free": free})
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing, and where; the work can go on later."""
+    place = work(tmp_path / "out", "new")
+    place.need(1000)
+    _no_room(monkeypatch, 250_000)
+    with pytest.raises(DiskError) as failed, place.working():
+        place.need(2_000_003)
+    assert failed.value.message == (
+        f"there is no space for `{tmp_path / 'out'}`: 0.2 MB are free on its disk of 2.0 MB that "
+        "are needed: 1.8 MB are missing"
+    )
+    assert "run the same command again" in (failed.value.hint or "")
+    assert Workplace(tmp_path / "out", "x").resumed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_becomes_full(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _no_room(monkeypatch, 10)
+    place = work(tmp_path / "out", "new")
+    words = r"there is no space for .*: 10 bytes are free"
+    with pytest.raises(DiskError, match=words), place.working():
+        raise error
+    assert Workplace(tmp_path / "out", "x").resumed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,7 +169,7 @@ def test_json_is_one_document(model: Path) -> None:
 
 
 def test_force_replaces_the_output(model: Path) -> None:
-    Path("out").mkdir()
+    shutil.copytree(model, "out")
     Path("out/old.txt").touch()
     done = run("convert", model, "--calib", "none", "-o", "out", "--force", "--quiet")
     assert done.code == 0

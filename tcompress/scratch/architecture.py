@@ -60,9 +60,7 @@ def open_architecture(
     try:
         check_counts(sizes)
     except ValueError as error:
-        raise RecipeError(
-            f"`architecture`: {error}", "check the sizes in `architecture`"
-        ) from error
+        raise RecipeError(f"`architecture` {error}", "check the sizes in `architecture`") from error
     bare = _built(kind, {}, problems=[])
     model_class = _model_class(bare, names, problems)
     if problems:

@@ -132,4 +132,6 @@ def check_counts(settings: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             check_counts(value)
         elif type(value) is int and ("layer" in key or "depth" in key) and value > MOST_LAYERS:
-            raise ValueError(f"has {str(value)[:40]} as `{key}`, expected at most {MOST_LAYERS:,}")
+            raise ValueError(
+                f"has `{str(value)[:40]}` as `{key}`, expected at most {MOST_LAYERS:,}"
+            )

@@ -168,9 +168,7 @@ def test_unknown_families_keys_and_classes_are_named() -> None:
     )
     with pytest.raises(RecipeError, match="is no class for `bert`"):
         open_architecture(architecture(**{"class": "GPT2Model"}), 0)
-    with pytest.raises(
-        RecipeError, match="has `2000000000` as `num_hidden_layers`, expected at most"
-    ):
+    with pytest.raises(RecipeError, match="has `2000000000` as `num_hidden_layers`"):
         open_architecture(architecture(num_hidden_layers=2 * 10**9), 0)  # would never be built
     with pytest.raises(RecipeError, match="`BertConfig` refuses the sizes"):
         open_architecture(architecture(hidden_size="wide"), 0)

@@ -464,3 +464,7 @@ def test_a_transform_is_judged_by_what_slices_explain_of_each_weight(output: boo
         fits = [a @ torch.linalg.lstsq(a, b).solution for a, b in pairs]
         explained.append(sum(fit.square().sum() for fit in fits) / y.square().sum())
     assert float(found) == pytest.approx(float(sum(explained) / 2), rel=1e-3)
+
+
+def test_of_two_blocks_as_close_the_smaller_one_is_taken() -> None:
+    assert nearest_block(12, 5) == 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tcompress
-from tcompress.artifact.workplace import Workplace
+from tcompress.artifact.workplace import Workplace, check_output
 from tcompress.errors import InputError, RecipeError
 from tcompress.recipe.schema import Convert, Finetune
 from tests.support.tiny import build
@@ -71,12 +71,14 @@ def test_what_is_finished_is_not_thrown_away(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not empty"):
         place.publish(force=False)
     place.discard()
+    (tmp_path / "out" / "note.txt").unlink()
     again = Workplace(tmp_path / "out", "same")
     assert (again.model / "weights").read_text() == "made"
     again.close()
 
 
 def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
     with pytest.raises(InputError, match="is where another disk is mounted"):
-        Workplace(tmp_path / "out", "same").publish(force=False)
+        check_output(tmp_path / "out", force=False)

@@ -170,7 +170,8 @@ def test_copies_do_not_carry_the_weight(how: str) -> None:
     assert_close(quietly(made, x), quietly(layer, x))
     assert built(made) is not None
     assert built(made) is not built(layer)
-    assert len(pickle.dumps(layer)) == len(pickle.dumps(made))
+    more = len(pickle.dumps(made)) - len(pickle.dumps(layer))
+    assert abs(more) < layer.in_features * layer.out_features  # names may be stored once or twice
 
 
 def test_autocast_and_low_precision() -> None:

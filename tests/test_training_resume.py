@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from tcompress.artifact.checksums import seal
+from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import DiskError, InputError, TrainingError
 from tcompress.training.checkpoints import Checkpoints, RunState
@@ -167,6 +169,9 @@ def test_a_changed_model_starts_afresh(tmp_path: Path) -> None:
     other = train(model, tmp_path / "other", data=data, steps=2)
     for path in other.folder.glob("*.safetensors"):
         (model / path.name).write_bytes(path.read_bytes())
+    manifest = read_manifest(model)
+    assert manifest is not None
+    write_manifest(model, manifest.model_copy(update=seal(model)))
     assert not train(model, tmp_path / "out", data=data, **OPTIONS).resumed
 
 

@@ -57,7 +57,7 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
         for name, module in modules.items()
         if isinstance(module, (nn.Linear, Conv1D))
         or _stacks(module, name)
-        or (_chooses(name, modules) and _holds_matrix(module))
+        or (chooses(name, modules) and _holds_matrix(module))
     }
 
 
@@ -118,7 +118,7 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     modules = dict(block.named_modules())
     module, kind = modules[name], type(modules[name])
     parent = modules[name.rpartition(".")[0]]
-    if reason := _chooses(name, modules):
+    if reason := chooses(name, modules):
         return reason
     if stacks := _stacks(module, name):
         ways = _ways(module)
@@ -250,7 +250,7 @@ def _holds_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
 
 
-def _chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Say what a module, or one above it, chooses, if it is a router, a gate or an indexer."""
     path = ""
     for step in name.split("."):

@@ -124,7 +124,8 @@ def finetune(
     from tcompress.artifact.workplace import check_output
     from tcompress.training.run import finetune as train_model
 
-    check_output(folder, force=force)  # before a long download
+    if not Path(model).exists():
+        check_output(folder, force=force)  # before a long download
     quiet = quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
         source = open_checked(model, token=token, trust=allow_remote_code)

@@ -21,7 +21,7 @@ from tcompress.conversion.capture import (
     run_to_input,
     token_rows,
 )
-from tcompress.conversion.experts import ExpertSums, Routing, in_a_list, routed_arguments
+from tcompress.conversion.experts import ExpertSums, Routing, is_listed, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
@@ -331,7 +331,7 @@ class BlockFitter:
     ) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
-        listed = in_a_list(dense, inside)
+        listed = is_listed(dense, inside)
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
             x = self._input(block.name, one, self._own[block.name], dense, inside)
             y = self._input(block.name, two, new.forward, new, inside)

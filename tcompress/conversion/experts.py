@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tcompress.anatomy.projections import chooses
 from tcompress.conversion.sums import SplitSums
 from tcompress.structures.experts import StructuredExperts, activated, bias_of, up_name
 
@@ -23,11 +24,17 @@ def routed_arguments(*args: Tensor, **kwargs: Tensor) -> Routed:
     return hidden, index, weights
 
 
-def in_a_list(block: nn.Module, inside: str) -> bool:
-    """Tells whether a layer belongs to an item of a list inside a block, as experts may."""
+def is_listed(block: nn.Module, inside: str) -> bool:
+    """Tells whether a layer belongs to an item of a list of experts, which a router chooses."""
+    modules = {name: module for name, module in block.named_modules() if name}
     steps = inside.split(".")
-    above = (block.get_submodule(".".join(steps[:depth])) for depth in range(1, len(steps)))
-    return any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in above)
+    for depth in range(1, len(steps)):
+        if isinstance(modules[".".join(steps[:depth])], (nn.ModuleList, nn.ModuleDict)):
+            parent = ".".join(steps[: depth - 1])
+            names = [name for name, _ in block.get_submodule(parent).named_children()]
+            if any(chooses(f"{parent}.{name}".lstrip("."), modules) for name in names):
+                return True
+    return False
 
 
 class Routing:

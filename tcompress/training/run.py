@@ -97,10 +97,12 @@ def finetune(
         KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     output = Path(output).expanduser().absolute()
-    check_output(output, force=force)
     if isinstance(model, str):
+        if not Path(model).exists():
+            check_output(output, force=force)  # before a long download
         model = open_checked(model, token=token)
     _check_apart(output, model, "model")
+    check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)

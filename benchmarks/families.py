@@ -72,7 +72,7 @@ def examine(
         model, inputs = zoo.build(family)
     except LookupError as error:
         return row | {"outcome": "no model", "reason": str(error)}
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # of libraries that are not installed, too
         return row | {"outcome": "not built", "reason": str(error)[:300]}
     kind: Any = type(model)
     row |= {"class": kind.__name__, "inputs": inputs is not None}
@@ -198,18 +198,16 @@ def coverage(
         total += weight.numel()
         if name in left:
             kept += weight.numel()
-            dense.append((name, weight.numel(), _reason(path, reasons)))
+            dense.append((name, weight.numel(), _reason(name, reasons)))
     return dense, outside, 1 - kept / total if total else 0.0
 
 
-def _reason(path: str, reasons: Mapping[str, str]) -> str:
-    for name, reason in reasons.items():
-        if (
-            name in (path, f"{path}.weight")
-            or path.endswith(f".{name}")
-            or name.endswith(f".{path}")
-        ):
-            return reason
+def _reason(weight: str, reasons: Mapping[str, str]) -> str:
+    """What a plan says of a weight, or of its module; names may lack, or gain, a prefix."""
+    for path in (weight, weight.rpartition(".")[0]):
+        for name, reason in reasons.items():
+            if name == path or path.endswith(f".{name}") or name.endswith(f".{path}"):
+                return reason
     return "not said"
 
 
@@ -327,7 +325,8 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
         if r["outcome"] not in ("no model", "not built", "not reloaded by Transformers")
     ]
     done = [row for row in tried if row["outcome"] == "ok"]
-    full = [row for row in done if min(row["fraction"].values()) >= ENOUGH]
+    full = [row for row in done if row["fraction"]["svd"] >= ENOUGH]
+    sliced = [row["family"] for row in full if row["fraction"]["lprod"] < ENOUGH]
     silent = [
         row["family"] for row in done if any(reason == "not said" for *_, reason in row["dense"])
     ]
@@ -340,6 +339,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     return (
         f"{len(tried)} families tried, {len(full)} convert {ENOUGH:.0%} or more inside blocks,"
         f" {len(done) - len(full)} less, {ends['refused']} refused whole, {crashes} crashes,"
+        f" fewer by two slices, which odd widths do not admit: {sliced},"
         f" silent: {silent}, inexact though of rank 2: {wrong}\n{dict(ends)}"
     )
 

@@ -23,7 +23,17 @@ PARTLY |= {"wavlm": 0.45, "zamba2": 0.8, "reformer": 0.7}
 WHOLE = ["albert", "audio-spectrogram-transformer", "bart", "beit", "bert", "biogpt", "bitnet"]
 WHOLE += ["blip", "bloom", "blt_patcher", "canine", "clip", "codegen", "convbert", "dab-detr"]
 WHOLE += ["data2vec-audio", "deformable_detr", "detr", "dinov2", "electra", "falcon", "flaubert"]
-WHOLE += ["focalnet", "funnel", "gpt2", "gptj", "granite", "gte", "hubert", "jina_embeddings_v3"]
+WHOLE += [
+    "focalnet",
+    "funnel",
+    "gemma4_audio",
+    "gpt2",
+    "gptj",
+    "granite",
+    "gte",
+    "hubert",
+    "jina_embeddings_v3",
+]
 WHOLE += ["layoutlm", "led", "longformer", "mgp-str", "mobilebert", "molmo2_text", "mpt"]
 WHOLE += ["nomic_bert", "olmo2", "patchtst", "pegasus_x", "radio", "roformer", "rt_detr_v2"]
 WHOLE += ["sam3_video", "sapiens2", "smollm3", "t5", "wav2vec2", "xglm", "xlm", "yolos"]

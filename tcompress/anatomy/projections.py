@@ -55,7 +55,7 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in modules.items()
-        if isinstance(module, (nn.Linear, Conv1D))
+        if isinstance(module, (nn.Linear, Conv1D, nn.MultiheadAttention))
         or _stacks(module, name)
         or (chooses(name, modules) and _holds_matrix(module))
     }
@@ -120,6 +120,8 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     parent = modules[name.rpartition(".")[0]]
     if reason := chooses(name, modules):
         return reason
+    if isinstance(module, nn.MultiheadAttention) or isinstance(parent, nn.MultiheadAttention):
+        return "`nn.MultiheadAttention` uses its weight directly"
     if stacks := _stacks(module, name):
         ways = _ways(module)
         unread = [parameter for parameter in stacks if parameter not in ways]
@@ -127,8 +129,6 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
             return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
     elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
         return f"its class `{kind.__name__}` has a forward pass of its own"
-    if isinstance(parent, nn.MultiheadAttention):
-        return "`nn.MultiheadAttention` uses its weight directly"
     return None
 
 

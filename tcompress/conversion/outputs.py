@@ -232,7 +232,7 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
 
     Raises:
         FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
-            hold minus infinity, as masks do.
+            hold minus infinity, as masks do, and a single number infinity, as bounds do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
@@ -240,11 +240,12 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
         low, high = map(float, torch.aminmax(tensor))
         largest = max(high, -low) if key.endswith(".weight") else high
         name = source.store.name_inside(key)
-        if isnan(largest) or largest == inf:
+        bound = tensor.numel() == 1 and abs(high) == inf
+        if isnan(largest) or (largest == inf and not bound):
             raise FitError(
                 f"tensor `{name}` of the source holds NaN or infinity",
                 "repair the checkpoint first",
             )
-        if largest > torch.finfo(item.dtype).max:
+        if largest > torch.finfo(item.dtype).max and not bound:
             raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
     return tensor.to(item.dtype)

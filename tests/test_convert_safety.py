@@ -24,6 +24,7 @@ from tcompress.errors import (
     SourceError,
     WriteError,
 )
+from tcompress.integration.reopen import unloadable
 from tests.support.conversions import recipe
 from tests.support.interrupted import (
     assert_nothing_left,
@@ -300,6 +301,13 @@ BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], objec
         "bert", {"init": "random"}, lambda w: w[_first(w, "query.tc_b")].zero_(), Q0
     ),
 }  # fmt: skip
+
+
+def test_what_a_disk_does_is_no_defect_of_what_was_written() -> None:
+    with pytest.raises(OSError, match="Input/output"), unloadable():
+        raise OSError(5, "Input/output error")
+    with pytest.raises(WriteError, match="no file named"), unloadable():
+        raise OSError("there is no file named config.json")  # as Transformers puts it
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -16,6 +16,7 @@ from transformers import dynamic_module_utils
 from tcompress.errors import SourceError
 from tcompress.source import SourceModel, WeightStore
 from tcompress.source.companions import stray_links
+from tcompress.source.text import check_counts
 from tests.support.checkpoints import save
 from tests.support.tiny import build
 
@@ -251,6 +252,14 @@ def test_an_unknown_model_type_is_refused(folder: Path) -> None:
 def test_a_config_without_model_type_is_refused(folder: Path) -> None:
     edit_config(folder, model_type=None)
     assert refusal(folder).message == f"`config.json` in `{folder}` has no `model_type`"
+
+
+def test_large_numbers_that_count_no_layers_are_taken() -> None:
+    labels = {"ballplayer, baseball player": 17_500}
+    check_counts({"vocab_size_per_layer_input": 262_144, "label2id": labels, "num_layers": 12})
+    for wrong in ({"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 10**9}}):
+        with pytest.raises(ValueError, match="expected at most 10,000"):
+            check_counts(wrong)
 
 
 def test_a_config_that_contradicts_itself_is_refused(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from tcompress.errors import TCompressError, WriteError
+from tcompress.errors import DiskError, TCompressError, WriteError
 from tcompress.integration.quantizer import register
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import KeyMap, WeightStore, read_parameter
@@ -120,8 +120,12 @@ def unloadable() -> Iterator[None]:
     """Turns whatever a class raises on loading into an error of ours."""
     try:
         yield
-    except (WriteError, MemoryError):
+    except (WriteError, DiskError, MemoryError):
         raise
+    except OSError as error:
+        if error.errno is not None:  # a disk's, not that of a library which misses a file
+            raise
+        raise refusal(first_line(error)) from error
     except TCompressError as error:
         raise refusal(error.message) from error
     except Exception as error:

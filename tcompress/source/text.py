@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,17 +122,19 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
 MOST_LAYERS = 10_000
 """More than any model has; so many modules are built one by one, which would not end."""
 
+_COUNTS = re.compile(r"(n|num)_(\w+_)?layers?|(\w+_)?layers|(\w+_)?depth")
+
 
 def check_counts(settings: Mapping[str, Any]) -> None:
     """Refuses numbers of layers that nothing could build.
 
     Raises:
-        ValueError: There are some, at the top or in a part; names the first.
+        ValueError: There are some, at the top or in the config of a part; names the first.
     """
     for key, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key.endswith("config"):
             check_counts(value)
-        elif type(value) is int and ("layer" in key or "depth" in key) and value > MOST_LAYERS:
+        elif type(value) is int and value > MOST_LAYERS and _COUNTS.fullmatch(key):
             raise ValueError(
                 f"has `{str(value)[:40]}` as `{key}`, expected at most {MOST_LAYERS:,}"
             )

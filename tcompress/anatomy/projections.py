@@ -19,6 +19,7 @@ from tcompress.anatomy.uses import computes_linear
 from tcompress.errors import InputError
 
 _UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
+_NOT_OWN = ("torch.", "transformers.generation")
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
@@ -252,20 +253,25 @@ def _holds_matrix(module: nn.Module) -> bool:
 
 def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Say what a module, or one above it, chooses, if it is a router, a gate or an indexer."""
-    path = ""
+    path, best = "", False
     for step in name.split("."):
         parent, path = path, f"{path}.{step}" if path else step
         module, beside = modules[path], modules.get(f"{parent}.experts" if parent else "experts")
         label = f"{step} {type(module).__name__}".lower()
         if "indexer" in label:
             return _SELECTS
-        gate = step == "gate" or step.endswith("_gate") or _scores(module, beside)
-        if "router" in label or (beside is not None and beside is not module and gate):
+        gate = _is_gate(step) or _scores(module, beside)
+        if "router" in label or (gate and (best or beside not in (None, module))):
             return _ROUTES
-        best = _takes_best(type(module))  # type: ignore[arg-type]
-        if best and "attention" not in label and not _has_experts(module):
+        best = _takes_best(type(module)) and "attention" not in label  # type: ignore[arg-type]
+        gated = any(_is_gate(own) or "router" in own for own, _ in module.named_children())
+        if best and not gated and not _has_experts(module):
             return _ROUTES
     return None
+
+
+def _is_gate(step: str) -> bool:
+    return step == "gate" or step.endswith("_gate")
 
 
 def _scores(module: nn.Module, experts: nn.Module | None) -> bool:
@@ -281,6 +287,7 @@ def _has_experts(module: nn.Module) -> bool:
 @cache
 def _takes_best(kind: type[nn.Module]) -> bool:
     """Tell whether a class of its own chooses the k best of something."""
-    own = (value for base in kind.__mro__ if base is not nn.Module for value in vars(base).values())
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(_NOT_OWN)]
+    own = (value for base in bases for value in vars(base).values())
     codes = (getattr(inspect.unwrap(item), "__code__", None) for item in own if callable(item))
     return any(code is not None and "topk" in code.co_names for code in codes)

@@ -342,6 +342,11 @@ class BlockFitter:
             if x is None or y is None:
                 raise DataError(f"layer `{group[0].name}` did not run on calibration data")
             rows, mask = token_rows(x, one.batch, block.name, group[0].role)
+            if y.numel() != x.numel():
+                raise DataError(
+                    f"layer `{group[0].name}` reads other tokens once others are rewritten",
+                    "convert this model without data: `--calib none`",
+                )
             pairs = y.reshape(rows.shape)
             if mask is not None:
                 rows, pairs = rows[mask], pairs[mask]

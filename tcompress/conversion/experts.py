@@ -101,9 +101,11 @@ class ExpertSums:
             mask: Tokens that are not padding.  # (tokens,)
             holdout: Whether the batch is only measured on.
         """
-        dense_hidden, index, _ = routed
+        dense_hidden, index, weights = routed
+        # A weight of zero means that a token skips its expert, as in some families.
+        counts = weights != 0 if weights.shape == index.shape else torch.ones_like(index).bool()
         for expert, sums in enumerate(self.sums):
-            chosen = (index == expert).any(-1)
+            chosen = ((index == expert) & counts).any(-1)
             rows = chosen if mask is None else chosen & mask
             if not bool(rows.any()):
                 continue

@@ -54,6 +54,7 @@ class Outputs:
         positions: Tables of positions that are made anew, by checkpoint name.
         tensors: Everything that will be written.
         adapted: First values of mechanisms that calibration data told, by checkpoint name.
+        begun: The attention whose first values were made last, and these, by checkpoint name.
     """
 
     source: SourceModel
@@ -66,6 +67,7 @@ class Outputs:
     positions: dict[str, FormPlan] = field(default_factory=dict)
     tensors: list[Stored] = field(default_factory=list)
     adapted: dict[str, Tensor] = field(default_factory=dict)
+    begun: tuple[str, dict[str, Tensor]] = ("", {})
 
     @classmethod
     def of(
@@ -145,8 +147,9 @@ class Outputs:
             return copied_value(self.source, item, self.moved.get(item.key))
         if item.key in self.started:
             entry = self.started[item.key]
-            values = started_values(self.source, entry) | self.adapted
-            return values[item.key].to(item.dtype)
+            if self.begun[0] != entry.name:  # tensors of one attention follow each other
+                self.begun = entry.name, started_values(self.source, entry)
+            return self.adapted.get(item.key, self.begun[1][item.key]).to(item.dtype)
         return None
 
     def _key(self, name: str, leaf: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import fsum, inf, isfinite
+from math import fsum, inf, isnan
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class OutputProbe:
             for pair in pairs
             for one, two, part in _examples(*pair, batch)
         )
-        if not isfinite(change):
+        if isnan(change) or (change == inf and measure is _distance):
             raise _not_finite()
         return change
 
@@ -141,11 +141,18 @@ def _not_finite() -> FitError:
 def _examples(
     one: Tensor, two: Tensor, batch: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
-    """Both outputs in float64 and the masks, example by example: logits are large."""
+    """Both outputs in float64 and the masks, some tokens of an example at a time."""
     masks = {name: mask for name in _MASKS if (mask := batch.get(name)) is not None}
+    length = one.shape[1] if one.dim() == 3 else 1
+    if one.dim() == 3:  # others say nothing of these tokens
+        masks = {name: mask for name, mask in masks.items() if mask.shape == one.shape[:2]}
+    step = max(1, _RUN // one.shape[-1])
     for index in range(len(one)):
-        own = slice(index, index + 1)
-        yield one[own].double(), two[own].double(), {k: mask[own] for k, mask in masks.items()}
+        for first in range(0, length, step):
+            own: Any = slice(index, index + 1)
+            if one.dim() == 3:
+                own = own, slice(first, first + step)
+            yield one[own].double(), two[own].double(), {k: mask[own] for k, mask in masks.items()}
 
 
 def _divergence(dense: Tensor, other: Tensor) -> Tensor:
@@ -169,13 +176,18 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
     p, q = one.exp(), two.exp()
     gap = torch.where(p > 0, one - two, 0.0)
     # Close to each other the terms are differences of numbers that are nearly equal.
-    near = p * (gap + torch.expm1(-gap.clamp_min(-1)))
-    return torch.where(gap > -1, near, p * gap - p + q).clamp_min(0) + torch.where(p > 0, 0.0, q)
+    terms = p * (gap + torch.expm1(-gap.clamp_min(-1)))
+    far = gap <= -1
+    terms[far] = p[far] * (gap[far] - 1) + q[far]
+    return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
 
 
 def _distance(dense: Tensor, other: Tensor) -> Tensor:
     return (dense - other).square()
 
+
+_RUN = 2**22
+"""Numbers of an output that are compared at a time: logits are large."""
 
 _MASKS = ("decoder_attention_mask", "attention_mask")
 

@@ -321,10 +321,11 @@ class _Job:
             place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
         ):
             place.keep_block(result)
+        unreached = {None, *fitter.unreached}  # none: a layer outside of all blocks
         blind = [
             entry.name
             for entry in self.plan.layers
-            if self.block_of.get(self.outputs.runtime_name(entry)) in fitter.unreached
+            if self.block_of.get(self.outputs.runtime_name(entry)) in unreached
         ]
         self.plan = with_unreached(self.plan, blind)
         return fitter.change

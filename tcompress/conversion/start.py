@@ -210,10 +210,12 @@ def projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMom
         entry: The attention.
     """
     centred = mechanism(entry.layout.mechanism).centres_keys(entry.layout)
+    if centred is None:
+        return None
     model = source.meta_model()
     path = source.keymap.runtime_name(entry.name)
     found = [item for item in attentions_of(model, anatomy_of(model)) if item.name == path]
-    if centred is None or not found:
+    if not found:
         return None
     squares = []
     for role in ("q", "k"):

@@ -59,13 +59,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _ways(parts: Iterable[Any]) -> float:
     """Bounds in how many ways an expression can match a name: backtracking tries all of them."""
-    total = 1.0
+    total, unbounded = 1.0, 0
     for kind, found in parts:
         name = str(kind)
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             low, high, inner = found
             high = min(int(high), _LONGEST)
-            total *= (high - min(int(low), high) + 1) * min(_ways(inner), 10.0) ** high
+            span = high - min(int(low), high) + 1.0
+            if high == _LONGEST:  # repeats one after another share the characters of a name
+                unbounded += 1
+                span = (_LONGEST + unbounded) / unbounded
+            total *= span * min(_ways(inner), 10.0) ** high
         elif name == "BRANCH":
             total *= sum(map(_ways, found[1]))
         elif name == "SUBPATTERN":

@@ -86,7 +86,8 @@ class _Prepared(Prepared):
         return len(self._windows)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        self.facts.setdefault("naive", naive_errors(self._windows))
+        if "naive" not in self.facts:  # the same for every model
+            self.facts["naive"] = naive_errors(self._windows)
         squares, sizes = [], []
         for first in range(0, self.units, runner.batch_size):
             past, future = self._windows.batch(slice(first, first + runner.batch_size))
@@ -119,8 +120,9 @@ def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
     if linear is not None:
         forecasts["linear"] = linear
     sums = {name: [0.0, 0.0] for name in forecasts}
-    for first in range(0, len(windows), 256):
-        past, future = (part.double() for part in windows.batch(slice(first, first + 256)))
+    step = _step(windows)
+    for first in range(0, len(windows), step):
+        past, future = (part.double() for part in windows.batch(slice(first, first + step)))
         for name, forecast in forecasts.items():
             error = forecast(past) - future
             sums[name][0] += float(error.square().mean((1, 2)).sum())
@@ -129,6 +131,11 @@ def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
         name: {"mse": mse / len(windows), "mae": mae / len(windows)}
         for name, (mse, mae) in sums.items()
     }
+
+
+def _step(windows: Windows) -> int:
+    """Windows that are held in float64 at a time."""
+    return max(1, 2**22 // ((windows.context + windows.horizon) * len(windows.variables)))
 
 
 def _linear(windows: Windows) -> Forecast | None:
@@ -144,8 +151,9 @@ def _linear(windows: Windows) -> Forecast | None:
     size = windows.context
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, windows.horizon, dtype=torch.float64)
-    for first in range(0, len(training), 256):
-        past, future = (part.double() for part in training.batch(slice(first, first + 256)))
+    size = _step(windows)
+    for first in range(0, len(training), size):
+        past, future = (part.double() for part in training.batch(slice(first, first + size)))
         x, y = ((part - past[:, -1:]).mT.flatten(0, 1) for part in (past, future))
         gram, cross = gram + x.mT @ x, cross + x.mT @ y
     level = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny

@@ -21,6 +21,8 @@ from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact, check_files, is_converted, verify_files
 from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError
+from tcompress.exporting.dense import export_dense
+from tcompress.reporting.model import report_of
 from tests.support.converted import converted, recipe
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
@@ -207,6 +209,45 @@ def test_a_missing_dense_tensor_is_not_made_up(folder: Path, name: str, auto: An
     rewrite(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ArtifactError, match=f"`{name}` is missing"):
         auto.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_missing_tensor_of_a_model_saved_again_is_not_made_up(
+    folder: Path, variant: str | None
+) -> None:
+    again = folder / "again"
+    AutoModelForMaskedLM.from_pretrained(folder).save_pretrained(again, variant=variant)
+    AutoModelForMaskedLM.from_pretrained(again, variant=variant)
+    weights = next(again.glob("*.safetensors"))
+    tensors = load_file(weights)
+    del tensors["bert.embeddings.LayerNorm.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"LayerNorm\.weight` is missing") as caught:
+        AutoModelForMaskedLM.from_pretrained(again, variant=variant)
+    assert "left out on purpose" in caught.value.hint
+
+
+def test_infinity_is_let_through_in_configs_only(written: Path, tmp_path: Path) -> None:
+    """Families with Mamba's layers have such a limit of time steps."""
+    source = Path(shutil.copytree(written.parent / "bert", tmp_path / "bert"))
+    edit(source / "config.json", lambda config: config.update(limit=[0.0, float("inf")]))
+    convert(str(source), recipe(), tmp_path / "small")
+    assert "Infinity" in (tmp_path / "small/config.json").read_text()
+    assert report_of(tmp_path / "small").layers
+    AutoModel.from_pretrained(tmp_path / "small")
+    AutoModel.from_pretrained(export_dense(tmp_path / "small", tmp_path / "plain"))
+    edit(tmp_path / "small/tcompress.json", lambda content: content.update(more=float("nan")))
+    with pytest.raises(ArtifactError, match="`NaN`, which is no number of JSON"):
+        Artifact.open(tmp_path / "small")
+
+
+def test_a_card_that_was_not_downloaded_is_no_damage(folder: Path) -> None:
+    whole = verify_files(folder).files
+    (folder / "README.md").write_text("another")
+    with pytest.raises(ArtifactError, match=r"README\.md"):
+        verify_files(folder)
+    (folder / "README.md").unlink()
+    assert verify_files(folder).files == whole - 1
 
 
 def test_older_artefacts_load(folder: Path) -> None:

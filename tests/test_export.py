@@ -225,3 +225,22 @@ def test_a_writer_that_errs_publishes_nothing(
         export_dense(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("architecture", ["JinaBertModel", "BertForMaskedLM"])
+def test_own_code_is_not_taken_for_a_class_of_transformers(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model type that Transformers has says nothing where the class came with the model."""
+    folder = converted("bert", tmp_path, method={"name": "svd"}, target=0.5).folder
+    (folder / "tcompress.json").unlink()
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
+    path.write_text(json.dumps(config | {"architectures": [architecture]}))
+
+    def opened(*_: Any) -> None:
+        raise AssertionError("opened as a class of Transformers")
+
+    monkeypatch.setattr("tcompress.exporting.dense.SourceModel.open", opened)
+    assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()

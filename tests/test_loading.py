@@ -15,7 +15,7 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, BertModel, BertPreTrainedModel
 
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.run import convert
@@ -32,6 +32,7 @@ from tests.support.conversions import (
     structured,
 )
 from tests.support.tiers import tiered
+from tests.support.tiny import build
 
 Models = Callable[[str, str], Made]
 
@@ -265,6 +266,48 @@ def test_sharded_source(tmp_path: Path) -> None:
     model = type(whole.dense).from_pretrained(tmp_path / "small")
     inputs = whole.inputs()
     assert distance(outputs(model, inputs), outputs(whole.load(), inputs)) == 0
+
+
+class Tagger(BertPreTrainedModel):  # type: ignore[misc]
+    """A user's own class around the encoder, under the usual name."""
+
+    name = "bert"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.add_module(self.name, BertModel(config, add_pooling_layer=False))
+        self.head = nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Logits of the tokens."""
+        found: Tensor = self.head(self.get_submodule(self.name)(**inputs)[0])
+        return found
+
+
+class Wrapped(Tagger):
+    """Under a name of its own."""
+
+    name = "text"
+
+
+@pytest.mark.parametrize("kind", [Tagger, Wrapped])
+def test_classes_of_users_are_saved_and_loaded(kind: type[Tagger], tmp_path: Path) -> None:
+    bare, small, again = (tmp_path / name for name in ("bare", "small", "again"))
+    BertModel(build("bert").config).save_pretrained(bare)
+    convert(str(bare), recipe("svd"), small)
+    encoder = BertModel.from_pretrained(small, add_pooling_layer=False)
+    encoder.save_pretrained(tmp_path / "encoder")
+    BertModel.from_pretrained(tmp_path / "encoder", add_pooling_layer=False)
+    model = kind(encoder.config).eval()
+    model.set_submodule(kind.name, encoder.eval())
+    model.save_pretrained(again)
+    loaded, info = kind.from_pretrained(again, output_loading_info=True)
+    assert not any(info.values())
+    assert structured(loaded)
+    inputs = {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad():
+        assert distance([loaded.eval()(**inputs)], [model(**inputs)]) <= 1e-6
 
 
 def _edited_config(made: Made, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:

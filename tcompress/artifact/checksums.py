@@ -75,8 +75,8 @@ def damages(
 
     Args:
         folder: Folder of the model.
-        checksums: SHA-256 by name; that of the card, which people rewrite, counts only with
-            `again`.
+        checksums: SHA-256 by name; that of the card, which people rewrite and downloads leave
+            out, counts only with `again`, and where there is one.
         sizes: Bytes by name; older manifests have none.
         used: Files that must have a checksum.
         again: Read every file, whatever is remembered of it.
@@ -88,7 +88,7 @@ def damages(
     states: States = {} if again else dict(before)
     found = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
     for name, wanted in checksums.items():
-        if again or name != CARD:
+        if name != CARD or (again and (folder / CARD).exists()):
             problem = _damage(folder, name, wanted, sizes.get(name), states)
             found += [] if problem is None else [problem]
     if states != before:

@@ -17,7 +17,7 @@ from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel, resolve
-from tcompress.source.names import METHOD
+from tcompress.source.names import CARD, METHOD
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -129,15 +129,19 @@ def verify_files(folder: Path) -> Verified:
     _compare(folder, manifest, again=True)
     _check_plan(folder, manifest)
     names = [*manifest.checksums, *([MANIFEST] if manifest.digest else [])]
+    names = [name for name in names if name != CARD or (folder / name).is_file()]
     size = sum((folder / name).stat().st_size for name in names)
     others = [name for name in files_in(folder) if name not in manifest.checksums]
     return Verified(len(names), size, tuple(others))
 
 
-def check_files(folder: Path) -> None:
+def check_files(folder: Path) -> Artifact | None:
     """Compares files with the manifest before a model is used, if it has one.
 
     Sizes are compared every time, contents once for each state of a file.
+
+    Returns:
+        The converted model; None for another one.
 
     Raises:
         ArtifactError: A file differs, is missing or was added; all of them are named.
@@ -145,20 +149,20 @@ def check_files(folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest is not None:
         _compare(folder, manifest, again=False)
-        _check_plan(folder, manifest)
-    elif is_converted(folder):
-        Artifact.open(folder)
+        return _check_plan(folder, manifest)
+    return Artifact.open(folder) if is_converted(folder) else None
 
 
-def _check_plan(folder: Path, manifest: Manifest) -> None:
+def _check_plan(folder: Path, manifest: Manifest) -> Artifact | None:
     if is_converted(folder):
-        Artifact.open(folder)
-    elif manifest.plan.changes_model:
+        return Artifact.open(folder)
+    if manifest.plan.changes_model:
         raise ArtifactError(
             f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model was "
             "converted",
             _AGAIN,
         )
+    return None
 
 
 def open_checked(

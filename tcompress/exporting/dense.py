@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -58,8 +59,7 @@ def export_dense(
     """
     output = Path(output).expanduser().absolute()
     check_output(output, force=force)
-    check_files(Path(folder).expanduser())
-    artifact = Artifact.open(folder)
+    artifact = check_files(Path(folder).expanduser()) or Artifact.open(folder)
     if artifact.attention:
         kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))
         raise InputError(
@@ -231,8 +231,7 @@ def _write_rest(artifact: Artifact, folder: Path) -> None:
 
 def _prove(artifact: Artifact, folder: Path) -> None:
     """Opens what was written, and compares a layer of each kind with the converted model."""
-    kind = artifact.config.get("model_type")
-    if artifact.config.get("auto_map") and kind not in CONFIG_MAPPING:
+    if _has_own_code(artifact.config):
         return  # that would run code which came with the model
     with unloadable():
         plain = SourceModel.open(str(folder))
@@ -247,6 +246,16 @@ def _prove(artifact: Artifact, folder: Path) -> None:
         change = (rows @ weight.mT).reshape(wanted.shape) - wanted
         if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
             raise differs(entry.name, "its dense weight computes something else")
+
+
+def _has_own_code(config: Mapping[str, Any]) -> bool:
+    """Tells whether the model's class is in code that came with it, or may be."""
+    own = {str(value).rpartition(".")[2] for value in (config.get("auto_map") or {}).values()}
+    kind, names = config.get("model_type"), config.get("architectures") or ()
+    found = [getattr(transformers, name, None) for name in names]
+    types = {getattr(getattr(item, "config_class", None), "model_type", None) for item in found}
+    native = kind in CONFIG_MAPPING and kind in types
+    return bool(own) and (not native or not own.isdisjoint(names))
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

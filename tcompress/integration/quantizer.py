@@ -8,6 +8,7 @@ and loads like any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import Rebuilt, check_format_version, parse_plan
+from tcompress.artifact.format import Rebuilt, check_format_version, parse_plan, renamed_like
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.verify import stored_shapes, verify_headers
-from tcompress.errors import ArtifactError
+from tcompress.errors import ArtifactError, SourceError
 from tcompress.integration.attention import install_attention
 from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
@@ -83,14 +84,20 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
         # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
-        needed = {name for name in names if keymap.runtime_name(name) is not None}
+        needed = _found(plan, keymap)
         shapes = stored_shapes([str(file) for file in files])
         if folder is not None and shapes:
+            if not needed:  # a class may hold the model under a name of its own
+                plan = replace(
+                    plan,
+                    layers=renamed_like(plan.layers, shapes),
+                    attention=renamed_like(plan.attention, shapes),
+                )
+                needed = _found(plan, keymap)
             verify_headers(plan, shapes, needed)
-            self._check = partial(
-                _require_all, folder, section, plan, shapes, model.is_remote_code()
-            )
+            own = manifest is not None
+            check = partial(_require_all, folder, section, plan, shapes, own=own)
+            self._check = partial(check, trusted=model.is_remote_code())
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
         self._guards = {
             f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
@@ -156,6 +163,12 @@ def _initialise(original: Callable[[Any], None], module: Any) -> None:
                 layer._buffers["weight"] = guard
 
 
+def _found(plan: Rebuilt, keymap: KeyMap) -> set[str]:
+    """Names of the layers and attentions that a model has."""
+    names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
+    return {name for name in names if keymap.runtime_name(name) is not None}
+
+
 def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
     place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
     install_layers(model, plan.layers, keymap.runtime_name, **place)
@@ -168,24 +181,34 @@ def _require_all(
     section: Mapping[str, Any],
     plan: Rebuilt,
     stored: Mapping[str, tuple[int, ...]],
+    *,
+    own: bool,
     trusted: bool,
 ) -> None:
     """Refuses weights that lack tensors which the class that they were saved from has.
 
     Transformers would draw them at random, as it has to for a new head, and only print a note.
+    What a user's own class has is not known, and poolers are often left out on purpose.
     """
     from tcompress.source import SourceModel  # Transformers may be half loaded above
 
-    source = SourceModel.open(str(folder), trust_remote_code=trusted, converted=True)
-    # Of older artefacts nothing says which head, or pooler, is not there on purpose.
+    try:
+        source = SourceModel.described(folder, stored, trusted)
+    except SourceError:
+        return  # Transformers has no such class
+    kind = source.model_class.__name__
+    stored_as = section.get("stored_as")
+    if kind not in (source.config.architectures or ()) and not (own and kind == stored_as):
+        return
+    # Of older artefacts nothing says which head is not there on purpose.
     known = "digest" in section
-    if known and not section.get("stored_as"):
-        source = source.as_named()
+    if not known or stored_as:
+        source = source.as_stored()
     model = source.meta_model()
     _install(model, plan, KeyMap(model, ()))
     keymap = KeyMap(model, stored)
     absent = set(keymap.missing) - set(section.get("absent") or ())
-    problems = [f"`{name}` is missing" for name in absent if known or "pooler" not in name]
+    problems = [f"`{name}` is missing" for name in absent if "pooler" not in name]
     for name, tensor in model.state_dict().items() if known else ():
         if keymap.has(name) and keymap.sources(name).converter is None:
             key = keymap.sources(name).keys[0]
@@ -197,7 +220,10 @@ def _require_all(
         raise ArtifactError(
             f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
             f"{', '.join(sorted(problems)[:8])}{more}",
-            "copy the folder again, or convert the model again",
+            "copy the folder again, or convert the model again"
+            if own
+            else "copy the folder again; if modules were left out on purpose before it was saved, "
+            "name a class of your own as `architectures` in `config.json`",
         )
 
 

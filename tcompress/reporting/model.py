@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.artifact.reader import Artifact, check_files, is_converted
+from tcompress.artifact.reader import Artifact, check_files
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import LayerPlan, Left
 from tcompress.reporting.count import (
@@ -65,9 +65,9 @@ def report_of(
     if length < 1:
         raise InputError(f"length is {length}, expected 1 or more")
     folder = resolve(str(name))
-    check_files(folder)
-    if is_converted(folder):
-        return _converted(str(name), Artifact.open(folder), length, trust_remote_code)
+    artifact = check_files(folder)
+    if artifact is not None:
+        return _converted(str(name), artifact, length, trust_remote_code)
     return _dense(str(name), length, trust_remote_code)
 
 

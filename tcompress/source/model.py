@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -108,7 +109,7 @@ class SourceModel:
         )
         if seed is not None:
             return found
-        found = found._as_stored()
+        found = found.as_stored()
         if _method(raw) != METHOD:  # what was converted is compared with its own plan
             asked = config.architectures or []
             unknown = () if kind.__name__ in asked else asked
@@ -117,12 +118,29 @@ class SourceModel:
             object.__setattr__(found, "notes", notes)
         return found
 
-    def as_named(self) -> SourceModel:
-        """Describe the class that `architectures` names, be its head stored or not."""
-        kind = _model_class(self.config, self.folder, None, self.trust_remote_code)
-        return replace(self, model_class=kind)
+    @classmethod
+    def described(
+        cls, folder: Path, stored: Mapping[str, object], trust_remote_code: bool = False
+    ) -> SourceModel:
+        """Describe the class that `architectures` names; no weight file is opened.
 
-    def _as_stored(self) -> SourceModel:
+        Args:
+            folder: Local folder with a `config.json`.
+            stored: The stored tensors by name, which is all that can be asked of the weights.
+            trust_remote_code: Whether Python code that comes with the model may run.
+
+        Raises:
+            SourceError: If there is no such class, or the config cannot be read.
+        """
+        raw = _read_config(folder)
+        config = _load_config(raw, folder, None, trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        kind = _model_class(config, folder, None, trust_remote_code)
+        names: Any = stored
+        return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
+
+    def as_stored(self) -> SourceModel:
         """Describe the bare model where the head that `architectures` names is not stored.
 
         Sentence encoders are often saved so: without a head, under the settings of the model that

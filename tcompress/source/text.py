@@ -34,28 +34,31 @@ def first_line(error: BaseException) -> str:
     return (text[0] + more).rstrip(".")
 
 
-def read_json(path: Path, *, strict: bool = False) -> Any:
+def read_json(path: Path, *, strict: bool = False, constants: bool = False) -> Any:
     """Read a JSON file.
 
     Args:
         path: The file.
         strict: Refuse what other readers would understand in another way: keys that stand twice,
             and numbers that JSON does not have.
+        constants: Let `Infinity` and `NaN` through all the same.
 
     Raises:
         ValueError: It cannot be read; the message says why, in one line.
     """
     try:
-        return parse_json(path.read_bytes(), strict=strict)
+        return parse_json(path.read_bytes(), strict=strict, constants=constants)
     except OSError as error:
         raise ValueError(error.strerror or type(error).__name__) from error
 
 
-def parse_json(text: bytes | str, *, strict: bool = False) -> Any:
+def parse_json(text: bytes | str, *, strict: bool = False, constants: bool = False) -> Any:
     """Parse JSON as `read_json` does."""
     options: dict[str, Any] = {}
     if strict:
-        options = {"object_pairs_hook": _unique, "parse_constant": _refuse_constant}
+        options["object_pairs_hook"] = _unique
+        if not constants:
+            options["parse_constant"] = _refuse_constant
     try:
         value = json.loads(text, **options)
     except RecursionError:
@@ -97,11 +100,17 @@ def _is_deep(value: Any) -> bool:
 def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """Read a `config.json`, of which what is used first is known to be of the right kind.
 
+    Transformers writes infinity there as it is, such as a limit of Mamba's time steps.
+
+    Args:
+        path: The file.
+        strict: Refuse keys that stand twice.
+
     Raises:
         ValueError: It cannot be read, or is none; the message is a predicate in one line.
     """
     try:
-        found = read_json(path, strict=strict)
+        found = read_json(path, strict=strict, constants=True)
     except ValueError as error:
         raise ValueError(f"is no valid JSON ({first_line(error)})") from error
     if not isinstance(found, dict):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tcompress.errors import DiskError, InputError, TCompressError
 
@@ -29,6 +30,7 @@ _REFUSED = (
     errno.EXDEV,
     errno.EBUSY,
 )
+_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _KINDS = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISLNK, "a link"),
@@ -83,12 +85,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Waits until a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: The disk refuses that for a file; many cannot do it for folders.
+    """
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS or not path.is_dir():
+            raise
 
 
 def remove(path: Path) -> None:
@@ -97,6 +107,23 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_links(folder: Path) -> None:
+    """Removes all links below a folder; what they lead to stays."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            path.unlink()
+
+
+def holds_something(folder: Path) -> bool:
+    """Whether there is a folder that is not empty."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def number_of(folder: Path) -> int | None:
+    """Identifies a folder under any name; None where there is none."""
+    return folder.stat().st_ino if folder.is_dir() else None
 
 
 def swap(new: Path, old: Path, aside: Path) -> None:
@@ -219,12 +246,54 @@ def check_file(path: Path) -> None:
                 f"there is no folder `{path.parent}` to write `{path.name}` to",
                 "make the folder first",
             )
+        _beside(path).unlink(missing_ok=True)  # of a process that was killed
         _beside(path).open("x").close()
         _beside(path).unlink()
     except InputError:
         raise
     except (OSError, ValueError) as error:
         raise unwritable(path, error) from error
+
+
+def try_folder(folder: Path) -> None:
+    """Makes a folder and removes it if it is empty: nothing else tells whether that is possible.
+
+    Raises:
+        OSError: It is not, or nothing can be written beside it.
+    """
+    made = [folder, *(place for place in folder.parents if not place.exists())]
+    try:
+        for place in reversed(made):
+            place.mkdir(exist_ok=True)
+        if not os.access(folder.parent, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def owner_given(folder: Path) -> int:
+    """Says to whom new things in a folder belong: some disks have no owners, or map ours to others.
+
+    Raises:
+        OSError: Nothing can be made there.
+    """
+    with TemporaryDirectory(prefix=".tcompress-", dir=folder) as made:
+        return Path(made).lstat().st_uid
+
+
+def close_to_others(folder: Path) -> bool:
+    """Takes all rights from others; a bit that hands the folder's group down stays.
+
+    Returns:
+        Whether others could write there until now. A disk without modes, where nothing changes,
+        does not tell: False.
+    """
+    before = stat.S_IMODE(folder.stat().st_mode)
+    with suppress(OSError):  # some disks refuse other modes
+        folder.chmod(before & ~0o077 | stat.S_IRWXU)
+    return bool(before & ~folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def unwritable(path: Path, error: Exception) -> TCompressError:

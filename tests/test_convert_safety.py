@@ -325,13 +325,18 @@ def test_a_writer_that_errs_publishes_nothing(
         save_file(weights, folder / shard.file, {"format": "pt"})
         return digest
 
-    monkeypatch.setattr("tcompress.conversion.run.write_shard", erring)
-    with pytest.raises(WriteError) as refused:
-        convert(str(tmp_path / "dense"), asked, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("tcompress.conversion.run.write_shard", erring)
+        with pytest.raises(WriteError) as refused:
+            convert(str(tmp_path / "dense"), asked, tmp_path / "out")
     assert said in refused.value.message, refused.value.message
     assert refused.value.exit_code == 1
     assert "nothing was published" in (refused.value.hint or "")
-    assert_nothing_left(tmp_path / "out")
+    assert_nothing_loads(tmp_path / "out")
+    # Once the writer is whole, the same command ends well: what it wrote passes the proof.
+    assert convert(str(tmp_path / "dense"), asked, tmp_path / "out").resumed
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert not partial_folder(tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -420,7 +420,11 @@ def test_a_writer_that_errs_publishes_nothing(
         change(kept)
         save(model, folder, state_dict=kept, **more)
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", erring)
-    with pytest.raises(WriteError, match=said):
-        train(folder, tmp_path / "out", data=texts(tmp_path))
+    data = texts(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", erring)
+        with pytest.raises(WriteError, match=said):
+            train(folder, tmp_path / "out", data=data, checkpoint_every=3)
     assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.partial/model/*"))
+    assert train(folder, tmp_path / "out", data=data, checkpoint_every=3).resumed

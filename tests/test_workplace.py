@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import stat
@@ -15,8 +16,14 @@ import pytest
 
 from tcompress import files
 from tcompress.artifact import workplace
-from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder
-from tcompress.errors import DiskError, InputError
+from tcompress.artifact.workplace import (
+    Workplace,
+    check_output,
+    check_place,
+    partial_folder,
+    tidy,
+)
+from tcompress.errors import DiskError, InputError, WriteError
 from tcompress.files import beside, write_text
 from tests.support.cli import run
 
@@ -228,10 +235,86 @@ def test_working_folders_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder.mkdir()
     (folder / "identity").write_text("x")
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(workplace, "owner_given", lambda _: own + 1)
     for refuse in (check_place, lambda output: Workplace(output, "x")):
         with pytest.raises(InputError, match=f"belongs to user {own}"):
             refuse(tmp_path / "out")
     assert left(folder) == ["identity"]
+
+
+def test_disks_without_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is made there belongs to one user, who is another one."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    work(tmp_path / "out", "new").close()
+    check_place(tmp_path / "out")
+    assert Workplace(tmp_path / "out", "x").resumed
+    assert left(tmp_path) == [".out.partial"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_disks_without_modes(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All folders look open, whatever is asked: work goes on all the same."""
+    work(tmp_path / "out", "new").close()
+    partial_folder(tmp_path / "out").chmod(0o777)
+
+    def chmod(path: Path, mode: int) -> None:
+        if refuses:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    assert Workplace(tmp_path / "out", "x").resumed
+
+
+def test_the_group_of_a_project_folder_is_handed_down(tmp_path: Path) -> None:
+    (parent := tmp_path / "project").mkdir()
+    parent.chmod(0o2775)
+    (parent / "ordinary").mkdir()
+    work(parent / "out", "begun").close()
+    assert partial_folder(parent / "out").stat().st_mode & 0o777 == 0o700
+    work(parent / "out", "new").publish(force=False)
+    found, expected = (parent / "out").stat(), (parent / "ordinary").stat()
+    assert (found.st_mode, found.st_gid) == (expected.st_mode, expected.st_gid)
+
+
+def test_a_clean_up_leaves_the_work_of_other_commands(tmp_path: Path) -> None:
+    output = model(tmp_path / "out", "old")
+    work(output, "newer", force=True).close()
+    tidy(output)
+    assert Workplace(output, "x", force=True).resumed
+    mark = partial_folder(output) / "publishing"  # killed before the result took its place
+    facts = {"folder": mark.with_name("model").stat().st_ino, "config": "", "identity": ""}
+    mark.write_text(json.dumps(facts))
+    tidy(output)
+    assert (mark.parent / "model" / "config.json").read_text() == "newer"
+
+
+@pytest.mark.parametrize("names", [[], ["lock"], ["publishing", "lock", "journal.jsonl"]])
+def test_what_a_killed_clean_up_left_is_removed(names: list[str], tmp_path: Path) -> None:
+    output = model(tmp_path / "out", "new")
+    (folder := partial_folder(output)).mkdir()
+    (folder / "model").mkdir()
+    facts = {"folder": output.stat().st_ino, "config": "", "identity": ""}
+    for name in names:
+        (folder / name).write_text(json.dumps(facts))
+    tidy(output)
+    assert left(tmp_path) == ["out"]
+
+
+def test_what_failed_its_proof_is_not_used_again(tmp_path: Path) -> None:
+    """What was fitted is."""
+    place = work(tmp_path / "out", "wrong")
+    place.note("shard", file="model.safetensors", sha256="0")
+    place.note("fit", layer="a")
+    with pytest.raises(WriteError), place.working():
+        raise WriteError("it does not load", "")
+    again = Workplace(tmp_path / "out", "x")
+    assert again.resumed
+    assert not left(again.model)
+    assert again.notes("shard")[-1]["sha256"] is None
+    assert again.notes("fit")
 
 
 def test_a_link_in_place_of_the_working_folder(tmp_path: Path) -> None:
@@ -292,6 +375,27 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         other.write_text("ne" + {}["new"])
     assert path.read_text() == "old"
     assert left(tmp_path) == ["facts.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES])
+def test_disks_that_cannot_wait_for_folders(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+
+    def fsync(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.sync(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        files.sync(tmp_path / "file")
+
+
+def test_what_a_killed_process_of_the_same_number_left(tmp_path: Path) -> None:
+    files._beside(tmp_path / "report.html").touch()
+    files.check_file(tmp_path / "report.html")
+    assert left(tmp_path) == []
 
 
 def _no_room(monkeypatch: pytest.MonkeyPatch, free: int) -> None:

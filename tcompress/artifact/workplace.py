@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,14 +18,20 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
-from tcompress.errors import DiskError, InputError, TCompressError
+from tcompress.errors import DiskError, InputError, TCompressError, WriteError
 from tcompress.files import (
     check_space,
+    close_to_others,
     disk_error,
+    holds_something,
     kind_of,
+    number_of,
+    owner_given,
     remove,
+    remove_links,
     swap,
     sync,
+    try_folder,
     unwritable,
     write_text,
 )
@@ -66,7 +71,7 @@ def check_place(output: Path) -> None:
                 f"choose a folder inside it, such as `-o {output / 'model'}`",
             )
         _check_own(partial_folder(output))
-        _try_folder(partial_folder(output))
+        try_folder(partial_folder(output))
     except InputError:
         raise
     except (OSError, ValueError) as error:
@@ -119,24 +124,10 @@ def remove_model(folder: Path) -> None:
 def _check_contents(output: Path, *, force: bool) -> None:
     if force:
         check_replaceable(output)
-    elif _holds_something(output):
+    elif holds_something(output):
         raise InputError(
             f"output folder `{output}` is not empty", f"{_AGAIN}, or replace it with `--force`"
         )
-
-
-def _try_folder(folder: Path) -> None:
-    """Makes a folder and removes it if it is empty: nothing else tells whether that is possible."""
-    made = [folder, *(place for place in folder.parents if not place.exists())]
-    try:
-        for place in reversed(made):
-            place.mkdir(exist_ok=True)
-        if not os.access(folder.parent, os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
-    finally:
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -152,28 +143,13 @@ def _check_own(folder: Path) -> None:
             f"the working folder `{folder}` is {kind}, which no run of tcompress makes",
             "remove it, or choose another output with `-o`",
         )
-    if kind is None and folder.lstat().st_uid != os.geteuid():
+    owner = os.geteuid() if kind == "" else folder.lstat().st_uid
+    if owner != os.geteuid() and owner != owner_given(folder.parent):
         raise InputError(
-            f"the working folder `{folder}` belongs to user {folder.lstat().st_uid}, and its "
+            f"the working folder `{folder}` belongs to user {owner}, and its "
             "contents are not trusted",
             "remove it, work as that user, or choose another output with `-o`",
         )
-
-
-def _remove_links(folder: Path) -> None:
-    """Removes all links in a working folder; no run makes any that it needs again."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            path.unlink()
-
-
-def _holds_something(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
-
-
-def _number(folder: Path) -> int | None:
-    """Identifies a folder under any name."""
-    return folder.stat().st_ino if folder.is_dir() else None
 
 
 def _digest(folder: Path) -> str:
@@ -182,7 +158,16 @@ def _digest(folder: Path) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, DiskError) or not isinstance(error, TCompressError)
+    """Whether the same command may end well later, on a mended disk or with other versions."""
+    return isinstance(error, DiskError | WriteError) or not isinstance(error, TCompressError)
+
+
+def _read_mark(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("folder", "config", "identity")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 class Workplace:
@@ -222,12 +207,13 @@ class Workplace:
             raise
 
     def _locked(self) -> FileLock:
-        _check_own(self.folder)
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            _check_own(self.folder)  # whoever made it
-            _remove_links(self.folder)
+            try:
+                self.folder.mkdir(mode=0o700)
+            except FileExistsError:
+                _check_own(self.folder)
+            remove_links(self.folder)
             lock = FileLock(self.folder / _LOCK)
             lock.acquire(timeout=0)
         except FileNotFoundError:  # another run has just removed the folder
@@ -244,8 +230,7 @@ class Workplace:
     def _prepare(self, identity: str) -> bool:
         """Makes the folder ready, and tells whether there is work to go on with."""
         state = self.folder / "identity"
-        open_to_others = self.folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        self.folder.chmod(0o700)
+        open_to_others = close_to_others(self.folder)
         known = state.is_file() and state.read_bytes() == identity.encode()
         if open_to_others or not known:
             self._clear({_LOCK})
@@ -261,29 +246,22 @@ class Workplace:
         Returns:
             Whether the output is what this run would write.
         """
-        mark, old = self._read_mark(), self.folder / "replaced"
+        mark, old = _read_mark(self.folder), self.folder / "replaced"
         if old.is_dir():  # the system needed two steps
-            if not _holds_something(self.output):
-                whole = bool(mark) and mark["folder"] == _number(self.model)
+            if not holds_something(self.output):
+                whole = bool(mark) and mark["folder"] == number_of(self.model)
                 (self.model if whole else old).rename(self.output)
             if old.is_dir():
                 remove(old)
         if not mark:
             return False
-        if mark["folder"] == _number(self.output) and mark["config"] == _digest(self.output):
+        if mark["folder"] == number_of(self.output) and mark["config"] == _digest(self.output):
             if mark["identity"] == self._identity:
                 return True
             self._clear({_LOCK})
-        elif mark["folder"] != _number(self.model):
+        elif mark["folder"] != number_of(self.model):
             self._clear({_LOCK})  # it is not known what `model` is
         return False
-
-    def _read_mark(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self.folder / _MARK).read_text(encoding="utf-8"))
-            return {name: found[name] for name in ("folder", "config", "identity")}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
 
     def note(self, kind: str, **facts: Any) -> None:
         """Appends a line to the journal; it is on disk when this returns."""
@@ -332,12 +310,12 @@ class Workplace:
             sync(path)
         sync(self.model)
         mark = {
-            "folder": _number(self.model),
+            "folder": number_of(self.model),
             "config": _digest(self.model),
             "identity": self._identity,
         }
         write_text(self.folder / _MARK, json.dumps(mark))
-        if _holds_something(self.output):
+        if holds_something(self.output):
             swap(self.model, self.output, self.folder / "replaced")
         else:
             self.model.rename(self.output)
@@ -360,10 +338,21 @@ class Workplace:
             yield self
         except BaseException as error:
             refused = disk_error(error, self.output, self._lacking())
-            self.close() if (keeps or _may_pass)(refused or error) else self.discard()
+            kept = (keeps or _may_pass)(refused or error)
+            if isinstance(error, WriteError):
+                self._distrust()
+            self.close() if kept else self.discard()
             if refused is not None:
                 raise refused from error
             raise
+
+    def _distrust(self) -> None:
+        """Takes back what was written, which is not what was fitted; the fits stay."""
+        with suppress(OSError):  # what went wrong first counts
+            for note in self.notes("shard"):
+                self.note(**{**note, "sha256": None})
+        with suppress(OSError):
+            remove(self.model)
 
     def discard(self) -> None:
         """Removes the working folder; what is finished and could not be moved stays."""
@@ -387,10 +376,20 @@ class Workplace:
 
 
 def tidy(output: Path) -> None:
-    """Removes what a run that was killed in its clean-up left beside a finished output."""
-    if kind_of(partial_folder(output)) is None:
-        with suppress(InputError):  # another run is at work there
+    """Removes what a killed clean-up left beside a finished output; work to go on with stays."""
+    folder = partial_folder(output)
+    with suppress(InputError, FileNotFoundError):  # another run is at work there
+        if kind_of(folder) is None and _is_over(folder, output):
             Workplace(output, "", force=True).discard()
+
+
+def _is_over(folder: Path, output: Path) -> bool:
+    """Whether the result of a working folder is published, or nothing was done in it."""
+    if mark := _read_mark(folder):
+        return bool(mark["folder"] == number_of(output))
+    if (folder / "replaced").is_dir():  # as earlier versions left it
+        return not holds_something(folder / "model")
+    return all(path.name in (_LOCK, _MARK) or path.is_dir() for path in folder.rglob("*"))
 
 
 def identity_of(parts: Mapping[str, Any]) -> str:

@@ -121,6 +121,8 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     parent = modules[name.rpartition(".")[0]]
     if reason := chooses(name, modules):
         return reason
+    if not all(parameter.numel() for parameter in module.parameters(recurse=False)):
+        return "it has weights without numbers"
     if isinstance(module, nn.MultiheadAttention) or isinstance(parent, nn.MultiheadAttention):
         return "`nn.MultiheadAttention` uses its weight directly"
     if stacks := _stacks(module, name):

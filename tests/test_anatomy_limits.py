@@ -171,6 +171,7 @@ def test_unknown_model_is_scanned_by_structure() -> None:
     )
     assert {layer.side for layer in anatomy.layers} == {"both"}
     assert {refusal.name: refusal.reason for refusal in anatomy.refused} == {
+        "layers.0.attention": "`nn.MultiheadAttention` uses its weight directly",
         "layers.0.attention.out_proj": "`nn.MultiheadAttention` uses its weight directly",
         "layers.1.gate": "it routes tokens to experts, which a small error changes",
         "layers.1.experts": "its forward pass does not say how it multiplies by its stacked"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import fsum, inf, isnan
 from typing import Any
 
@@ -62,9 +62,7 @@ class OutputProbe:
             FitError: The output holds NaN or infinity.
         """
         scores, vectors = self._parts(output, batch)
-        for item in scores or vectors:
-            if not float(item.detach().amax()) < inf:  # minus infinity rules outcomes out
-                raise _not_finite()
+        _require_numbers(scores or vectors)
         if scores:
             return [(item, self._outcome(item, batch)) for item in scores]
         return [(item, _masked(self._direction(item), batch)) for item in vectors]
@@ -81,6 +79,8 @@ class OutputProbe:
             FitError: One of both holds NaN or infinity.
         """
         first, second = self._parts(dense, batch), self._parts(other, batch)
+        for scores, vectors in (first, second):
+            _require_numbers(scores or vectors)
         measure = _distance
         if first[0]:
             measure = _binary_divergence if self._independent else _divergence
@@ -129,6 +129,13 @@ class OutputProbe:
 
     def _direction(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._generator).to(like)
+
+
+def _require_numbers(outputs: Iterable[Tensor]) -> None:
+    """Refuses NaN and infinity; minus infinity rules outcomes out."""
+    for item in outputs:
+        if not float(item.detach().amax()) < inf:
+            raise _not_finite()
 
 
 def _not_finite() -> FitError:

@@ -151,9 +151,9 @@ def _linear(windows: Windows) -> Forecast | None:
     size = windows.context
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, windows.horizon, dtype=torch.float64)
-    size = _step(windows)
-    for first in range(0, len(training), size):
-        past, future = (part.double() for part in training.batch(slice(first, first + size)))
+    count = _step(windows)
+    for first in range(0, len(training), count):
+        past, future = (part.double() for part in training.batch(slice(first, first + count)))
         x, y = ((part - past[:, -1:]).mT.flatten(0, 1) for part in (past, future))
         gram, cross = gram + x.mT @ x, cross + x.mT @ y
     level = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny

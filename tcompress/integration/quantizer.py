@@ -208,7 +208,8 @@ def _require_all(
     _install(model, plan, KeyMap(model, ()))
     keymap = KeyMap(model, stored)
     absent = set(keymap.missing) - set(section.get("absent") or ())
-    problems = [f"`{name}` is missing" for name in absent if "pooler" not in name]
+    whole = own and known  # then poolers that are not there are known too
+    problems = [f"`{name}` is missing" for name in absent if whole or "pooler" not in name]
     for name, tensor in model.state_dict().items() if known else ():
         if keymap.has(name) and keymap.sources(name).converter is None:
             key = keymap.sources(name).keys[0]

@@ -219,6 +219,7 @@ def linear_weights(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         path, _, leaf = name.rpartition(".")
         owner = modules[path]
         linear = isinstance(owner, nn.Linear | Conv1D) and leaf == "weight"
+        linear = linear or (zoo.is_pointwise(owner) and leaf == "weight")
         fused = isinstance(owner, nn.MultiheadAttention) and leaf == "in_proj_weight"
         stacked = weight.ndim == 3 and "expert" in path.lower() and min(weight.shape) > 1
         if linear or fused or stacked:

@@ -23,6 +23,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
+from tcompress.anatomy.projections import is_pointwise
+
 RANK, VOCAB, WIDTH, HEADS, HEAD = 2, 128, 64, 4, 16
 LARGEST = 12_000_000
 
@@ -229,11 +231,13 @@ def _draw(module: nn.Module, name: str, weight: nn.Parameter, generator: torch.G
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    linear = isinstance(module, nn.Linear | Conv1D) and name == "weight"
+    linear = (isinstance(module, nn.Linear | Conv1D) or is_pointwise(module)) and name == "weight"
     stacked = weight.ndim == 3 and min(weight.shape) > 1 and not hasattr(module, "kernel_size")
     if (linear or stacked) and weight.numel():
-        *lead, rows, columns = weight.shape
-        weight.copy_(noise(*lead, rows, RANK) @ noise(*lead, RANK, columns))
+        shape = weight.shape if not is_pointwise(module) else weight.shape[:2]
+        *lead, rows, columns = shape
+        drawn = noise(*lead, rows, RANK) @ noise(*lead, RANK, columns)
+        weight.copy_(drawn.view(weight.shape))
         weight.mul_((RANK * max(rows, columns)) ** -0.5)
     elif weight.ndim <= 1:
         weight.add_(0.05 * torch.randn(weight.shape, generator=generator))

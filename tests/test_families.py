@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers, at sizes a
 
 # What stays dense is named with a reason.
 PARTLY = {"bamba": 0.85, "deberta": 0.6, "falcon_h1": 0.7, "mamba": 0.3, "mamba2": 0.7}
-PARTLY |= {"wavlm": 0.45, "zamba2": 0.8, "reformer": 0.7}
+PARTLY |= {"wavlm": 0.45, "zamba2": 0.8, "reformer": 0.7, "squeezebert": 0.3}
 WHOLE = ["albert", "audio-spectrogram-transformer", "bart", "beit", "bert", "biogpt", "bitnet"]
 WHOLE += ["blip", "bloom", "blt_patcher", "canine", "clip", "codegen", "convbert", "dab-detr"]
 WHOLE += ["data2vec-audio", "deformable_detr", "detr", "dinov2", "electra", "falcon", "flaubert"]
@@ -34,9 +34,28 @@ WHOLE += [
     "hubert",
     "jina_embeddings_v3",
 ]
-WHOLE += ["layoutlm", "led", "longformer", "mgp-str", "mobilebert", "molmo2_text", "mpt"]
+WHOLE += [
+    "layoutlm",
+    "led",
+    "longformer",
+    "mgp-str",
+    "mobilebert",
+    "mobilenet_v2",
+    "molmo2_text",
+    "mpt",
+]
 WHOLE += ["nomic_bert", "olmo2", "patchtst", "pegasus_x", "radio", "roformer", "rt_detr_v2"]
-WHOLE += ["sam3_video", "sapiens2", "smollm3", "t5", "wav2vec2", "xglm", "xlm", "yolos"]
+WHOLE += [
+    "sam3_video",
+    "sapiens2",
+    "smollm3",
+    "t5",
+    "wav2vec2",
+    "wav2vec2-conformer",
+    "xglm",
+    "xlm",
+    "yolos",
+]
 
 
 @pytest.mark.parametrize("family", [*WHOLE, *PARTLY])

@@ -354,12 +354,9 @@ def test_an_unknown_family_is_converted(option: str, aware: bool, tmp_path: Path
 
 
 def test_a_refused_family_says_why(tmp_path: Path) -> None:
-    config = transformers.SqueezeBertConfig(
-        vocab_size=100, embedding_size=32, hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=4, intermediate_size=64,
-    )  # fmt: skip
-    transformers.SqueezeBertModel(config).save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match="no layer of this `squeezebert` model is supported"):
+    config = transformers.SuperPointConfig(encoder_hidden_sizes=[8, 8, 8, 8])
+    transformers.SuperPointForKeypointDetection(config).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="no layer of this `superpoint` model is supported"):
         make_plan(recipe(), SourceModel.open(str(tmp_path)))
 
 

@@ -14,7 +14,7 @@ Role = Literal[
     "experts_gate_up", "experts_down",
     "linear",
 ]  # fmt: skip
-Kind = Literal["linear", "conv1d", "experts"]
+Kind = Literal["linear", "conv1d", "experts", "pointwise"]
 Side = Literal["in", "out", "both"]
 
 # Layers whose roles share a group read the very same tensor. `linear` has no row: nothing is
@@ -52,8 +52,9 @@ class Layer:
     Attributes:
         name: Module path in the running model; for experts, of the module that holds the weights.
         role: What the layer computes; `linear` where only its shape is known.
-        kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), or `experts`
-            (experts, out, in), unless they are `transposed`.
+        kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts`
+            (experts, out, in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the
+            kernels of a convolution.
         in_features: Width of one input row.
         out_features: Width of one output row, the sum of the sizes of `parts`.
         bias: Whether the layer has a bias.
@@ -66,6 +67,7 @@ class Layer:
         calls: How often one forward pass of the block runs the layer. Only the first call reads
             the group's input.
         head: Width of one head of the attention that the layer belongs to, if it is known.
+        axes: Number of axes that a convolution moves along.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Layer:
     transposed: bool = False
     calls: int = 1
     head: int | None = None
+    axes: int = 0
 
     @property
     def side(self) -> Side:

@@ -24,6 +24,7 @@ from tcompress.anatomy.heads import head_width
 from tcompress.anatomy.projections import (
     Shape,
     is_block,
+    is_pointwise,
     projections,
     reason_to_refuse,
     shape_of,
@@ -152,7 +153,8 @@ def _outside(
     uses = Counter(id(parameter) for _, parameter in named)
     inside = tuple(f"{site.name}." for site in sites)
     for name, module in projections(whole.block).items():
-        if name.startswith(inside) or not isinstance(module, (nn.Linear, Conv1D)):
+        linear = isinstance(module, (nn.Linear, Conv1D)) or is_pointwise(module)
+        if name.startswith(inside) or not linear:
             continue
         free = uses[id(module.weight)] == 1 and module not in known
         if free and reason_to_refuse(name, whole.block) is None:
@@ -216,6 +218,7 @@ def _layer(
         transposed=shape.transposed,
         calls=calls,
         head=head_width(site.block, name, role, site.config),
+        axes=shape.axes,
     )
 
 

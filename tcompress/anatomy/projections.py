@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -19,6 +19,7 @@ from tcompress.anatomy.uses import computes_linear
 from tcompress.errors import InputError
 
 _UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOT_OWN = ("torch.", "transformers.generation")
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
         transposed: Whether a stack is stored as (experts, in, out).
         role: Of a stack that Transformers describes; else `linear`.
         halves: Whether the first half of the outputs is a gate for the second.
+        axes: Number of axes that a convolution moves along.
     """
 
     kind: Kind
@@ -48,18 +50,32 @@ class Shape(NamedTuple):
     transposed: bool = False
     role: Role = "linear"
     halves: bool = False
+    axes: int = 0
 
 
 def projections(block: nn.Module) -> dict[str, nn.Module]:
-    """Return linear layers, stacked experts and routers below the block, by relative path."""
+    """Return linear layers, pointwise convolutions, stacked experts and routers, by path."""
     modules = {name: module for name, module in block.named_modules() if name}
     return {
         name: module
         for name, module in modules.items()
         if isinstance(module, (nn.Linear, Conv1D, nn.MultiheadAttention))
+        or is_pointwise(module)
         or _stacks(module, name)
         or (chooses(name, modules) and _holds_matrix(module))
     }
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Tells whether a module is a convolution whose kernel covers one point, in whole or groups."""
+    return (
+        isinstance(module, _ConvNd)
+        and not module.transposed
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and set(module.kernel_size) == {1}
+        and not (isinstance(module.padding, tuple) and any(module.padding))
+        and min(module.weight.shape[:2]) > 1
+    )
 
 
 def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
@@ -68,6 +84,9 @@ def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
         return (Shape("linear", module.in_features, module.out_features, module.bias is not None),)
     if isinstance(module, Conv1D):
         return (Shape("conv1d", module.nx, module.nf, True),)
+    if isinstance(module, _ConvNd):
+        sizes = module.in_channels, module.out_channels
+        return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
     stacks = _stacks(module)
     ways = _ways(module)
     found = [(order, name) for order, name in enumerate(ways) if name in stacks]
@@ -130,9 +149,23 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
         unread = [parameter for parameter in stacks if parameter not in ways]
         if unread:
             return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
+    elif isinstance(module, _ConvNd):
+        if module.groups > 1:
+            return "it is a convolution in groups"
+        if not _applies_kernel(module):
+            return f"its class `{kind.__name__}` has a forward pass of its own"
     elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
         return f"its class `{kind.__name__}` has a forward pass of its own"
     return None
+
+
+def _applies_kernel(module: nn.Module) -> bool:
+    """Tells whether a convolution is one of PyTorch's own, and not one that changes its weight."""
+    kind: Any = type(module)
+    return any(
+        kind.forward is own.forward and kind._conv_forward is own._conv_forward
+        for own in _CONVOLUTIONS
+    )
 
 
 def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from tcompress.conversion.capture import first_tensor, token_rows
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
 from tcompress.source import SourceModel
+from tcompress.structures.pointwise import channels_last
 
 Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
 """From a model's output and its inputs to tensors of the output and their random gradients."""
@@ -309,12 +310,12 @@ class _Watch:
             self._handles.append(inside.register_forward_hook(hook, with_kwargs=True))
 
     def _hook(self, name: str, block: str, role: str) -> Callable[..., None]:
-        def seen(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            x = first_tensor(*args, **kwargs).detach()
+        def seen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            x = channels_last(layer, first_tensor(*args, **kwargs).detach())
             rows, mask = token_rows(x, self.batch, block, role)
 
             def arrived(gradient: Tensor) -> None:
-                back = gradient.reshape(len(rows), -1)
+                back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
                 kept = (rows, back) if mask is None else (rows[mask], back[mask])
                 if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in kept):
                     raise FitError(

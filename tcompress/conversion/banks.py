@@ -141,7 +141,7 @@ class BankFitter:
         entry = use.entry
         name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
-        weight = (weight.mT if entry.is_flipped else weight)[use.start : use.stop].double()
+        weight = entry.matrix(weight)[use.start : use.stop].double()
         block = self.source.keymap.runtime_name(entry.block) or entry.block
         gram = self.place.inputs(block).get(entry.name)
         curvature = self.place.curvature(block).get(entry.name)

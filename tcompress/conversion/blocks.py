@@ -37,6 +37,7 @@ from tcompress.source import SourceModel, read_finite
 from tcompress.structures.bank import BankModule
 from tcompress.structures.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.experts import is_routed
+from tcompress.structures.pointwise import channels_last
 
 Group = tuple[LayerPlan, ...]
 
@@ -304,7 +305,7 @@ class BlockFitter:
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
             weight = read_finite(self._source.store, self._source.keymap, name)
-            weights.append((weight.mT if entry.is_flipped else weight).to(self._device))
+            weights.append(entry.matrix(weight).to(self._device))
             own.append([pair[entry.bias] for pair in moments])
         by_dtype = self._dtype_of(group[0])
         curves = {name: s.to(self._device) for name, s in self._curvatures(block.name).items()}
@@ -341,6 +342,8 @@ class BlockFitter:
                 y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
                 raise DataError(f"layer `{group[0].name}` did not run on calibration data")
+            x = channels_last(dense.get_submodule(inside), x)
+            y = channels_last(new.get_submodule(inside), y)
             rows, mask = token_rows(x, one.batch, block.name, group[0].role)
             if y.numel() != x.numel():
                 raise DataError(

@@ -35,7 +35,7 @@ def fit_without_data(
             weight = read_table(source, entry)
         else:
             weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
-        weights.append((weight.mT if entry.is_flipped else weight).to(device))
+        weights.append(entry.matrix(weight).to(device))
         if entry.bias and entry.kind != "experts":
             biases[entry.name] = read_finite(source.store, source.keymap, f"{path}.bias")
     dtype = outputs.dtype_of(cluster[0])

@@ -15,6 +15,7 @@ from tcompress.conversion.backward import Worth
 from tcompress.conversion.capture import first_tensor, token_rows
 from tcompress.errors import DataError
 from tcompress.source import SourceModel
+from tcompress.structures.pointwise import channels_last
 
 
 def input_moments(
@@ -98,11 +99,12 @@ class _Watch:
         self._batch, self._seen = batch, set()
 
     def _hook(self, name: str, block: str, role: str) -> Callable[..., None]:
-        def seen(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def seen(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if name in self._seen:  # only the first call reads tokens
                 return
             self._seen.add(name)
-            rows, mask = token_rows(first_tensor(*args, **kwargs), self._batch, block, role)
+            x = channels_last(layer, first_tensor(*args, **kwargs))
+            rows, mask = token_rows(x, self._batch, block, role)
             rows = rows if mask is None else rows[mask]
             self.found[name].add(rows, rows.new_empty(len(rows), 0))
 

@@ -39,7 +39,7 @@ class Proof:
 
     def __post_init__(self) -> None:
         layers, self.blocks = self.plan.layers, set[str]()
-        for kind in ("linear", "experts", "conv1d"):
+        for kind in dict.fromkeys(entry.kind for entry in layers):
             blocks = [entry.block for entry in layers if entry.kind == kind]
             if blocks and not any(e.kind == kind and e.block in self.blocks for e in layers):
                 self.blocks.add(max(dict.fromkeys(blocks), key=blocks.count))

@@ -181,7 +181,7 @@ class Survey:
     def _weight(self, path: str, entry: LayerPlan) -> Tensor:
         name = f"{path}.{entry.parameter}"
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
-        return weight.mT if entry.is_flipped else weight
+        return entry.matrix(weight)
 
     def _keep(
         self, block: str, seen: Mapping[str, Worth], entries: Mapping[str, LayerPlan]

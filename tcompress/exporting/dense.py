@@ -99,7 +99,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
 
     Returns:
         The weight as the dense model stores it, in the dtype of the structured tensors: (out, in),
-        transposed for GPT-2's kind of layer, stacked for experts.
+        transposed for GPT-2's kind of layer, stacked for experts, with axes of 1 for convolutions.
 
     Raises:
         FitError: It is not finite in that dtype.
@@ -119,7 +119,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             f"the weight of layer `{entry.name}` is not finite in {dtype}",
             "convert the model again, with `--dtype float32`",
         )
-    return weight.mT.contiguous() if entry.is_flipped else weight
+    return entry.as_stored(weight).contiguous()
 
 
 def _multiplied(
@@ -213,10 +213,9 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
 
 
 def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
-    shape = (entry.out_features, entry.in_features)
-    if entry.is_flipped:
-        shape = shape[::-1]
-    return shape if entry.experts is None else (entry.experts, *shape)
+    lead = () if entry.experts is None else (entry.experts,)
+    empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
+    return tuple(entry.as_stored(empty).shape)
 
 
 def _write_rest(artifact: Artifact, folder: Path) -> None:
@@ -242,7 +241,7 @@ def _prove(artifact: Artifact, folder: Path) -> None:
         rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
         wanted = applied(structured.layer(entry), rows)
         stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
-        weight = stored.double().mT if entry.is_flipped else stored.double()
+        weight = entry.matrix(stored.double())
         change = (rows @ weight.mT).reshape(wanted.shape) - wanted
         if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
             raise differs(entry.name, "its dense weight computes something else")

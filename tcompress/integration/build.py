@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tcompress.structures.bank import BankModule
 from tcompress.structures.embedding import LookupScale, StructuredEmbedding, tie_tables
 from tcompress.structures.experts import StructuredExperts, child_of
 from tcompress.structures.linear import StructuredLinear
+from tcompress.structures.pointwise import PointwiseConvolution
 
 
 def install_layers(
@@ -62,7 +64,10 @@ def install_layers(
                 f"layer `{entry.name}` shares tensors with layers that this model lacks",
                 "load the whole model, or export it first: `tcompress export MODEL --to dense`",
             )
-        made[entry.name] = layer = StructuredLinear(
+        kind: Callable[..., StructuredLinear] = StructuredLinear
+        if entry.kind == "pointwise":
+            kind = partial(PointwiseConvolution, host=root.get_submodule(path))
+        made[entry.name] = layer = kind(
             entry.parts,
             bias=entry.bias,
             input_of=owner if isinstance(owner, StructuredLinear) else None,

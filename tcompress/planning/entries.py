@@ -6,6 +6,7 @@ from math import prod
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from tcompress.mechanisms.base import AnyMechanismLayout, mechanism
 from tcompress.mechanisms.module import CHILD
@@ -45,13 +46,14 @@ class LayerPlan(_Entry):
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides, itself included.
         bank_of: Layers that own the banks which this one uses, by name; others are its own.
+        axes: Number of axes that a convolution moves along.
     """
 
     name: str
     parameter: str = "weight"
     block: str
     role: str
-    kind: Literal["linear", "conv1d", "experts", "embedding"]
+    kind: Literal["linear", "conv1d", "experts", "embedding", "pointwise"]
     bias: bool
     experts: int | None = None
     transposed: bool = False
@@ -59,6 +61,7 @@ class LayerPlan(_Entry):
     input_of: str | None = None
     readers: int = 1
     bank_of: dict[str, str] = Field(default={})
+    axes: int = 0
 
     @property
     def in_features(self) -> int:
@@ -69,6 +72,18 @@ class LayerPlan(_Entry):
     def is_flipped(self) -> bool:
         """Whether the dense weight is stored as ([experts,] in, out)."""
         return self.kind == "conv1d" or self.transposed
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Gives the matrix that a dense weight is.  # ([experts,] out, in)."""
+        if self.axes:
+            return weight.flatten(1)
+        return weight.mT if self.is_flipped else weight
+
+    def as_stored(self, matrix: Tensor) -> Tensor:
+        """Gives the dense weight as the host stores it, of its matrix; the other way round."""
+        if self.axes:
+            return matrix[(..., *(None,) * self.axes)]
+        return matrix.mT if self.is_flipped else matrix
 
     @property
     def out_features(self) -> int:

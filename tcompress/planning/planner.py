@@ -144,6 +144,7 @@ class _Planner:
             bias=layer.bias,
             experts=layer.experts,
             transposed=layer.transposed,
+            axes=layer.axes,
             parts=parts,
         )
         share = kept_share(entry, sharing)

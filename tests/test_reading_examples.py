@@ -11,6 +11,7 @@ import pytest
 from tcompress.errors import DataError
 from tcompress.reading.examples import Examples, Needs, load_examples
 from tcompress.reading.inputs import inputs_of
+from tcompress.reading.tables import opened
 from tcompress.reading.tokens import TextEncoder
 from tcompress.source import SourceModel
 from tests.support.evaluation import classifier, rows_file
@@ -35,6 +36,15 @@ def _saved(folder: Path, features: dict[str, Any], **columns: Any) -> str:
     kinds = datasets.Features({**{name: datasets.Value("string") for name in columns}, **features})
     datasets.Dataset.from_dict(columns, features=kinds).save_to_disk(str(folder / "saved"))
     return str(folder / "saved")
+
+
+def test_nobody_hears_of_files_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("a server"))
+    with opened(str(rows_file(tmp_path / "a.jsonl", text=["one", "two"])), "train") as rows:
+        assert len(rows) == 2
+    assert asked == []
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
 
 
 def test_words_of_a_csv_file_stay_words(tmp_path: Path) -> None:

@@ -142,7 +142,12 @@ def _load(place: str, stack: ExitStack, kind: str, **options: Any) -> Any:
     import datasets
 
     cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-    return _explained(place, lambda: datasets.load_dataset(kind, cache_dir=cache, **options))
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nobody has to hear of files of one's own
+    try:
+        return _explained(place, lambda: datasets.load_dataset(kind, cache_dir=cache, **options))
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
 def _read_hub(name: str, split: str) -> Any:

@@ -132,7 +132,8 @@ class BlockFitter:
         self._attention = {keymap.runtime_name(entry.name) or "": entry for entry in attention}
         self._runtime = keymap.runtime_name
         moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
-        kept = [probe is not None and index in self._holdout for index in range(len(moved))]
+        judged = self._holdout or range(len(moved))  # one sample is all that there is
+        kept = [probe is not None and index in judged for index in range(len(moved))]
         pairs, model = list(zip(moved, kept, strict=True)), self._skeleton.model
         self._dense = [Stream(model, batch, keep=keep) for batch, keep in pairs]
         self._new = [Stream(model, batch, rewritten=True, keep=keep) for batch, keep in pairs]

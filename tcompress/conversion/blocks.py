@@ -21,7 +21,7 @@ from tcompress.conversion.capture import (
     run_to_input,
     token_rows,
 )
-from tcompress.conversion.experts import ExpertSums, Routing, is_listed, routed_arguments
+from tcompress.conversion.experts import ExpertSums, Routing, TokenRows, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
@@ -199,6 +199,7 @@ class BlockFitter:
         dense = self._skeleton.load_block(before)
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
+        self._rows = TokenRows(dense, block)
         result = BlockResult(block.name, {}, {})
         self._exchange(block, new, (stored or result).attention)
         experts = {layer.name for layer in block.layers if layer.routed}
@@ -208,6 +209,7 @@ class BlockFitter:
             if stored is None:
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
+        self._rows.close()
         if last and self._probe is None:  # the output head was never loaded
             self._check_end(block.name)
             return stored or result
@@ -332,8 +334,9 @@ class BlockFitter:
     ) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
-        listed = is_listed(dense, inside)
+        listed = self._rows.is_listed(self._paths[group[0].name])
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
+            self._rows.batch = one.batch
             x = self._input(block.name, one, self._own[block.name], dense, inside)
             y = self._input(block.name, two, new.forward, new, inside)
             if listed and x is None:  # an expert that no token of these chose
@@ -342,7 +345,7 @@ class BlockFitter:
                 y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
                 raise DataError(f"layer `{group[0].name}` did not run on calibration data")
-            rows, mask = token_rows(x, one.batch, block.name, group[0].role)
+            rows, mask = self._rows.of(x, self._paths[group[0].name], group[0].role)
             if y.numel() != x.numel():
                 raise DataError(
                     f"layer `{group[0].name}` reads other tokens once others are rewritten",

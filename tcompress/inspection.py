@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tcompress.anatomy.stored import Shapes, parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.reporting.describe import describe_attention, describe_entry
-from tcompress.source.names import FORMAT_VERSION, METHOD, resolve
+from tcompress.source.names import FORMAT_VERSION, METHODS, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -147,7 +147,7 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         if section is None:
             return _from_headers(name, config, WeightStore.open(folder))
-        known = section["quant_method"] == METHOD and section["format_version"] <= FORMAT_VERSION
+        known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION
         if known and manifest and looks_whole(folder, manifest):
             return _from_manifest(name, config, manifest, WeightStore.open(folder))
     except (ValueError, TypeError, KeyError, AttributeError, OSError):

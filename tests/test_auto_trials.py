@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.methods import candidates_of, choose_method
 from tcompress.conversion.probe import probe_of
@@ -129,6 +130,24 @@ def test_the_winner_is_what_its_method_alone_would_be(folder: Path, tmp_path: Pa
     alone = Convert.model_validate({"method": {"name": "lprod", "p": 8}, "target": 0.4})
     same = _convert(folder, tmp_path / "alone", alone).manifest.plan
     assert (done.manifest.plan.layers == same.layers) is (facts.taken == "lprod")
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": {"name": "svd"}, "drop_layers": "auto"}])
+def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: Path) -> None:
+    """Nothing is held out then; a change of nought for all would take the first, or few blocks."""
+    batch = {name: tensor[:1] for name, tensor in LLAMA.inputs(4, 8, 0).items()}
+    data = CalibrationData([batch], [], "one text", 1, 8, "one")
+    done = convert(str(folder), _recipe(**changes), tmp_path / "out", data=data)
+    plan = done.manifest.plan
+    found = plan.depth.weighed if plan.depth is not None else _facts(done).tried.values()
+    assert len(found) > 1
+    assert all(change is None or change > 0 for change in found)
+    assert plan.warnings[-1] == (
+        "the calibration data has no sample to hold out (1 in all): candidates were compared on "
+        "what they were fitted to, which favours those that adapt most; give more data"
+    )
+    alone = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
+    assert not convert(str(folder), alone, tmp_path / "svd", data=data).manifest.plan.warnings
 
 
 @pytest.mark.parametrize(

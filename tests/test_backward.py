@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+)
 
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.conversion.backward import BackwardWalk, Worth
@@ -119,17 +123,17 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
 class _Fixed(OutputProbe):
     """The same gradients for the tokens that are there, however long texts are."""
 
-    def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def _outcome(self, scores: Tensor) -> Tensor:
         rows = torch.arange(1.0, 9).repeat(len(scores), 1)
         rows = torch.nn.functional.pad(rows, (0, scores.shape[1] - 8))
-        return (rows * batch["attention_mask"])[..., None] * scores.detach().sin()
+        return rows[..., None] * scores.detach().sin()
 
 
 def test_not_finite_gradients_name_the_layer(tmp_path: Path) -> None:
     _save("bert", tmp_path)
 
     class Broken(OutputProbe):
-        def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        def _outcome(self, scores: Tensor) -> Tensor:
             return torch.full_like(scores, torch.nan)
 
     with pytest.raises(FitError, match=r"layer `bert\.encoder\.layer\.1\..*`: gradients hold NaN"):
@@ -158,6 +162,26 @@ def test_padded_tokens_predict_nothing() -> None:
         output = SequenceClassifierOutput(logits=torch.randn(2, 3, last))  # type: ignore[arg-type]
         ((_, gradient),) = OutputProbe(None)(output, {"attention_mask": mask})
         assert bool((gradient.abs().sum(-1) > 0).equal(mask.bool()))
+
+
+def test_as_many_classes_as_tokens_are_still_classes() -> None:
+    """A matrix of scores is masked only where it has a score for each token."""
+    mask, scores = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3)
+    batch = {"attention_mask": mask}
+    classes = SequenceClassifierOutput(logits=scores)  # type: ignore[arg-type]
+    several = OutputProbe(None, independent=True)
+    for probe in (OutputProbe(None), several):
+        assert bool((probe(classes, batch)[0][1] != 0).all())
+        moved = SequenceClassifierOutput(logits=scores + mask.logical_not())  # type: ignore[arg-type]
+        assert probe.change(classes, moved, batch) > 0.1
+    embeddings = OutputProbe(MEAN)
+    states = BaseModelOutput(last_hidden_state=torch.randn(2, 3, 3))  # type: ignore[arg-type]
+    assert bool((embeddings(states, batch)[0][1] != 0).all())
+    span = QuestionAnsweringModelOutput(start_logits=scores, end_logits=scores)  # type: ignore[arg-type]
+    for _, gradient in OutputProbe(None)(span, batch):
+        assert bool((gradient != 0).equal(mask.bool()))
+    ((_, gradient),) = OutputProbe(None, independent=True, per_token=True)(classes, batch)
+    assert bool((gradient != 0).equal(mask.bool()))
 
 
 def test_embeddings_are_pooled_where_a_model_makes_them() -> None:

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from tcompress.anatomy import anatomy_of
 from tcompress.calibrate.data import CalibrationData
+from tcompress.conversion.backward import BackwardWalk
+from tcompress.conversion.inputs import input_moments
+from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.sums import SplitSums
 from tcompress.exporting import dense as exporting
 from tcompress.recipe.schema import Convert
+from tcompress.source import SourceModel
 from tests.support.conversions import distance, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 
@@ -154,6 +159,66 @@ def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Pa
             _change(dense, model, EXPERTS[layout].inputs(2, 6, seed)) for seed in range(4)
         )
     assert errors["builtin"] < errors["none"]
+
+
+def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The texts of a batch without padding."""
+    found = []
+    for index in range(len(batch["input_ids"])):
+        lengths = {
+            prefix: int(batch[f"{prefix}attention_mask"][index].sum())
+            for prefix in ("", "decoder_")
+        }
+        found.append(
+            {
+                name: item[index : index + 1, : lengths["decoder_" * name.startswith("decoder_")]]
+                for name, item in batch.items()
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("layout", [name for name in EXPERTS if name.startswith("list")])
+def test_padding_is_no_row_of_listed_experts(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded texts give the rows that the same texts give one by one."""
+    fitted: dict[SplitSums, int] = {}
+    add = SplitSums.add
+
+    def counted(sums: SplitSums, dense: Tensor, new: Tensor, *, holdout: bool) -> None:
+        fitted[sums] = fitted.get(sums, 0) + len(dense)
+        add(sums, dense, new, holdout=holdout)
+
+    monkeypatch.setattr(SplitSums, "add", counted)
+    dense: Any = EXPERTS[layout].build()
+    dense.save_pretrained(tmp_path / "dense")
+    (tmp_path / "scratch").mkdir()
+    source, device = SourceModel.open(str(tmp_path / "dense")), torch.device("cpu")
+    anatomy = anatomy_of(source.meta_model())
+    names = [layer.name for layer in anatomy.layers if "expert_" in layer.name]
+    assert len(names) == 2 * 2 * dense.config.num_experts
+    padded = [EXPERTS[layout].inputs(4, 12, seed) for seed in range(3)]
+    alone = [text for batch in padded for text in _one_by_one(batch)]
+    recipe = {"calibration": {"source": "builtin", "output_moments": False}, **SVD}
+    rows, groups = [], []
+    for batches, held in ((padded, 1), (alone, 4)):
+        read = input_moments(source, anatomy, names, batches, device)
+        walk = BackwardWalk(
+            source, anatomy, batches, OutputProbe(None), tmp_path / "scratch", device
+        )
+        for walked in (read, walk.run()):
+            found = {name: worth.rows for _, block in walked for name, worth in block.items()}
+            rows.append({name: found[name] for name in names})
+        holdout = list(range(len(batches) - held, len(batches)))
+        data = CalibrationData(batches, holdout, "tiny", 12, 144, layout)
+        chosen = Convert.model_validate({**recipe, "allocation": "uniform"})
+        convert(str(tmp_path / "dense"), chosen, tmp_path / f"{held}", data=data)
+        groups.append([*fitted.values()])
+        fitted.clear()
+    assert rows[0] == rows[1] == rows[2] == rows[3]
+    assert sum(rows[0].values()) > 0
+    assert groups[0] == groups[1]
 
 
 def _change(dense: nn.Module, model: nn.Module, inputs: dict[str, Tensor]) -> float:

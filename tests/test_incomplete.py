@@ -291,7 +291,7 @@ def test_scores_that_are_a_yes_or_no_each() -> None:
     dense = torch.randn(2, 6, generator=generator)
     change = 1e-3 * torch.randn(2, 6, generator=generator)
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])}
-    probe = OutputProbe(None, independent=True)
+    probe = OutputProbe(None, independent=True, per_token=True)
 
     class Output:
         def __init__(self, logits: torch.Tensor) -> None:

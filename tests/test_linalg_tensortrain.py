@@ -277,6 +277,38 @@ def test_numbers_are_moved_only_where_states_are_narrow() -> None:
     assert contract_moves((4, 4), (6, 5), (3,)) == (4 * 3 + 6) * 5
 
 
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        (((4, 3, 2), (2, 3, 4), (3, 5)), "first"),
+        (((2, 2, 3, 4), (2, 4, 3, 2), (2, 5, 3)), "last"),
+        (((3, 2, 2, 5), (2, 2, 3, 2), (2, 3, 2)), "last"),
+        (((6, 2, 3, 1), (2, 2, 3, 3), (2, 3, 2)), "first"),
+    ],
+)
+def test_numbers_moved_are_those_of_products_that_gather(
+    shape: tuple[tuple[int, ...], ...], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later cores see a state for every output, or input, so far."""
+    tokens, moved, rows = 10, 0, list[int]()
+    product = torch.einsum
+
+    def counted(rule: str, state: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        nonlocal moved
+        result = product(rule, state, matrix)
+        moved += state.numel() + result.numel()
+        rows.append(len(state) // tokens)
+        return result
+
+    monkeypatch.setattr(torch, "einsum", counted)
+    with torch.no_grad():
+        tt_apply(randn(tokens, math.prod(shape[0])), random_cores(shape))
+    # From the last core on the first product has nothing behind it, and gathers nothing.
+    assert rows[0] == (1 if order == "first" else math.prod(shape[0][:-2]))
+    assert max(rows) > 1
+    assert moved == tokens * contract_moves(*shape)
+
+
 def test_contraction_starts_at_the_cheaper_end() -> None:
     assert contract_macs((100, 2), (2, 100), (3,)) == 100 * 2 * 2 * 3 + 2 * 2 * 100 * 3
     assert contract_macs((2, 100), (100, 2), (3,)) == 2 * 100 * 2 * 3 + 2 * 100 * 2 * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,6 +83,35 @@ def test_without_tcompress_loading_fails(models: Models) -> None:
     assert len(lines) == 5
     assert all(line.startswith("refused:") for line in lines[:4]), lines
     assert lines[4] == "all loaded"
+
+
+def test_without_tcompress_the_first_line_says_what_to_do(models: Models, tmp_path: Path) -> None:
+    """Also of a model that was saved again, with and without the package being installed."""
+    made = models("bert", "dct")
+    made.load().save_pretrained(tmp_path / "again")
+    plain = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
+    hidden = f"import sys; sys.modules['tcompress'] = None; {plain}"
+    for folder, code in [(made.folder, hidden), (tmp_path / "again", plain)]:
+        ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+        assert ran.returncode
+        assert (
+            "Unknown quantization type, got tcompress (`pip install tcompress`, then `import "
+            "tcompress` before `from_pretrained`; or write a dense copy: `tcompress export MODEL "
+            "--to dense`) - supported types"
+        ) in ran.stderr.splitlines()[0]
+
+
+def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path: Path) -> None:
+    """As they were written before the name said what to do."""
+    made = models("bert", "dct")
+    folder = Path(shutil.copytree(made.folder, tmp_path / "older"))
+    (folder / "tcompress.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "tcompress"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert len(Artifact.open(folder).layers) == len(made.plan.layers)
+    found = type(made.load()).from_pretrained(folder)
+    assert distance(outputs(found, made.inputs()), outputs(made.load(), made.inputs())) == 0
 
 
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, "cpu"])

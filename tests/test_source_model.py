@@ -15,7 +15,7 @@ from transformers import dynamic_module_utils
 
 from tcompress.errors import SourceError
 from tcompress.source import SourceModel, WeightStore
-from tcompress.source.companions import stray_links
+from tcompress.source.companions import companion_files, stray_links
 from tcompress.source.text import check_counts
 from tests.support.checkpoints import save
 from tests.support.tiny import build
@@ -181,6 +181,62 @@ def test_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> No
         (snapshot / name).symlink_to(os.path.relpath(blobs / name, snapshot))
     found = SourceModel.open(str(snapshot)).companion_files()
     assert [str(path) for path in found] == ["tokenizer.json"]
+
+
+def _linked(folder: Path, names: tuple[str, ...], blobs: Path) -> None:
+    """Puts files where the hub's cache would, and links to them where they were."""
+    blobs.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()  # where there is none yet
+        target = (folder / name).rename(blobs / f"sha-{name.replace('/', '-')}")
+        (folder / name).symlink_to(os.path.relpath(target, (folder / name).parent.resolve()))
+
+
+@pytest.mark.parametrize("part", ["", "text_encoder"])
+@pytest.mark.parametrize("form", ["plain", "on another disk", "shared by models"])
+def test_snapshots_of_every_form_carry_their_files(
+    part: str, form: str, folder: Path, tmp_path: Path
+) -> None:
+    cache, disk = tmp_path / "hub" / "models--a--b", tmp_path / "disk"
+    disk.mkdir()
+    cache.mkdir(parents=True)
+    if form == "on another disk":
+        (cache / "blobs").symlink_to(disk)
+    model = cache / "snapshots" / "abc" / part
+    shutil.copytree(folder, model)
+    (model / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    names = ("config.json", "tokenizer.json", "1_Pooling/config.json", "modules.json")
+    _linked(model, names, cache / "blobs")
+    (model / "LICENSE").symlink_to("/etc/passwd")
+    store = tmp_path / "hub" / "blobs" / "ab"
+    store.mkdir(parents=True)
+    (store / "another").touch()
+    (model / "merges.txt").symlink_to(store / "another")
+    if form == "shared by models":
+        blob = cache / "blobs" / "sha-tokenizer.json"
+        blob.rename(store / "abc")
+        blob.symlink_to(os.path.relpath(store / "abc", blob.parent))
+        (cache / "blobs" / "odd").symlink_to("/etc/passwd")
+        (model / "vocab.txt").symlink_to(cache / "blobs" / "odd")
+    found = [str(path) for path in companion_files(model)]
+    assert found == ["1_Pooling/config.json", "modules.json", "tokenizer.json"]
+    assert set(stray_links(model)) - {"vocab.txt"} == {"LICENSE", "merges.txt"}
+
+
+@pytest.mark.parametrize("known_by", ["config.json", "model.safetensors"])
+def test_a_folder_of_links_into_the_hub_cache(known_by: str, folder: Path, tmp_path: Path) -> None:
+    """As `huggingface-cli download --local-dir` made them: of large files, or of all."""
+    cache, other = tmp_path / "models--a--b", tmp_path / "models--c--d"
+    for repo in (cache, other):
+        (repo / "snapshots").mkdir(parents=True)
+    _linked(folder, (known_by, "tokenizer.json"), cache / "blobs")
+    _linked(folder, ("vocab.txt",), other / "blobs")
+    (tmp_path / "blobs").mkdir()
+    _linked(folder, ("merges.txt",), tmp_path / "blobs")
+    (folder / "LICENSE").symlink_to("/etc/passwd")
+    assert [str(path) for path in companion_files(folder)] == ["tokenizer.json"]
+    assert stray_links(folder) == ["LICENSE", "merges.txt", "vocab.txt"]
 
 
 def test_a_module_list_of_another_form_is_refused(folder: Path) -> None:

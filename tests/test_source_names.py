@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
-from tcompress.errors import SourceError
+from tcompress.errors import DataError, SourceError
+from tcompress.reading.tables import opened
 from tcompress.source import ALIASES, SourceModel, default_output_name, resolve
+from tcompress.source.hub import cached_where_unreachable
 from tests.support.checkpoints import save
 
 
@@ -252,3 +256,69 @@ def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub, monkeypatch: pytest.Mo
     model = SourceModel.open("minilm", revision="main")
     assert model.id == "sentence-transformers/all-MiniLM-L6-v2"
     assert model.revision == commit
+
+
+# ---------------------------------------------------------------- without network
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[object]]:
+    """Makes look-ups of names end as told, the last way from then on; lists what was asked."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tcompress.source.hub.AGAIN", 0)
+
+    def ending(*ways: int | None) -> list[object]:
+        asked: list[object] = []
+
+        def getaddrinfo(host: object, *_: Any, **__: Any) -> list[Any]:
+            asked.append(host)
+            way = ways[min(len(asked), len(ways)) - 1]
+            if way is not None:
+                raise socket.gaierror(way, "made up")
+            return []
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+        return asked
+
+    return ending
+
+
+@pytest.mark.parametrize(("way", "times"), [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 2)])
+def test_a_hub_without_address_is_not_asked_again_and_again(
+    way: int, times: int, looked_up: Callable[..., list[object]]
+) -> None:
+    asked = looked_up(way)
+    with pytest.raises(DataError, match=r"no file or folder `some-org/some-data`.* reach"):
+        opened("some-org/some-data", "train").__enter__()
+    with pytest.raises(SourceError, match="the hub cannot be reached"):
+        resolve("some-org/some-model")
+    assert asked == ["huggingface.co"] * 2 * times
+    assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("ways", [(None,), (socket.EAI_AGAIN, None)])
+def test_a_hub_with_an_address_is_asked_as_often_as_it_takes(
+    ways: tuple[int | None, ...], looked_up: Callable[..., list[object]]
+) -> None:
+    asked = looked_up(*ways)
+    with cached_where_unreachable():
+        assert not constants.HF_HUB_OFFLINE
+    assert len(asked) == len(ways)
+
+
+def test_a_proxy_looks_names_up(
+    looked_up: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = looked_up(socket.EAI_NONAME)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    with cached_where_unreachable():
+        assert not constants.HF_HUB_OFFLINE
+    assert asked == []
+    monkeypatch.setenv("no_proxy", "huggingface.co")
+    with cached_where_unreachable():
+        assert constants.HF_HUB_OFFLINE

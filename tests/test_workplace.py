@@ -308,13 +308,29 @@ def test_what_failed_its_proof_is_not_used_again(tmp_path: Path) -> None:
     place = work(tmp_path / "out", "wrong")
     place.note("shard", file="model.safetensors", sha256="0")
     place.note("fit", layer="a")
-    with pytest.raises(WriteError), place.working():
-        raise WriteError("it does not load", "")
+    with pytest.raises(WriteError) as failed, place.working():
+        raise WriteError("it does not load", "report it")
+    assert failed.value.hint == "report it"  # of fits there is only the journal
     again = Workplace(tmp_path / "out", "x")
     assert again.resumed
     assert not left(again.model)
     assert again.notes("shard")[-1]["sha256"] is None
     assert again.notes("fit")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_failed_proof_says_where_fits_are(kept: bool, tmp_path: Path) -> None:
+    place = work(tmp_path / "out", "wrong")
+    (place.folder / "blocks").mkdir()
+    (place.folder / "blocks" / "0.safetensors").write_text("fits")
+    with pytest.raises(WriteError) as failed, place.working(lambda error: kept):
+        raise WriteError("it does not load", "report it")
+    said = (
+        f"; what was fitted is kept in `{place.folder}`, where the same command goes on, with the "
+        "same versions of tcompress and torch"
+    )
+    assert failed.value.hint == "report it" + (said if kept else "")
+    assert (place.folder / "blocks" / "0.safetensors").is_file() is kept
 
 
 def test_a_link_in_place_of_the_working_folder(tmp_path: Path) -> None:

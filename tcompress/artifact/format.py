@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from tcompress.errors import ArtifactError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source.keymap import FACTOR_PREFIX
+from tcompress.source.names import CALLED
 from tcompress.source.names import CARD as CARD
 from tcompress.source.names import FORMAT_VERSION as FORMAT_VERSION
 from tcompress.source.names import MANIFEST as MANIFEST
-from tcompress.source.names import METHOD
 from tcompress.source.text import first_line, listed
 from tcompress.structures.experts import child_of
 
@@ -87,7 +87,7 @@ def quantization_section(
     if forms:
         plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
     section = {
-        "quant_method": METHOD,
+        "quant_method": CALLED,
         "note": NOTE,
         "format_version": needed_version(attention, drawn=bool(forms)),
         "plan": plan,

@@ -17,7 +17,7 @@ from tcompress.artifact.verify import verify_shapes
 from tcompress.errors import ArtifactError, InputError
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.source import SourceModel, resolve
-from tcompress.source.names import CARD, METHOD
+from tcompress.source.names import CARD, METHODS
 from tcompress.source.store import WeightStore
 from tcompress.source.text import read_settings
 
@@ -222,7 +222,7 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:
     section = config.get("quantization_config")
-    if isinstance(section, dict) and section.get("quant_method") == METHOD:
+    if isinstance(section, dict) and section.get("quant_method") in METHODS:
         return section
     return None
 

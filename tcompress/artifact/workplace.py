@@ -40,6 +40,10 @@ from tcompress.source.names import MANIFEST
 _MARK, _LOCK = "publishing", "lock"
 _WEIGHTS = (".safetensors", ".bin")
 _AGAIN = "choose another one with `-o`"
+_KEPT = (
+    "what was fitted is kept in `{}`, where the same command goes on, with the same versions of "
+    "tcompress and torch"
+)
 
 
 def partial_folder(output: Path) -> Path:
@@ -341,6 +345,8 @@ class Workplace:
             kept = (keeps or _may_pass)(refused or error)
             if isinstance(error, WriteError):
                 self._distrust()
+                if kept and self._holds_work():
+                    error.hint = f"{error.hint}; {_KEPT.format(self.folder)}"
             self.close() if kept else self.discard()
             if refused is not None:
                 raise refused from error
@@ -353,6 +359,11 @@ class Workplace:
                 self.note(**{**note, "sha256": None})
         with suppress(OSError):
             remove(self.model)
+
+    def _holds_work(self) -> bool:
+        """Whether there are fits or checkpoints that a later run will use."""
+        own = (_LOCK, _MARK, "identity", self._journal.name)
+        return any(path.is_file() and path.name not in own for path in self.folder.rglob("*"))
 
     def discard(self) -> None:
         """Removes the working folder; what is finished and could not be moved stays."""

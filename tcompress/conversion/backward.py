@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 from tcompress.anatomy import Anatomy, Block
 from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Stream, intercept_blocks
-from tcompress.conversion.capture import first_tensor, token_rows
+from tcompress.conversion.capture import first_tensor
+from tcompress.conversion.experts import TokenRows
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
 from tcompress.source import SourceModel
@@ -256,7 +257,7 @@ class BackwardWalk:
         watch = _Watch(module, block, self._device, halved=halved)
         for index, item in enumerate(self._passes):
             visit = item.visits.pop()
-            watch.batch = item.stream.batch
+            watch.rows.batch = item.stream.batch
             watch.sums = watch.second if halved and index % 2 else watch.found
             self._backward_visit(visit)
         watch.close()
@@ -294,7 +295,7 @@ class _Watch:
     def __init__(
         self, module: nn.Module, block: Block, device: torch.device, *, halved: bool
     ) -> None:
-        self.batch: Mapping[str, Tensor] = {}
+        self.rows = TokenRows(module, block)
         self.found: dict[str, Worth] = {}
         self.second: dict[str, Worth] = {}
         self.sums = self.found
@@ -306,13 +307,13 @@ class _Watch:
             for sums in (self.found, self.second) if halved else (self.found,):
                 sums[layer.name] = Worth.empty(layer.in_features, outputs, device)
             inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
-            hook = self._hook(layer.name, block.name, layer.role)
+            hook = self._hook(layer.name, layer.role)
             self._handles.append(inside.register_forward_hook(hook, with_kwargs=True))
 
-    def _hook(self, name: str, block: str, role: str) -> Callable[..., None]:
+    def _hook(self, name: str, role: str) -> Callable[..., None]:
         def seen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             x = channels_last(layer, first_tensor(*args, **kwargs).detach())
-            rows, mask = token_rows(x, self.batch, block, role)
+            rows, mask = self.rows.of(x, name, role)
 
             def arrived(gradient: Tensor) -> None:
                 back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
@@ -338,6 +339,7 @@ class _Watch:
 
     def close(self) -> None:
         """Stops watching."""
+        self.rows.close()
         for handle in self._handles:
             handle.remove()
 

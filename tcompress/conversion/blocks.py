@@ -21,7 +21,7 @@ from tcompress.conversion.capture import (
     run_to_input,
     token_rows,
 )
-from tcompress.conversion.experts import ExpertSums, Routing, is_listed, routed_arguments
+from tcompress.conversion.experts import ExpertSums, Routing, TokenRows, routed_arguments
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.shared import NO_BANKS, Banks
@@ -133,7 +133,8 @@ class BlockFitter:
         self._attention = {keymap.runtime_name(entry.name) or "": entry for entry in attention}
         self._runtime = keymap.runtime_name
         moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
-        kept = [probe is not None and index in self._holdout for index in range(len(moved))]
+        judged = self._holdout or range(len(moved))  # one sample is all that there is
+        kept = [probe is not None and index in judged for index in range(len(moved))]
         pairs, model = list(zip(moved, kept, strict=True)), self._skeleton.model
         self._dense = [Stream(model, batch, keep=keep) for batch, keep in pairs]
         self._new = [Stream(model, batch, rewritten=True, keep=keep) for batch, keep in pairs]
@@ -199,6 +200,7 @@ class BlockFitter:
         dense = self._skeleton.load_block(before)
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
+        self._rows = TokenRows(dense, block)
         result = BlockResult(block.name, {}, {})
         self._exchange(block, new, (stored or result).attention)
         experts = {layer.name for layer in block.layers if layer.routed}
@@ -208,6 +210,7 @@ class BlockFitter:
             if stored is None:
                 self._fit_group(block, group, dense, new, result)
             self._install(block, group, new, stored or result)
+        self._rows.close()
         if last and self._probe is None:  # the output head was never loaded
             self._check_end(block.name)
             return stored or result
@@ -332,8 +335,9 @@ class BlockFitter:
     ) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
-        listed = is_listed(dense, inside)
+        listed = self._rows.is_listed(self._paths[group[0].name])
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
+            self._rows.batch = one.batch
             x = self._input(block.name, one, self._own[block.name], dense, inside)
             y = self._input(block.name, two, new.forward, new, inside)
             if listed and x is None:  # an expert that no token of these chose
@@ -344,7 +348,7 @@ class BlockFitter:
                 raise DataError(f"layer `{group[0].name}` did not run on calibration data")
             x = channels_last(dense.get_submodule(inside), x)
             y = channels_last(new.get_submodule(inside), y)
-            rows, mask = token_rows(x, one.batch, block.name, group[0].role)
+            rows, mask = self._rows.of(x, self._paths[group[0].name], group[0].role)
             if y.numel() != x.numel():
                 raise DataError(
                     f"layer `{group[0].name}` reads other tokens once others are rewritten",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tcompress.anatomy import Block
 from tcompress.anatomy.projections import chooses
+from tcompress.conversion.capture import token_rows
 from tcompress.conversion.sums import SplitSums
 from tcompress.structures.experts import StructuredExperts, activated, bias_of, up_name
 
@@ -24,8 +26,16 @@ def routed_arguments(*args: Tensor, **kwargs: Tensor) -> Routed:
     return hidden, index, weights
 
 
-def is_listed(block: nn.Module, inside: str) -> bool:
-    """Tells whether a layer belongs to an item of a list of experts, which a router chooses."""
+def listed_item(block: nn.Module, inside: str) -> str | None:
+    """Finds the item of a list of experts, which a router chooses, that a layer belongs to.
+
+    Args:
+        block: The block.
+        inside: Path of the layer below the block.
+
+    Returns:
+        Path of the item below the block; None if the layer is in no such list.
+    """
     modules = {name: module for name, module in block.named_modules() if name}
     steps = inside.split(".")
     for depth in range(1, len(steps)):
@@ -33,8 +43,94 @@ def is_listed(block: nn.Module, inside: str) -> bool:
             parent = ".".join(steps[: depth - 1])
             names = [name for name, _ in block.get_submodule(parent).named_children()]
             if any(chooses(f"{parent}.{name}".lstrip("."), modules) for name in names):
-                return True
-    return False
+                return ".".join(steps[: depth + 1])
+    return None
+
+
+class TokenRows:
+    """Tells which rows that the layers of a block read are no padding.
+
+    The items of a list of experts read some tokens each. A list that is handed the routing is run
+    with the mask in the place of hidden states and with items that only listen, before it runs
+    as it is: so every item's rows are known, whatever form the routing has. Where the list has no
+    pass of its own, the rows of its items cannot be told apart and all count.
+
+    Args:
+        module: The block.
+        block: Its layers.
+
+    Attributes:
+        batch: What the model reads.
+    """
+
+    def __init__(self, module: nn.Module, block: Block) -> None:
+        self.batch: Mapping[str, Tensor] = {}
+        self._block = block.name
+        self._masks: dict[str, Tensor] = {}  # by path of an item
+        self._items: dict[str, str] = {}  # by name of a layer
+        for layer in block.layers:
+            item = listed_item(module, layer.name.removeprefix(f"{block.name}."))
+            if item is not None:
+                self._items[layer.name] = item
+        self._handles = [
+            module.get_submodule(path).register_forward_pre_hook(
+                partial(self._ask, path), with_kwargs=True
+            )
+            for path in {item.rpartition(".")[0] for item in self._items.values()}
+        ]
+
+    def is_listed(self, layer: str) -> bool:
+        """Tells whether a layer belongs to an item of a list of experts."""
+        return layer in self._items
+
+    def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
+        """Flattens what a layer reads, as `token_rows` does.
+
+        Args:
+            x: What it reads.  # (..., d)
+            layer: Its name.
+            role: Its role.
+        """
+        rows, mask = token_rows(x, self.batch, self._block, role)
+        own = self._masks.get(self._items.get(layer, ""))
+        return rows, own if own is not None and len(own) == len(rows) else mask
+
+    def close(self) -> None:
+        """Asks no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ask(self, path: str, experts: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
+        own = dict(experts._modules)
+        for name in own:
+            self._masks.pop(f"{path}.{name}", None)
+        if not args or len(args) + len(kwargs) < 2:  # it is not handed the routing
+            return
+        hidden, *routing = args
+        _, mask = token_rows(hidden, self.batch, self._block, "")
+        if mask is None:
+            return
+        marked = mask.to(hidden)[:, None].expand(-1, hidden.shape[-1]).reshape(hidden.shape)
+        listeners = {name: _Listener() for name in own}
+        experts._modules.update(listeners)
+        try:
+            with torch.no_grad():
+                experts.forward(marked, *routing, **kwargs)
+        finally:
+            experts._modules.update(own)
+        for name, listener in listeners.items():
+            if listener.heard is not None:
+                self._masks[f"{path}.{name}"] = listener.heard
+
+
+class _Listener(nn.Module):
+    """Stands in for an expert, and keeps which of its rows are marked."""
+
+    heard: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.heard = rows[..., 0].flatten() > 0
+        return rows
 
 
 class Routing:

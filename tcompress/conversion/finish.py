@@ -117,6 +117,18 @@ def with_links(plan: Plan, source: SourceModel) -> Plan:
     return plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
+def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Plan:
+    """Warns where candidates were compared on nothing but what they were fitted to."""
+    compares = recipe.weighs_methods or recipe.weighs_depth
+    if data is None or data.holdout or not compares:
+        return plan
+    note = (
+        f"the calibration data has no sample to hold out ({data.samples} in all): candidates were "
+        "compared on what they were fitted to, which favours those that adapt most; give more data"
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
+
+
 def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:
     """Warns of layers that were fitted without data, as in towers that read pictures.
 

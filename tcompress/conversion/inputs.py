@@ -12,7 +12,8 @@ from tcompress.anatomy import Anatomy, Block
 from tcompress.calibrate.skeleton import Skeleton
 from tcompress.calibrate.streams import Stream, intercept_blocks
 from tcompress.conversion.backward import Worth
-from tcompress.conversion.capture import first_tensor, token_rows
+from tcompress.conversion.capture import first_tensor
+from tcompress.conversion.experts import TokenRows
 from tcompress.errors import DataError
 from tcompress.source import SourceModel
 from tcompress.structures.pointwise import channels_last
@@ -84,27 +85,27 @@ class _Watch:
         self, module: nn.Module, block: Block, wanted: Collection[str], device: torch.device
     ) -> None:
         self.found: dict[str, Worth] = {}
-        self._batch: Mapping[str, Tensor] = {}
+        self._rows = TokenRows(module, block)
         self._seen: set[str] = set()
         self._handles = []
         for layer in block.layers:
             if layer.name in wanted:
                 self.found[layer.name] = Worth.empty(layer.in_features, 0, device)
                 inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
-                hook = self._hook(layer.name, block.name, layer.role)
+                hook = self._hook(layer.name, layer.role)
                 self._handles.append(inside.register_forward_pre_hook(hook, with_kwargs=True))
 
     def begin(self, batch: Mapping[str, Tensor]) -> None:
         """Looks at another batch."""
-        self._batch, self._seen = batch, set()
+        self._rows.batch, self._seen = batch, set()
 
-    def _hook(self, name: str, block: str, role: str) -> Callable[..., None]:
+    def _hook(self, name: str, role: str) -> Callable[..., None]:
         def seen(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if name in self._seen:  # only the first call reads tokens
                 return
             self._seen.add(name)
             x = channels_last(layer, first_tensor(*args, **kwargs))
-            rows, mask = token_rows(x, self._batch, block, role)
+            rows, mask = self._rows.of(x, name, role)
             rows = rows if mask is None else rows[mask]
             self.found[name].add(rows, rows.new_empty(len(rows), 0))
 
@@ -114,5 +115,6 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._rows.close()
         for handle in self._handles:
             handle.remove()

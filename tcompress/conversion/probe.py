@@ -15,8 +15,12 @@ from tcompress.reading.pooling import Pooling
 from tcompress.source import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
-_MARKS_TOKENS = ("ElectraForPreTraining",)  # one score for each token: whether it was replaced
+_OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
+_MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
+
+Part = tuple[Tensor, Tensor | None]
+"""What a model puts out, and the mask of its tokens."""
 
 
 def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
@@ -30,7 +34,7 @@ def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
     pooling = Pooling.of(source, last=False) if encodes else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
-    return OutputProbe(pooling, seed, independent=several or per_token)
+    return OutputProbe(pooling, seed, independent=several or per_token, per_token=per_token)
 
 
 class OutputProbe:
@@ -45,13 +49,21 @@ class OutputProbe:
         pooling: How a text encoder makes an embedding, None for other models.
         seed: Seed of all draws.
         independent: Whether every score is a yes or no of its own, as for several labels at once.
+        per_token: Whether `logits` hold one score for each token. A matrix of scores looks the
+            same, of classes or of tokens, where there are as many classes as tokens.
     """
 
     def __init__(
-        self, pooling: Pooling | None, seed: int = 0, *, independent: bool = False
+        self,
+        pooling: Pooling | None,
+        seed: int = 0,
+        *,
+        independent: bool = False,
+        per_token: bool = False,
     ) -> None:
         self._pooling = pooling
         self._independent = independent
+        self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
@@ -61,11 +73,10 @@ class OutputProbe:
             DataError: The output has nothing that could be compared.
             FitError: The output holds NaN or infinity.
         """
-        scores, vectors = self._parts(output, batch)
-        _require_numbers(scores or vectors)
-        if scores:
-            return [(item, self._outcome(item, batch)) for item in scores]
-        return [(item, _masked(self._direction(item), batch)) for item in vectors]
+        scored, parts = self._parts(output, batch)
+        _require_numbers(parts)
+        draw = self._outcome if scored else self._direction
+        return [(item, _masked(draw(item), mask)) for item, mask in parts]
 
     def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
         """Measures how far an output is from the dense model's, in the unit of predicted losses.
@@ -78,28 +89,34 @@ class OutputProbe:
             DataError: The output has nothing that could be compared.
             FitError: One of both holds NaN or infinity.
         """
-        first, second = self._parts(dense, batch), self._parts(other, batch)
-        for scores, vectors in (first, second):
-            _require_numbers(scores or vectors)
+        (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        _require_numbers([*first, *second])
         measure = _distance
-        if first[0]:
+        if scored:
             measure = _binary_divergence if self._independent else _divergence
-        pairs = zip(first[0] or first[1], second[0] or second[1], strict=True)
         change = fsum(
             float(_masked(measure(one, two), part).sum())
-            for pair in pairs
-            for one, two, part in _examples(*pair, batch)
+            for (whole, mask), (changed, _) in zip(first, second, strict=True)
+            for one, two, part in _examples(whole, changed, mask)
         )
         if isnan(change) or (change == inf and measure is _distance):
             raise _not_finite()
         return change
 
-    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Scores of an output; where it has none, the vectors that count."""
-        scores = [getattr(output, name, None) for name in _SCORES]
-        found = [item for item in scores if item is not None]
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
+        """Scores of an output; where it has none, the vectors that count.
+
+        Returns:
+            Whether they are scores, and each with the mask of its tokens, if it has tokens.
+        """
+        scores = {name: getattr(output, name, None) for name in _SCORES}
+        found = [
+            (item, _mask_of(item, batch, per_token=name in self._of_tokens))
+            for name, item in scores.items()
+            if item is not None
+        ]
         if found:
-            return found, []
+            return True, found
         states = [getattr(output, name, None) for name in _STATES]
         vectors = [item for item in states if item is not None]
         if not vectors:
@@ -109,31 +126,31 @@ class OutputProbe:
             )
         mask = batch.get("attention_mask")
         if self._pooling is not None and mask is not None:
-            return [], [self._pooling(vectors[0], mask)]
-        return [], vectors
+            return False, [(self._pooling(vectors[0], mask), None)]
+        return False, [(item, _mask_of(item, batch)) for item in vectors]
 
-    def _outcome(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def _outcome(self, scores: Tensor) -> Tensor:
         """Drawn outcome less probabilities; a single score is taken as it is."""
         if self._independent:
             likely = scores.detach().float().sigmoid().cpu()
             said = torch.bernoulli(likely, generator=self._generator)
-            return _masked((said - likely).to(scores), batch)
+            return (said - likely).to(scores)
         if scores.shape[-1] == 1:
-            return _masked(self._direction(scores), batch)
+            return self._direction(scores)
         chances = scores.detach().float().softmax(-1)
         flat = chances.reshape(-1, chances.shape[-1]).cpu()
         drawn = torch.multinomial(flat, 1, generator=self._generator).to(chances.device)
         gradient = -chances.reshape(-1, chances.shape[-1])
         gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
-        return _masked(gradient.reshape(scores.shape).to(scores.dtype), batch)
+        return gradient.reshape(scores.shape).to(scores.dtype)
 
     def _direction(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._generator).to(like)
 
 
-def _require_numbers(outputs: Iterable[Tensor]) -> None:
+def _require_numbers(outputs: Iterable[Part]) -> None:
     """Refuses NaN and infinity; minus infinity rules outcomes out."""
-    for item in outputs:
+    for item, _ in outputs:
         if not float(item.detach().amax()) < inf:
             raise _not_finite()
 
@@ -146,20 +163,17 @@ def _not_finite() -> FitError:
 
 
 def _examples(
-    one: Tensor, two: Tensor, batch: Mapping[str, Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
-    """Both outputs in float64 and the masks, some tokens of an example at a time."""
-    masks = {name: mask for name in _MASKS if (mask := batch.get(name)) is not None}
+    one: Tensor, two: Tensor, mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Both outputs in float64 and the mask, some tokens of an example at a time."""
     length = one.shape[1] if one.dim() == 3 else 1
-    if one.dim() == 3:  # others say nothing of these tokens
-        masks = {name: mask for name, mask in masks.items() if mask.shape == one.shape[:2]}
     step = max(1, _RUN // one.shape[-1])
     for index in range(len(one)):
         for first in range(0, length, step):
             own: Any = slice(index, index + 1)
             if one.dim() == 3:
                 own = own, slice(first, first + step)
-            yield one[own].double(), two[own].double(), {k: mask[own] for k, mask in masks.items()}
+            yield one[own].double(), two[own].double(), None if mask is None else mask[own]
 
 
 def _divergence(dense: Tensor, other: Tensor) -> Tensor:
@@ -199,12 +213,24 @@ _RUN = 2**22
 _MASKS = ("decoder_attention_mask", "attention_mask")
 
 
-def _masked(gradient: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def _mask_of(
+    item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
+) -> Tensor | None:
+    """Finds the mask of the tokens along an output's second axis, if that is what stands there.
+
+    Args:
+        item: What a model puts out.
+        batch: What it read.
+        per_token: Whether a matrix is of examples and tokens, not of examples and anything else.
+    """
+    if item.dim() != 3 and not per_token:
+        return None
+    masks = (batch.get(name) for name in _MASKS)
+    return next((it for it in masks if it is not None and it.shape == item.shape[:2]), None)
+
+
+def _masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
     """Leaves out what padded tokens predict."""
-    for name in _MASKS:
-        mask = batch.get(name)
-        if mask is not None and gradient.dim() == 3 and mask.shape == gradient.shape[:2]:
-            return gradient * mask.unsqueeze(-1).to(gradient)
-        if mask is not None and mask.shape == gradient.shape:  # a score for each token
-            return gradient * mask.to(gradient)
-    return gradient
+    if mask is None:
+        return gradient
+    return gradient * mask.reshape(*mask.shape, *[1] * (gradient.dim() - 2)).to(gradient)

@@ -27,6 +27,7 @@ from tcompress.conversion.finish import (
     conversion_identity,
     source_facts,
     with_links,
+    with_unheld,
     with_unreached,
     write_rest,
 )
@@ -387,7 +388,7 @@ class _Job:
             format_version=needed_version(self.plan.attention, drawn=self.source.seed is not None),
             source=source_facts(self.source, self.dense),
             recipe=self.recipe.model_dump(mode="json"),
-            plan=with_links(self.plan, self.source),
+            plan=with_unheld(with_links(self.plan, self.source), self.recipe, self.data),
             calibration=calibration_facts(self.data),
             fit=dict(sorted(self.errors.items())),
             checksums={**checksums},

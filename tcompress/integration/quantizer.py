@@ -31,7 +31,7 @@ from tcompress.integration.build import install_layers
 from tcompress.integration.forms import install_forms
 from tcompress.source.conversions import sparing, without_fusing
 from tcompress.source.keymap import KeyMap
-from tcompress.source.names import METHOD
+from tcompress.source.names import CALLED, METHOD, METHODS
 from tcompress.structures.linear import StructuredLinear
 
 
@@ -45,6 +45,10 @@ class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
         for name, value in extra.items():
             if name != "quant_method":
                 setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the section, with the name that says how to load the model."""
+        return {**super().to_dict(), "quant_method": CALLED}
 
 
 class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -231,5 +235,6 @@ def _require_all(
 def register() -> None:
     """Registers the format with Transformers, once."""
     if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(TCompressConfig)
+        for name in METHODS:
+            register_quantization_config(name)(TCompressConfig)
         register_quantizer(METHOD)(TCompressQuantizer)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress.errors import DataError
+from tcompress.source.hub import cached_where_unreachable
 from tcompress.source.text import first_line, folder_content, listed
 
 # Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
@@ -154,7 +155,8 @@ def _read_hub(name: str, split: str) -> Any:
     import datasets
 
     repo, _, config = name.partition(":")
-    return _explained(name, lambda: datasets.load_dataset(repo, config or None, split=split))
+    with cached_where_unreachable():
+        return _explained(name, lambda: datasets.load_dataset(repo, config or None, split=split))
 
 
 def _explained(place: str, read: Callable[[], Any]) -> Any:

@@ -106,14 +106,30 @@ def _candidates(folder: Path, with_code: bool) -> set[Path]:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, links followed, stays in its model folder, or the hub's cache of the model.
+    """Whether a path, links followed, stays in its model folder or is the model's in the cache."""
+    real = path.resolve()
+    return real.is_relative_to(folder.resolve()) or real in _cached(folder)
 
-    There a folder `snapshots/REVISION` links to files in `blobs`.
+
+def _cached(folder: Path) -> set[Path]:
+    """Lists the files that the hub's cache has of a model.
+
+    There a folder `snapshots/REVISION` links to files in `blobs`, and these may be links to files
+    that models share, in a folder `blobs` beside them. Older clients filled folders of the user
+    with links too: the configuration, or the weights, tell there which model's they are.
     """
-    root, real = folder.resolve(), path.resolve()
-    blobs = root.parent.parent / "blobs"
-    in_cache = root.parent.name == "snapshots" and real.is_relative_to(blobs)
-    return real.is_relative_to(root) or in_cache
+    repos = {parent.parent for parent in folder.resolve().parents if parent.name == "snapshots"}
+    own = (folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    homes = {(folder / path.readlink()).parent for path in own if path.is_symlink()}
+    repos |= {home.resolve().parent for home in homes if home.name == "blobs"}
+    found = set()
+    for repo in repos:
+        blobs = repo / "blobs"
+        if blobs.is_dir() and (repo / "snapshots").is_dir():
+            stores = (blobs.resolve(), (repo.parent / "blobs").resolve())
+            files = {path.resolve() for path in blobs.iterdir()}
+            found |= {real for real in files if any(map(real.is_relative_to, stores))}
+    return found
 
 
 def _module_folders(folder: Path) -> list[str]:

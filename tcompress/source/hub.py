@@ -1,8 +1,14 @@
-"""Downloading a model from the Hugging Face hub."""
+"""Downloading a model from the Hugging Face hub, and telling when that is out of reach."""
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from tcompress.errors import SourceError
 from tcompress.source.text import first_line
@@ -25,6 +31,8 @@ _ALWAYS = [
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
+
+AGAIN = 0.5  # seconds until a name is looked up again that could not be for the moment
 
 
 def download(
@@ -64,18 +72,56 @@ def download(
     return folder
 
 
+@contextmanager
+def cached_where_unreachable() -> Iterator[None]:
+    """Has the hub's client look into its cache alone where the hub's name leads nowhere.
+
+    The client would look it up again and again for half a minute. Whatever else goes wrong, it
+    tries again as it does: names that lead somewhere, and those that a proxy looks up.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or _leads_nowhere(constants.ENDPOINT)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _leads_nowhere(url: str) -> bool:
+    """Whether no address belongs to a name, or none is found twice in a row."""
+    parts = urlsplit(url)
+    host, proxies = parts.hostname or "", getproxies()
+    if (parts.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
+        return False
+    for pause in (0, AGAIN):
+        time.sleep(pause)
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:
+                return True
+        except UnicodeError:  # no name at all, as the client will say
+            return False
+        else:
+            return False
+    return True
+
+
 def _snapshot(repo: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
 
-    return Path(
-        huggingface_hub.snapshot_download(
-            repo,
-            revision=revision,
-            token=token,
-            allow_patterns=patterns,
-            ignore_patterns=_NEVER,
+    with cached_where_unreachable():
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns=_NEVER,
+            )
         )
-    )
 
 
 def _explained(error: Exception, repo: str, revision: str | None, near: str | None) -> SourceError:

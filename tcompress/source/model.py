@@ -23,7 +23,7 @@ from tcompress.source.companions import companion_files
 from tcompress.source.complete import check_weights
 from tcompress.source.drawn import DrawnStore
 from tcompress.source.keymap import KeyMap
-from tcompress.source.names import ALIASES, METHOD, NO_GGUF, local_folder, resolve
+from tcompress.source.names import ALIASES, METHODS, NO_GGUF, local_folder, resolve
 from tcompress.source.store import WeightStore
 from tcompress.source.text import first_line, folder_content, read_settings
 
@@ -89,7 +89,7 @@ class SourceModel:
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)
-        if not converted or _method(raw) != METHOD:
+        if not converted or _method(raw) not in METHODS:
             _refuse_quantised(raw, folder)
         config = _load_config(raw, folder, token, trust_remote_code)
         if hasattr(config, "quantization_config"):
@@ -110,7 +110,7 @@ class SourceModel:
         if seed is not None:
             return found
         found = found.as_stored()
-        if _method(raw) != METHOD:  # what was converted is compared with its own plan
+        if _method(raw) not in METHODS:  # what was converted is compared with its own plan
             asked = config.architectures or []
             unknown = () if kind.__name__ in asked else asked
             # The object is not handed out yet, and a copy would map all names again.
@@ -270,7 +270,7 @@ def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
         if not found:
             continue
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
-        if method == METHOD:
+        if method in METHODS:
             raise SourceError(
                 f"`{folder}` is already converted by tcompress",
                 hint="convert the original model again, with the new options",

@@ -10,7 +10,16 @@ from tcompress.errors import SourceError
 from tcompress.source.text import folder_content, listed
 
 METHOD = "tcompress"
-"""Value of `quant_method` in the config of a converted model."""
+"""Our name among the quantisation methods of Transformers."""
+
+CALLED = (
+    f"{METHOD} (`pip install tcompress`, then `import tcompress` before `from_pretrained`; or "
+    "write a dense copy: `tcompress export MODEL --to dense`)"
+)
+"""Value of `quant_method` in `config.json`: where nobody imported us, Transformers prints it."""
+
+METHODS = (METHOD, CALLED)
+"""All values that were ever written; each is registered with Transformers as it stands."""
 
 FORMAT_VERSION = 3
 """1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""

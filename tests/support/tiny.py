@@ -280,4 +280,16 @@ EXPERTS: dict[str, TinyModel] = {
         {**_T5, "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
         ("text", "decoder"),
     ),
+    "list, two experts for a token": TinyModel(
+        "NllbMoeConfig",
+        "NllbMoeForConditionalGeneration",
+        {
+            **_SEQ2SEQ,
+            "num_experts": 4,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 2,
+            "max_position_embeddings": 64,
+        },
+        ("text", "decoder"),
+    ),
 }

@@ -31,10 +31,12 @@ class Row:
     Attributes:
         work: What is killed and done again, with the folder of models and its own folder.
         force: Whether it replaces an older model.
+        step: Kills at every so many operations; one works for seconds between two of them.
     """
 
     work: Callable[[Path, Path], object]
     force: bool = False
+    step: int = 1
 
 
 def _convert(models: Path, folder: Path) -> None:
@@ -77,7 +79,7 @@ def _sentences(models: Path) -> dict[str, Any]:
 ROWS = {
     "convert": Row(_convert),
     "convert, fitted": Row(_fitted),
-    "convert, auto": Row(_searched),
+    "convert, auto": Row(_searched, step=3),
     "convert --force": Row(_replaced, force=True),
     "convert --force, two steps": Row(_replaced_in_two_steps, force=True),
     "finetune": Row(_finetuned),
@@ -175,7 +177,7 @@ def test_killed_at_every_operation(name: str, models: Path, tmp_path: Path) -> N
     trial = Trial(ROWS[name], models, tmp_path / "trial")
     operation = 1
     while trial.kill(operation=operation):
-        operation += 1
+        operation += trial.row.step
     assert operation > 40
 
 

@@ -84,8 +84,12 @@ convert mlm --method auto
 convert mlm --method auto --target 0.01 --calib none
 convert mlm --method auto --offer lowrank,foo --target 0.5
 convert mlm --offer lowrank
+convert mlm --method svd --target 0.2 --offer tt
 convert mlm --embeddings sdv
 convert mlm --embeddings lprod
+convert mlm --embeddings hot
+convert mlm --embeddings auto
+convert mlm --embeddings svd --embedding-target 1.5
 convert mlm --embedding-target 0.5
 convert vit --embeddings svd --method none
 convert mlm --method none
@@ -103,6 +107,7 @@ convert mlm --method hot --layers a
 convert mlm --method hot --structure tga
 convert mlm --method lprod --grid 4,4
 convert mlm --structure svd
+convert mlm --method hit
 convert mlm --method tsa --filter-order 1
 convert mlm --method tga --filter-order 3
 convert mlm --method tga --layers 7

@@ -1,4 +1,4 @@
-"""Tiny models of every structure and mechanism, made without data: their files and their numbers.
+"""Tiny models of every structure and mechanism: their files and their numbers.
 
 Factors may change their signs and order; so weights are compared multiplied out, and what the
 loaded model computes from them.
@@ -21,7 +21,7 @@ from transformers import AutoModelForMaskedLM
 import tcompress  # noqa: F401  # loads converted models
 from tests.support.cli import worked
 from tests.support.golden import Golden, masked
-from tests.support.model_folders import model_folder
+from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.tiny import TINY
 
 SCRATCH = """\
@@ -38,6 +38,7 @@ STRUCTURES = {
     "lprod-fitted": "--method lprod --p 4 --transform fitted",
     "tt": "--method tt --order 3 --rank 4",
     "tucker": "--method tucker --share model --target 0.4",
+    "auto": "--method auto --target 0.4",
     "shallow": "--method lprod --p 4 --residual-rank 2 --keep-layers 1 --keep down "
     "--embeddings svd --embedding-target 0.5",
 }
@@ -50,8 +51,12 @@ MECHANISMS = {
 COMMANDS = {
     name: f"convert ./bert {options} --calib none --device cpu"
     for name, options in (STRUCTURES | MECHANISMS).items()
-} | {"scratch": "run scratch.yaml --set convert.device=cpu"}
-WITHIN = {"lprod-fitted": 2e-3}  # searched for in steps, which follow rounding
+} | {
+    "calibrated": "convert ./bert --method auto --target 0.4 --no-trials --calib texts.txt "
+    "--device cpu",
+    "scratch": "run scratch.yaml --set convert.device=cpu",
+}
+WITHIN = {"lprod-fitted": 2e-3, "calibrated": 2e-3}  # searched for in steps, which follow rounding
 EVERY = 7  # of the numbers of a tensor, one in so many is stored
 
 
@@ -60,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     model_folder("bert", folder / "bert", processor=False)
     (folder / "scratch.yaml").write_text(SCRATCH)
+    text_file(folder / "texts.txt", sentences(40))
     return folder
 
 
@@ -105,7 +111,7 @@ def test_numbers(name: str, folder: Path, golden: Golden) -> None:
     made = _made(folder, name)
     before = load_file("bert/model.safetensors")
     found = load_file(made / "model.safetensors")
-    if name in STRUCTURES:
+    if name not in (*MECHANISMS, "scratch"):
         worked("export", made, "-o", f"{name}-dense", "--quiet")
         found = load_file(f"{name}-dense/model.safetensors")
     changed = {key: tensor for key, tensor in found.items() if _is_new(tensor, before.get(key))}

@@ -19,6 +19,10 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if WORKERS:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
+# Before typer is imported, which reads some of them once: colours and widths are those of files.
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TERMINAL_WIDTH"):
+    os.environ.pop(name, None)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Golden files are compared with, unless this is asked for."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric
 from tcompress.conversion.estimate import Estimate
@@ -16,20 +14,12 @@ from tcompress.planning.planner import make_plan
 from tcompress.reporting.console import layer_table, render, render_plan
 from tcompress.reporting.model import ModelReport, mean_errors, report_of
 from tcompress.source import SourceModel
+from tests.support.cli import shown
 from tests.support.converted import converted, recipe
 from tests.support.golden import Golden
 from tests.support.tiny import build
 
 SUM = {"name": "lprod", "p": 8}
-
-
-def shown(what: RenderableType, width: int = 100) -> str:
-    """Print without colour; spaces at the ends of lines and empty lines are left out."""
-    out = io.StringIO()
-    Console(file=out, width=width, no_color=True, force_terminal=False).print(what)
-    lines = out.getvalue().splitlines()
-    assert all(len(line) <= width for line in lines)
-    return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import typer
+from rich.console import Console, RenderableType
 
 from tcompress.cli.main import app, main
 
@@ -83,3 +84,12 @@ def commands() -> Iterator[tuple[str, Any]]:
 def error(message: str, hint: str) -> str:
     """What stderr says about a failure."""
     return f"error: {message}\n\nhint: {hint}\n"
+
+
+def shown(what: RenderableType, width: int = 100) -> str:
+    """Print without colour; spaces at the ends of lines and empty lines are left out."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, force_terminal=False).print(what)
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"

@@ -6,14 +6,27 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.golden import Golden
 
 # Before torch is imported: workers that each use all cores wait for one another most of the time.
 # Not in the process that starts them, whose variables they would inherit.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if WORKERS:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
+# Before typer is imported, which reads some of them once: colours and widths are those of files.
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TERMINAL_WIDTH"):
+    os.environ.pop(name, None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Golden files are compared with, unless this is asked for."""
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
 
 
 def pytest_configure() -> None:
@@ -52,3 +65,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksums, "CACHE", tmp_path_factory.mktemp("cache"))
         yield
+
+
+@pytest.fixture(scope="session")
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compares with golden files, or writes them."""
+    from tests.support.golden import Golden
+
+    return Golden(update=request.config.getoption("--update-golden"))

@@ -337,17 +337,6 @@ def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
 
 
 def test_a_size_is_needed(folder: Path) -> None:
-    done = run("convert", folder, "--method", "auto")
-    assert done.code == 2
-    assert "method `auto` needs a size: give `--target`" in done.err
     source = SourceModel.open(str(folder))
     with pytest.raises(PlanError, match="no rank is given"):
         make_plan(Convert.model_validate({"method": {"name": "auto"}}), source)
-
-
-def test_unknown_structures_on_offer_are_refused(folder: Path) -> None:
-    done = run("convert", folder, "--method", "auto", "--target", "0.2", "--offer", "lowrank,foo")
-    assert done.code == 2
-    assert "`--offer` is `lowrank,foo`, allowed is a list, each entry one of `svd`" in done.err
-    done = run("convert", folder, "--method", "svd", "--target", "0.2", "--offer", "tt")
-    assert "`--offer` belongs to `--method auto`" in done.err

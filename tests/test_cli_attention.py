@@ -12,8 +12,8 @@ import tcompress
 from tcompress.cli.settings import conversion, default_output
 from tcompress.errors import RecipeError
 from tcompress.mechanisms.module import GuardedLinear, MechanismModule
-from tcompress.recipe import parse_recipe, reference_markdown
-from tests.support.cli import error, run
+from tcompress.recipe import parse_recipe
+from tests.support.cli import run
 from tests.support.model_folders import model_folder
 
 RECIPE = """
@@ -101,28 +101,6 @@ def test_default_output(options: dict[str, Any], name: str) -> None:
     assert default_output("vit-base", conversion(options)) == name
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "hot", "core": "cp"}, "`--core` does not apply to `hot`; its options are `--g"),
-        ({"method": "lprod", "grid": "4,4"}, "`--grid` goes with an attention mechanism"),
-        ({"structure": "svd"}, "`--structure` goes with an attention mechanism"),
-        ({"method": "hot", "grid": "4;4"}, "`--grid` is `4;4`, allowed are whole numbers"),
-        ({"method": "hot", "layers": "a"}, "`--layers` is `a`, allowed are block numbers"),
-        ({"method": "tsa", "filter_order": 1}, "`--filter-order` is `1`, allowed is a whole numb"),
-        ({"method": "tga", "filter_order": 3}, "`tga` has a filter of order 2"),
-        ({"method": "hot", "kernel": "poly"}, "`--kernel` is `poly`, allowed is one of `softmax`"),
-        ({"method": "hit"}, "unknown method `hit`; methods are `svd`"),
-        ({"method": "hot", "structure": "tga"}, "unknown method `tga` of `--structure`; allowed"),
-        ({"method": "hot", "structure": "hot"}, "`tucker`, `auto`, `none`"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError) as found:
-        conversion(options)
-    assert message in found.value.message
-
-
 def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
     done = run(
         "convert", vit, "--method", "hot", "--structure", "lprod", "--p", "2", "--calib", "none"
@@ -139,23 +117,6 @@ def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
     card = Path("vit-hot-lprod-p2/README.md").read_text()
     assert "kronecker attention in 2 blocks" in card
     assert "import tcompress" in card
-
-
-def test_dry_run_says_why_a_grid_does_not_fit(vit: Path) -> None:
-    done = run("convert", vit, "--method", "hot", "--grid", "7,7", "--dry-run")
-    assert done.code == 2
-    assert done.err == error(
-        "`hot` suits none of 2 attentions:\n  - a grid of 7 x 7 with 1 special tokens holds 50 "
-        "tokens, the model has 17: `vit.layers.0.attention`, `vit.layers.1.attention`",
-        "choose another mechanism, see `tcompress methods`, or other blocks with `--layers`",
-    )
-    assert not Path("vit-hot-7x7").exists()
-
-
-def test_sweeps_refuse_mechanisms_by_name(vit: Path) -> None:
-    done = run("sweep", vit, "--methods", "svd,hot", "--targets", "0.5")
-    assert done.code == 2
-    assert "`hot` is a mechanism of attention" in done.err
 
 
 def test_embeddings_are_rewritten_beside(tmp_path: Path) -> None:
@@ -178,13 +139,3 @@ def test_python_takes_mechanisms_too(vit: Path) -> None:
     assert {entry.role for entry in sized.layers} == {"k", "v"}
     with pytest.raises(RecipeError, match="unknown mechanism `hit`"):
         tcompress.plan(str(vit), attention="hit")
-
-
-def test_methods_and_reference_list_mechanisms() -> None:
-    listed = run("methods", "--json").document["methods"]
-    kinds = {item["name"]: item.get("mechanism") for item in listed}
-    assert kinds["tga"] == "graph"
-    assert kinds["lprod"] is None
-    options = next(item for item in listed if item["name"] == "hot")["options"]
-    assert next(o for o in options if o["name"] == "grid")["option"] == "--grid"
-    assert "## Attention `hot`, `kronecker`" in reference_markdown()

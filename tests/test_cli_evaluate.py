@@ -10,12 +10,11 @@ from types import ModuleType
 import pytest
 
 from tcompress.artifact.manifest import read_manifest
-from tests.support.cli import error, run
+from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.evaluation import (
     classifier,
     encoder,
-    labelled_file,
     one_thread,
     pairs_file,
     rows_file,
@@ -32,7 +31,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     converted("bert", folder)
     pairs_file(folder / "pairs.jsonl", 30)
     classifier(folder / "classifier")
-    labelled_file(folder / "labelled.jsonl")
     return folder
 
 
@@ -107,89 +105,11 @@ def test_threshold() -> None:
     assert (document["threshold"], document["missed"]) == ("0.999", ["bert"])
 
 
-def test_thresholds_that_cannot_be_meant() -> None:
-    done = run("evaluate", "bert", *STS, "--threshold", "0.9x")
-    assert (done.code, done.err) == (
-        2,
-        error(
-            "`--threshold 0.9x` compares with a baseline, but there is one model",
-            "name a `--baseline`, or give a plain number",
-        ),
-    )
-    done = run("evaluate", "bert", *STS, "--threshold", "good")
-    assert done.err == error(
-        "`--threshold good` is no number", "write `0.8`, or `0.95x` for the baseline's"
-    )
-
-
 def test_columns() -> None:
     rows_file(Path("odd.jsonl"), one=["a fox", "w30"], stars=[0, 1], two=["w31", "w32"])
     options = ("--task", "classification", "--data", "odd.jsonl", "--quiet", "--json")
     document = run("evaluate", "classifier", *options, "--columns", "text=two,label=stars").document
     assert document["data"] == "odd.jsonl:two,stars"
-    done = run("evaluate", "classifier", *options[:4], "--columns", "two")
-    assert done.err == error(
-        "`--columns two` is not of the form ROLE=NAME",
-        "write, for example, `--columns text=review,label=stars`",
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "hint"),
-    [
-        (
-            ("bert", "--task", "classification", "--data", "labelled.jsonl"),
-            "`bert` is a `BertModel`, which has no head for classifying texts; "
-            "the task `classification` needs one",
-            "train one first, or choose another task",
-        ),
-        (
-            ("bert", "--task", "sts", "--data", "labelled.jsonl"),
-            "the task needs a column for `pair`, but `labelled.jsonl` has `text` (text), "
-            "`label` (int64)",
-            "name it: `--columns pair=COLUMN`, or give other data",
-        ),
-        (
-            ("bert", "--task", "st", "--data", "labelled.jsonl"),
-            "unknown task `st`; tasks are `classification`, `sts`, `perplexity`, `masked-lm`, "
-            "`image-classification`, `volume-classification`, `forecasting`, `retrieval`, "
-            "`response-selection`",
-            "did you mean `sts`?",
-        ),
-        (
-            ("bert", "--task", "sts", "--data", "pairs.jsonl", "--pack", "eos"),
-            "the task `sts` has no option `--pack`",
-            "leave out `--pack`",
-        ),
-        (
-            ("bert", "--task", "image-classification", "--data", "labelled.jsonl"),
-            "the task needs a column for `image`, but `labelled.jsonl` has `text` (text), "
-            "`label` (int64)",
-            "name it: `--columns image=COLUMN`, or give other data",
-        ),
-        (
-            ("classifier", "--task", "classification", "--data", "unlabelled.jsonl"),
-            "column `label` of `unlabelled.jsonl` has rows without a label",
-            "choose a labelled split, or name another column",
-        ),
-        (
-            ("classifier", "--task", "classification", "--data", "empty.csv"),
-            "`empty.csv` holds no rows",
-            "give other data",
-        ),
-    ],
-)
-def test_errors(arguments: tuple[str, ...], message: str, hint: str) -> None:
-    rows_file(Path("unlabelled.jsonl"), text=["a fox", "w30"], label=[-1, -1])
-    Path("empty.csv").touch()
-    done = run("evaluate", *arguments)
-    assert (done.code, done.out, done.err) == (2, "", error(message, hint))
-
-
-def test_errors_as_json() -> None:
-    done = run("evaluate", "bert", "--task", "sts", "--data", "nowhere.csv", "--json")
-    assert done.code == 2
-    assert done.document["error"]["type"] == "DataError"
 
 
 def test_lm_eval_is_passed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +129,3 @@ def test_lm_eval_is_passed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
         assert run("lm-eval", *arguments).code == 0
         assert calls.pop() == ["lm-eval", *arguments]
         assert sys.argv == before
-
-
-def test_lm_eval_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    done = run("lm-eval", "run")
-    assert (done.code, done.err) == (
-        2,
-        error("lm-evaluation-harness is not installed", "run `pip install 'tcompress[eval]'`"),
-    )

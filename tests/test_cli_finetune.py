@@ -21,17 +21,13 @@ from tcompress.errors import RecipeError
 from tcompress.recipe.schema import Finetune
 from tests.support.cli import error, run
 from tests.support.evaluation import (
-    classifier,
     encoder,
-    headed,
     labelled_file,
     one_thread,
-    pairs_file,
-    rows_file,
 )
 from tests.support.interrupted import contents
-from tests.support.model_folders import model_folder, sentences, text_file
-from tests.support.training import memory_for, small, small_encoder
+from tests.support.model_folders import sentences, text_file
+from tests.support.training import memory_for, small_encoder
 
 SHORT = ("--steps", "2", "--batch-size", "4", "--device", "cpu")
 
@@ -41,24 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models and data."""
     folder = tmp_path_factory.mktemp("models")
     small_encoder(folder)
-    classifier(folder / "three", 3)
-    headed("bert", folder / "wide", "BertModel", hidden_size=64)
-    headed("bert", folder / "words", "BertModel", vocab_size=120)
-    headed("bert", folder / "flat", "BertModel", num_hidden_layers=1)
-    headed("bert", folder / "brief", "BertModel", max_position_embeddings=8)
-    small("llama", folder)
-    small("t5", folder)
-    small("clip_text_model", folder)
-    model_folder("vit", folder / "vit")
-    model_folder("clip", folder / "clip")
-    model_folder("whisper", folder / "whisper")
     text_file(folder / "texts.txt", sentences(40))
-    (folder / "nothing.txt").touch()
     labelled_file(folder / "rows.jsonl")
-    labelled_file(folder / "rows3.jsonl", classes=(0, 1, 2))
-    labelled_file(folder / "stars.jsonl", classes=(0, 1, 2, 3))
-    pairs_file(folder / "pairs.jsonl")
-    rows_file(folder / "names.jsonl", text=sentences(4), label=["a", "b", None, "a"])
     return folder
 
 
@@ -162,145 +142,24 @@ def test_a_recipe_without_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "hint"),
     [
-        (["--objective", "foo=1"], "`--objective` is `foo`, allowed is one of `task`, `logits`, "),
-        (["--objective", "hidden=x"], "`--objective` is `x`, allowed is a number"),
-        (["--objective", "hidden"], "`--objective` is `hidden`, expected a pair such as `"),
-        (["--columns", "text"], "`--columns` is `text`, expected a pair such as `text=review`"),
-        (["--teacher-blocks", "0,x"], "`--teacher-blocks` is `x`, allowed is a whole number"),
-        (["--task", "naming"], "`--task` is `naming`, allowed is one of `classification`, "),
-        (["--lr", "0", "--max-length", "1"], "`--max-length` is `1`, allowed is a whole number, at "
-         "least 2; `--lr` is `0.0`, allowed is a number, greater than 0"),
-        (["--steps", "0"], "`--steps` is `0`, allowed is a whole number, at least 1"),
-        (["--steps", "few"], "`--steps` is `few`, allowed is a whole number"),
-        (["--train", "none"], "`--train` is `none`, allowed is one of `auto`, "),
-        (["--objective", "hidden=0,logits=0"], "all weights of `objectives` are 0 (hidden"),
-        (["--objective", "hidden=-1"], "`--objective` is `-1`, allowed is a number, at least 0"),
-        (["--lr", "1e30"], "`--lr` is `1e+30`, allowed is a number, greater than 0 and at most 10"),
-        (["--device", "gpu"], "`--device` is `gpu`, allowed is text like"),
+        (["--mixed-precision", "fp16"], "mixed precision in float16 needs a GPU",
+         "choose `--mixed-precision bf16`, or `no`"),
+        (["--track", "pencil"], "accelerate cannot do this: Unsupported logging ",
+         "choose another `--mixed-precision`, `--track` or `--device`"),
+        (["--track", "comet_ml"], "the loggers `comet_ml` are not installed",
+         "`pip install comet_ml`, or leave `--track` out"),
     ],
 )  # fmt: skip
-def test_values_of_options(arguments: list[str], message: str) -> None:
-    done = run("finetune", "bert-small", *arguments)
-    assert done.code == 2
-    assert message in done.err.splitlines()[0]
-
-
-SIMILAR = "give the dense model that it was converted from, or its like"
-BAD: list[tuple[str, list[str], str, str]] = [
-    ("bert-small", ["--task", "sts", "--data", "texts.txt"],
-     "the task needs a column for `pair`, `score`, but `texts.txt` has `text` (text)",
-     "name it: `--columns score=COLUMN`, or give other data"),
-    ("bert-small", ["--task", "classification", "--data", "names.jsonl"],
-     "column `label` of `names.jsonl` has rows without a label",
-     "choose a labelled split, or name another column"),
-    ("three", ["--task", "classification", "--data", "rows.jsonl"],
-     "`rows.jsonl:text,label` has 2 classes, but the model's head has 3 labels",
-     "give data that the head was made for, or a model without head"),
-    ("three", ["--task", "classification", "--data", "stars.jsonl"],
-     "`stars.jsonl:text,label` has 4 classes, but the model's head has 3 labels",
-     "give data that the head was made for, or a model without head"),
-    ("three", ["--task", "regression", "--data", "pairs.jsonl"],
-     "`pairs.jsonl:sentence1,sentence2,score` has 1 score, but the model's head has 3 labels",
-     "give data that the head was made for, or a model without head"),
-    ("bert-small", ["--data", "nothing.txt"], "`nothing.txt` holds no rows",
-     "give other data"),
-    ("bert-small", ["--data", "missing.txt"], "there is no file or folder `missing.txt`; ", ""),
-    ("bert-small", ["--data", "texts.txt", "--validation", "nothing.txt"],
-     "`nothing.txt` holds no rows", "give other data"),
-    ("bert-small", ["--data", "texts.txt", "--columns", "txt=text"],
-     "`txt=text` names no role of a column; roles are `image`, `label`, `pair`, `score`, "
-     "`shape`, `text`, `volume`",
-     "write, for example, `text=review,label=stars`"),
-    ("bert-small", ["--data", "rows.jsonl", "--columns", "text=label"],
-     "column `label` of `rows.jsonl` holds int64, which is no text", "name another column"),
-    ("bert-small", ["--teacher", "wide"], "the model has width 32, its teacher `wide` 64", SIMILAR),
-    ("bert-small", ["--teacher", "words"],
-     "the model has vocabulary 100, its teacher `words` 120", SIMILAR),
-    ("bert-small", ["--teacher", "vit"],
-     "the model reads `input_ids`, its teacher `vit` `pixel_values`", SIMILAR),
-    ("bert-small", ["--teacher", "flat"], "the model has 2 blocks, but its teacher only 1",
-     "give a teacher with at least as many blocks"),
-    ("bert-small", ["--teacher", "brief"],
-     "texts have up to 19 tokens, but the teacher `brief` takes 8",
-     "shorten them: `--max-length 8`"),
-    ("bert-small", ["--teacher", "./nowhere"], "there is no folder `./nowhere`; ", ""),
-    ("bert-small", ["--teacher-blocks", "1,0"],
-     "`teacher_blocks` are [1, 0], expected 2 blocks from 0 to 1 in ascending order",
-     "one for each block of the model"),
-    ("bert-small", ["--task", "classification", "--data", "rows.jsonl", "--teacher", "three",
-                    "--objective", "logits=1"],
-     "the model predicts 2 classes, its teacher 3",
-     "give a teacher of the same task, or leave `logits` out of `objectives`"),
-    ("three", ["--task", "classification", "--data", "rows3.jsonl", "--teacher", "llama-small",
-               "--objective", "logits=1"],
-     "the objective `logits` compares predictions, but `BertForSequenceClassification` predicts "
-     "classes, its teacher `LlamaForCausalLM` tokens",
-     "give a teacher of the same task, or leave `logits` out of `objectives`"),
-    ("bert-small", ["--device", "cuda:77"], "device `cuda:77` cannot be used here",
-     "use `--device cpu`, or `auto`"),
-    ("bert-small", ["--mixed-precision", "fp16"], "mixed precision in float16 needs a GPU",
-     "choose `--mixed-precision bf16`, or `no`"),
-    ("bert-small", ["--track", "pencil"], "accelerate cannot do this: Unsupported logging ",
-     "choose another `--mixed-precision`, `--track` or `--device`"),
-    ("bert-small", ["--track", "comet_ml"], "the loggers `comet_ml` are not installed",
-     "`pip install comet_ml`, or leave `--track` out"),
-    ("bert-small", ["-o", "bert-small", "--force"],
-     "output `{place}/bert-small` is the model's own folder, or contains it",
-     "choose another folder with `-o`"),
-    ("bert-small", ["-o", "bert-small"],
-     "output `{place}/bert-small` is the model's own folder, or contains it",
-     "choose another folder with `-o`"),
-    ("bert-small", ["-o", ".", "--force"],
-     "output `{place}` is the model's own folder, or contains it",
-     "choose another folder with `-o`"),
-    ("bert-small", ["-o", "bert", "--force"],
-     "output `{place}/bert` is the teacher's own folder, or contains it",
-     "choose another folder with `-o`"),
-    ("bert-small", ["--teacher", "none"],
-     "there is nothing to learn from: `bert-small` has no known teacher, and no task is given",
-     "give `--teacher MODEL` to imitate, or `--task` and `--data` with labels"),
-    ("bert", [],
-     "there is nothing to learn from: `bert` has no known teacher, and no task is given",
-     "give `--teacher MODEL` to imitate, or `--task` and `--data` with labels"),
-    ("bert-small", ["--teacher", "none", "--objective", "hidden=1,logits=1"],
-     "`hidden`, `logits` need a teacher, but there is none", "add `--teacher MODEL`"),
-    ("bert-small", ["--objective", "task=1"], "the objective `task` needs a task", "add `--task`"),
-    ("bert-small", ["--objective", "logits=1"],
-     "the objective `logits` needs a model with a head", "leave it out of `objectives`"),
-    ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--block-steps", "2"],
-     "the stage `blocks` needs a teacher, whose states blocks are trained on",
-     "add `--teacher MODEL`, or leave `stage` and `block_steps` out"),
-    ("t5-small", ["--block-steps", "2"],
-     "the stage `blocks` needs one stack of blocks, but the model has 2: `decoder.block`, "
-     "`encoder.block`", "leave `stage` and `block_steps` out"),
-    ("bert", ["--task", "sts", "--data", "pairs.jsonl", "--train", "rewritten"],
-     "no layer of the model is rewritten", "train `blocks` or `all` of it instead"),
-    ("clip_text_model", ["--task", "masked-lm", "--data", "texts.txt"],
-     "there is no `masked-lm` head for the model type `clip_text_model`",
-     "choose another task, or a model of another family"),
-    ("vit", ["--teacher", "vit"], "there are no built-in pictures to train on",
-     "give pictures with `--data`: a folder, a file or a hub id"),
-    ("clip", ["--teacher", "clip"], "`CLIPModel` takes texts and pictures together, which cannot "
-     "be trained on yet", ""),
-    ("whisper", ["--teacher", "whisper"],
-     "`WhisperForConditionalGeneration` takes sound, which cannot be trained on yet", ""),
-    ("./nowhere", [], "there is no folder `./nowhere`; ", ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "arguments", "message", "hint"), BAD)
-def test_bad_input(model: str, arguments: list[str], message: str, hint: str, place: Path) -> None:
+def test_what_accelerate_cannot_do(
+    arguments: list[str], message: str, hint: str, place: Path
+) -> None:
     before = contents(place)
-    out = [] if "-o" in arguments else ["-o", "out"]
-    text = [] if "--data" in arguments or model in ("vit",) else ["--data", "texts.txt"]
-    done = run("finetune", model, "--quiet", *text, *out, *SHORT, *arguments)
+    texts = ("--data", "texts.txt", "-o", "out")
+    done = run("finetune", "bert-small", "--quiet", *texts, *SHORT, *arguments)
     assert (done.code, done.out) == (2, "")
-    first, *rest = done.err.splitlines()
-    message = message.format(place=place)
-    assert first.startswith(f"error: {message}")
-    assert [line for line in rest if line and not line.startswith("hint: ")] == []
+    assert done.err.startswith(f"error: {message}")
     assert f"hint: {hint}" in done.err
     assert contents(place) == before
 

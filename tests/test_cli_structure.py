@@ -84,20 +84,6 @@ def test_help_of_each_command_ends_with_examples(command: str) -> None:
     assert all(line.startswith(("tcompress ", "torchrun ")) for line in lines)
 
 
-def test_help_documents_commands_and_exit_codes() -> None:
-    done = run("--help")
-    assert done.code == 0
-    assert all(f" {name} " in done.out for name in COMMANDS)
-    assert all(f"   {code} " in done.out for code in (0, 1, 2, 3, 130))
-    assert "TCOMPRESS_TRACEBACK=1" in done.out
-
-
-def test_options_of_convert_are_grouped() -> None:
-    done = run("convert", "--help")
-    titles = ("Arguments", "Method", "Calibration", "Output", "Model", "What is printed")
-    assert all(f"─ {title} ─" in done.out for title in titles)
-
-
 def test_no_command_shows_the_help() -> None:
     done = run()
     assert done.code == 2

@@ -162,63 +162,6 @@ def test_recipe_with_a_sweep_runs() -> None:
     assert Path("out/svd-50/config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "message", "hint"),
-    [
-        (
-            ["--methods", "svd:p=3"],
-            "`--p` does not apply to method `svd`; its options are `--rank`, `--tol`",
-            "`--p` belongs to `--method lprod`",
-        ),
-        (
-            ["--methods", "auto:q=3"],
-            "`--methods` has `q=3`, expected an option with its value; `auto` has none",
-            "write, for example, `--methods svd,lprod:p=8`",
-        ),
-        (
-            ["--methods", "svd:rank=3"],
-            "`rank` and `target` are given together, and each sets the size; allowed is one of "
-            "them",
-            "see `tcompress convert --help`",
-        ),
-        (
-            ["--methods", "lprod:p"],
-            "`--methods` has `p`, expected an option with its value; options of `lprod` are `p`, "
-            "`transform`, `block`, `stages`, `tubal_rank`",
-            "write, for example, `--methods svd,lprod:p=8`",
-        ),
-        (
-            ["--targets", "0.5,2"],
-            "`--targets` has `2`, allowed is a number greater than 0 and less than 1",
-            "write, for example, `--targets 0.5,0.25`",
-        ),
-        (["--task", "sts"], "`--task` needs `--data` too", "see `tcompress evaluate --help`"),
-        (["--data", "a.csv"], "`--data` needs `--task` too", "see `tcompress evaluate --help`"),
-        (
-            ["--limit", "3"],
-            "`--limit` belongs to a measurement, and none is asked for",
-            "add `--task` and `--data`",
-        ),
-        (
-            ["--train-data", "a.txt"],
-            "`--train-data` is what models are healed on, and nothing says for how long",
-            "add `--finetune-steps 200`",
-        ),
-        (
-            ["--finetune-steps", "3"],
-            "trained models cannot be compared without a task: errors of layers are known of the "
-            "conversion alone",
-            "add `evaluate` to the recipe, or `--task` and `--data`",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_line(options: list[str], message: str, hint: str) -> None:
-    done = run("sweep", "bert", *options, *FREE)
-    assert (done.code, done.out) == (2, "")
-    assert done.err == error(message, hint)
-    assert not Path("out").exists()
-
-
 def test_failed_cell_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise FitError("layer `q` is not finite")

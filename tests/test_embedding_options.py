@@ -13,7 +13,7 @@ from torch import nn
 
 from tcompress.cli.settings import conversion, default_output
 from tcompress.conversion.run import convert
-from tcompress.errors import PlanError, RecipeError
+from tcompress.errors import PlanError
 from tcompress.planning.planner import make_plan
 from tcompress.recipe.methods import lookup_methods
 from tcompress.recipe.schema import Convert
@@ -85,23 +85,6 @@ def test_names_and_labels() -> None:
     made = conversion({"embeddings": "svd", "target": 0.4, "method": "svd"})
     assert made.label == "svd + embeddings"
     assert default_output("models/tiny", made) == "tiny-svd-40-words40"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"embedding_target": 0.5}, "`--embedding-target` needs a method for the word embedding"),
-        ({"embeddings": "sdv"}, "unknown method `sdv` of `--embeddings`; allowed are `svd`, `low"),
-        ({"embeddings": "hot"}, "allowed are `svd`, `lowrank`, `tt`, `qtt`, `tucker`, `none`"),
-        ({"embeddings": "auto"}, "unknown method `auto` of `--embeddings`; allowed are `svd`"),
-        ({"embeddings": "lprod"}, "unknown method `lprod` of `--embeddings`; allowed are `svd`"),
-        ({"embeddings": "svd", "embedding_target": 1.5}, "`--embedding-target` is `1.5`"),
-    ],
-)
-def test_wrong_options(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError) as failed:
-        conversion(given)
-    assert message in failed.value.message
 
 
 def test_none_takes_a_recipe_back() -> None:

@@ -72,28 +72,6 @@ def test_reference_has_every_key_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        "| `recipe_version` | `1` | required | version of this schema |",
-        "| `convert.calibration.holdout` | a number, greater than 0 and less than 0.9 | `0.1` | "
-        "share of the samples kept back to measure errors on |",
-        "| `convert.layers[].keep` | `true` or `false` | `false` | leave these layers dense |",
-        "| `convert.layers` | a list of mappings, see `convert.layers[]` | empty | "
-        "exceptions by layer |",
-        "| `convert.calibration` | a mapping, see `convert.calibration` | its defaults | "
-        "calibration data; with `init: random` there is none |",
-        "| `convert.method.rank` | a whole number, at least 1 | none | "
-        "rank r of every rewritten weight |",
-        "| `convert.method.modes` | a mapping, each value a list, each entry a whole number, "
-        "at least 1 | empty | factors of a width, such as `768: [24, 32]`; default as even as "
-        "possible |",
-    ],
-)
-def test_row_of_the_reference(row: str) -> None:
-    assert row in reference_markdown().splitlines()
-
-
-@pytest.mark.parametrize(
     ("fragment", "words"),
     [
         ({"type": "string", "pattern": "^[0-9]+GB$"}, "text"),

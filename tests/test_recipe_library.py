@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.errors import InputError, RecipeError
+from tcompress.errors import InputError
 from tcompress.recipe import (
     copy_recipe,
     dump_recipe,
@@ -23,7 +23,6 @@ from tcompress.source import ALIASES
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
-LISTED = ", ".join(f"`{name}`" for name in recipe_names())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -82,36 +81,6 @@ def test_file_wins_over_shipped_recipe(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_recipe(str(mine)) == ("mine", str(mine))
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("encoder/minilm-lpord", "did you mean `encoder/minilm-lprod`"),
-        ("bert-lprod-dct", "did you mean `encoder/bert-lprod-dct`"),
-        ("vit-lprd", "did you mean `vision/vit-lprod`"),
-        ("qqqqqq", "give one of these, or a file that ends in `.yaml`"),
-        ("../recipes/vision/vit-lprod", "did you mean `vision/vit-lprod`"),
-    ],
-)
-def test_unknown_name(name: str, hint: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe_text(name)
-    assert caught.value.message == f"there is no recipe `{name}`; recipes that ship are {LISTED}"
-    assert str(caught.value.hint).startswith(hint)
-
-
-def test_find_nothing_by_name() -> None:
-    with pytest.raises(RecipeError, match="there is no recipe `minilm-lpord`"):
-        find_recipe("minilm-lpord")
-
-
-@pytest.mark.parametrize("name", ["nothing.yaml", "./nothing", "nothing.json"])
-def test_find_nothing_by_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError) as caught:
-        find_recipe(name)
-    assert caught.value.message == f"there is no file `{name}`; `{tmp_path}` holds no recipes"
-
-
 def test_copy_to_a_file_in_a_new_folder(tmp_path: Path) -> None:
     target = tmp_path / "new" / "my.yaml"
     assert copy_recipe("vision/vit-lprod", target) == target
@@ -120,18 +89,6 @@ def test_copy_to_a_file_in_a_new_folder(tmp_path: Path) -> None:
 
 def test_copy_into_a_folder(tmp_path: Path) -> None:
     assert copy_recipe("vision/vit-lprod", tmp_path) == tmp_path / "vit-lprod.yaml"
-
-
-def test_copy_does_not_overwrite_unless_forced(tmp_path: Path) -> None:
-    target = tmp_path / "my.yaml"
-    target.write_text("mine")
-    with pytest.raises(RecipeError) as caught:
-        copy_recipe("vision/vit-lprod", target)
-    assert caught.value.message == f"`{target}` already exists"
-    assert caught.value.hint == "give another file, or overwrite: `--force`"
-    assert target.read_text() == "mine"
-    copy_recipe("vision/vit-lprod", target, force=True)
-    assert target.read_text("utf-8") == recipe_text("vision/vit-lprod")
 
 
 def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from tcompress.recipe import (
     parse_recipe,
     structure_of,
 )
+from tcompress.recipe.document import Document, Problem
+from tcompress.recipe.explain import explain
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec
 
@@ -211,3 +213,18 @@ def test_load_from_a_file(tmp_path: Path) -> None:
     path.write_text('{"recipe_version": 1, "convert": {"method": {"name": "svd"}}}', "utf-8-sig")
     expected = Recipe(recipe_version=1, convert=Convert(method=LowRankSpec()))
     assert load_recipe(path) == load_recipe(str(path)) == expected
+
+
+def test_methods_of_a_sweep() -> None:
+    text = "recipe_version: 1\nconvert: {method: svd}\nsweep: {methods: [svd, {name: lprod, p: 8}]}"
+    recipe = parse_recipe(text, "my.yaml")
+    assert recipe.sweep is not None
+    assert recipe.sweep.methods == ("svd", LprodSpec(p=8))
+    assert parse_recipe(dump_recipe(recipe), "again") == recipe
+
+
+def test_rule_of_a_model_speaks_for_itself() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    document = Document(data={"a": "b"}, lines={(): 1, ("a",): 2})
+    error = {"type": "value_error", "loc": ("a",), "ctx": {"error": ValueError("`a` needs `b`")}}
+    assert explain([error], document, schema) == [Problem(2, "`a` needs `b`", ("a",))]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.errors import RecipeError
 from tcompress.recipe import choose_variants, parse_recipe, recipe_names, recipe_text
 from tests.support.cli import run
 from tests.support.tiny import build
@@ -45,28 +44,6 @@ def test_variants_add_up_and_may_name_their_own_output() -> None:
     assert choose_variants(recipe, []) is recipe
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smok", "the recipe has no variant `smok`; it has `smoke`, `sliced`, `wrong`, "
-         "`senseless`; did you mean `smoke`?"),
-        ("wrong", "`--variant wrong`, `evaluate.1.limit`: there is no `1` in the recipe"),
-        ("senseless", "`convert.target`"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(name: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        choose_variants(parse_recipe(TEXT, "a"), [name])
-    assert message in caught.value.message
-    assert caught.value.hint
-
-
-def test_a_recipe_without_variants_says_so() -> None:
-    recipe = parse_recipe(recipe_text("encoder/minilm-lprod"), "b")
-    with pytest.raises(RecipeError, match="no variant `smoke`; it has none"):
-        choose_variants(recipe, ["smoke"])
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_variant_that_ships_is_a_recipe(name: str) -> None:
     recipe = parse_recipe(recipe_text(name), name)
@@ -76,18 +53,6 @@ def test_every_variant_that_ships_is_a_recipe(name: str) -> None:
         assert made.output == f"{recipe.output}-{variant}"
         own = [row for row in made.paper if row.ours]
         assert len({row.row for row in own}) <= 1  # a recipe makes one model
-
-
-def test_validating_a_recipe_tries_its_variants(tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text(TEXT)
-    done = run("recipes", "validate", file)
-    assert done.code == 2
-    assert f"`{file}` has variants that do not fit it" in done.err
-    assert "`--variant wrong`, `evaluate.1.limit`: there is no `1`" in done.err
-    assert (
-        f"1 problem in `{file}` with `--variant senseless`:\n  `convert.target`: found" in done.err
-    )
 
 
 def test_variants_of_a_wrong_recipe_are_tried_too(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from tcompress.reporting.front import Candidate, FrontReport, front_of, front_ta
 from tcompress.reporting.model import report_of
 from tcompress.reporting.tree import ModelReport
 from tcompress.source import SourceModel
+from tests.support.cli import shown
 from tests.support.converted import converted, recipe
 from tests.support.records import metric, speed
-from tests.test_report_console import shown
 
 
 @pytest.fixture(scope="module")

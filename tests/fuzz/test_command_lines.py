@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from tcompress.cli.main import app
-from tests.support.cli import run
+from tests.support.cli import commands, run
 from tests.support.evaluation import classifier, labelled_file
 
 pytestmark = pytest.mark.fuzz
@@ -54,15 +51,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _commands() -> Iterator[tuple[str, Any]]:
-    root: Any = typer.main.get_command(app)
-    for name, command in root.commands.items():
-        inner = getattr(command, "commands", None)
-        yield from (
-            [(name, command)] if inner is None else ((f"{name} {n}", c) for n, c in inner.items())
-        )
-
-
 def _options(command: Any) -> list[str]:
     """Names of what takes a value; arguments have an empty one."""
     taking = [item for item in command.params if not getattr(item, "is_flag", False)]
@@ -72,7 +60,7 @@ def _options(command: Any) -> list[str]:
 
 CASES = [
     (name, option)
-    for name, command in _commands()
+    for name, command in commands()
     if name in COMMANDS
     for option in _options(command)
 ]

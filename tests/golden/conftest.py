@@ -1,0 +1,19 @@
+"""What golden tests have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.evaluation import one_thread
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plain() -> Iterator[None]:
+    """No bars of other libraries in what is compared, and sums in one order."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with one_thread():
+        yield

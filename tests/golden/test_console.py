@@ -1,0 +1,131 @@
+"""The tables of reports and plans, as they look 100 columns wide without colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcompress.artifact.manifest import CalibrationFacts, Metric
+from tcompress.conversion.estimate import Estimate
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
+from tcompress.reporting.console import layer_table, render, render_plan
+from tcompress.reporting.model import ModelReport, mean_errors, report_of
+from tcompress.source import SourceModel
+from tests.support.cli import shown
+from tests.support.converted import converted, recipe
+from tests.support.golden import Golden
+from tests.support.tiny import build
+
+SUM = {"name": "lprod", "p": 8}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelReport]:
+    """A converted and a dense model, with errors and a source that do not vary."""
+    folder = tmp_path_factory.mktemp("models")
+    small = report_of(
+        converted("gpt2", folder, method=SUM, target=0.5, keep=["h.1.mlp.*"]).folder, 16
+    )
+    layers = [
+        layer.model_copy(update={"errors": {"held_out": 0.1 + index / 100, "calibration": 0.1}})
+        for index, layer in enumerate(small.layers)
+    ]
+    facts = CalibrationFacts(name="builtin text", samples=1024, tokens=19971)
+    metric = Metric(name="perplexity", value=12.3456, protocol={})
+    small = small.model_copy(
+        update={
+            "layers": tuple(layers),
+            "errors": mean_errors(layers),
+            "source": "tests/gpt2",
+            "calibration": facts,
+            "metrics": (metric,),
+        }
+    )
+    return {"small": small, "dense": report_of(folder / "gpt2", 16)}
+
+
+def test_one_model(reports: dict[str, ModelReport], golden: Golden) -> None:
+    found = shown(render([reports["small"]]))
+    golden.text("console/one.txt", found)
+    older = reports["small"].model_copy(update={"coverage": None})  # of a version without it
+    assert set(shown(render([older])).splitlines()) < set(found.splitlines())
+
+
+def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
+    lines = shown(render([reports["dense"]])).splitlines()
+    assert lines[:2] == ["gpt2", "gpt2 · dense"]
+    assert lines[4] == " all blocks         17,088   17,088  100.0%"
+    assert len(lines) == 10
+
+
+def test_models_side_by_side(reports: dict[str, ModelReport], golden: Golden) -> None:
+    both = [reports["dense"], reports["small"]]
+    found = shown(render(both, per_layer=True))
+    golden.text("console/side-by-side.txt", found)
+    assert found.startswith(shown(render(both)) + "gpt2-small\n")
+
+
+def test_models_one_below_the_other_in_a_narrow_terminal(reports: dict[str, ModelReport]) -> None:
+    lines = shown(render([reports["dense"], reports["small"]]), width=60).splitlines()
+    assert lines[0].split() == ["gpt2"]
+    tables = lines[
+        : lines.index(next(line for line in lines if line.startswith("held-out error:")))
+    ]
+    assert [line.split() for line in tables].index(["gpt2-small"]) == len(tables) // 2 - 1
+
+
+def test_models_of_one_name_are_told_apart(reports: dict[str, ModelReport]) -> None:
+    both = [reports["small"].model_copy(update={"name": name}) for name in ("a/small", "b/small")]
+    assert shown(render(both)).splitlines()[0].split() == ["a/small", "b/small"]
+
+
+def test_layers_in_a_narrow_terminal(reports: dict[str, ModelReport], golden: Golden) -> None:
+    golden.text("console/narrow.txt", shown(layer_table(reports["small"].layers), width=60))
+
+
+def test_many_layers_are_shown_by_role(reports: dict[str, ModelReport], golden: Golden) -> None:
+    layers = reports["small"].layers * 7
+    golden.text("console/by-role.txt", shown(layer_table(layers)))
+    assert len(shown(layer_table(layers, per_layer=True)).splitlines()) == 3 + 42
+
+
+def test_blocks_of_several_stacks_keep_their_names(reports: dict[str, ModelReport]) -> None:
+    layer = reports["small"].layers[0]
+    names = ("encoder.block.0", "decoder.block.0")
+    layers = [layer.model_copy(update={"block": name}) for name in names]
+    lines = shown(layer_table(layers)).splitlines()
+    assert [line.split()[0] for line in lines[3:]] == list(names)
+
+
+def test_a_plan(tmp_path: Path, golden: Golden) -> None:
+    plan, source = planned(tmp_path, keep=["self_attn.*"])
+    costs = Estimate(memory_bytes=376_832, disk_bytes=100_864, seconds=7300)
+    plan = plan.model_copy(update={"source": "tests/mixtral"})
+    golden.text("console/plan.txt", shown(render_plan(plan, costs, source.store.total_bytes)))
+
+
+def test_a_plan_without_estimate(tmp_path: Path) -> None:
+    text = shown(render_plan(planned(tmp_path)[0].model_copy(update={"warnings": ("careful",)})))
+    assert "bytes on disk" not in text
+    assert text.splitlines()[-1] == "warning: careful"
+
+
+def planned(folder: Path, **options: Any) -> tuple[Plan, SourceModel]:
+    build("mixtral").save_pretrained(folder / "mixtral")
+    source = SourceModel.open(str(folder / "mixtral"))
+    return make_plan(recipe(**options), source), source
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "roughly 1 s"), (99, "roughly 99 s"), (600, "roughly 10 min"), (7200, "roughly 2.0 h")],
+)
+def test_times_are_rough(tmp_path: Path, seconds: float, words: str) -> None:
+    costs = Estimate(memory_bytes=5, disk_bytes=3 * 10**12, seconds=seconds)
+    text = shown(render_plan(planned(tmp_path)[0], costs))
+    assert words in text
+    assert "about 5 B" in text
+    assert "3.00 TB" in text

@@ -97,7 +97,6 @@ def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path)
     recipe = _recipe(method={"name": method}, target=0.35)
     done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5)))
     plan = done.manifest.plan
-    assert plan.depth is not None
     assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}
     none, _, two = plan.depth.weighed[:3]
     assert none > two  # type: ignore[operator]
@@ -110,7 +109,6 @@ def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path)
 def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
     done = convert(str(idle), _recipe(target=0.6), tmp_path / "out", data=drawn(deep("llama", 5)))
     plan = done.manifest.plan
-    assert plan.depth is not None
     assert plan.depth.stacks[0].kept == (0, 2, 4)
     assert plan.depth.weighed[2] == pytest.approx(0, abs=1e-6)
     assert not plan.changes_model
@@ -124,7 +122,6 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     data = drawn(tiny)
     done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=data)
     depth = done.manifest.plan.depth
-    assert depth is not None
     told = depth.weighed[depth.blocks - depth.kept]
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     probe = probe_of(SourceModel.open(str(tmp_path / "dense")))
@@ -138,7 +135,6 @@ def test_families(family: str, tmp_path: Path) -> None:
     dense.save_pretrained(tmp_path / "dense")
     done = convert(str(tmp_path / "dense"), _recipe(target=0.7), tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
-    assert depth is not None
     assert depth.chosen == "measured"
     assert type(dense).from_pretrained(done.folder) is not None
 
@@ -151,7 +147,6 @@ def test_a_fraction_of_all_blocks(budget: Any, share: float | None, tmp_path: Pa
     source = SourceModel.open(str(tmp_path))
     recipe = _recipe(**budget)
     depth = plan_depth(recipe, source)
-    assert depth is not None
     two = depth.model_copy(
         update={"stacks": (depth.stacks[0].model_copy(update={"kept": (0, 2)}),)}
     )

@@ -342,7 +342,6 @@ def test_the_aligned_core_says_how_far_it_sees() -> None:
     for normalize, left in (("softmax", "see all tokens alike"), ("none", "get nothing")):
         spec = TamSpec.model_validate({"core": "aligned", "normalize": normalize})
         note = kind.note(kind.layout(spec, TEXT), None, pretrained=True)
-        assert note is not None
         assert note.endswith(f"those after token {WIDTH} {left}")
         assert kind.note(kind.layout(spec, TEXT), WIDTH, pretrained=True) is None
     assert kind.note(kind.layout(TamSpec(), TEXT), None, pretrained=True) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -114,15 +115,20 @@ def _call(routing: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, index, randn(*index.shape, seed=6).abs().requires_grad_()
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("method", METHODS)
+def _pairs(routings: Collection[str], methods: Collection[str] = METHODS) -> list[tuple[str, str]]:
+    """Every method with three routings, and so that every routing has its turn."""
+    turns = cycle(routings)
+    return list(dict.fromkeys((method, next(turns)) for method in methods for _ in range(3)))
+
+
+@pytest.mark.parametrize(("method", "routing"), _pairs(ROUTINGS))
 def test_equals_a_loop_over_experts(method: str, routing: str) -> None:
     experts, call = _structured(method), _call(routing)
     assert_close(experts(*call), _loop(_weights(experts), *call))
 
 
-@pytest.mark.parametrize("routing", ["unbalanced", "dropped tokens", "nobody"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("routing", ["unbalanced", "nobody"])
+@pytest.mark.parametrize("method", ["lowrank", "fitted", "padded", "tt", "residual"])
 def test_kept_weights_change_nothing(method: str, routing: str) -> None:
     experts, call = _structured(method).eval(), _call(routing)
     with torch.no_grad():
@@ -131,7 +137,6 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
         assert_close(experts(*call), wanted)
         for stack in experts.stacks.values():
             weight = stack.kept_weight()
-            assert weight is not None
             weight.zero_()
         assert not bool(experts(*call).any())  # they are what is applied
 
@@ -153,7 +158,7 @@ def test_weights_that_are_not_rewritten_stay_dense(rewritten: tuple[str, ...]) -
         assert bool(getattr(experts, name).numel()) == (name not in rewritten)
 
 
-@pytest.mark.parametrize("routing", ["unbalanced", "idle experts", "dropped tokens"])
+@pytest.mark.parametrize("routing", ["unbalanced", "dropped tokens"])
 @pytest.mark.parametrize("method", ["lowrank", "dft", "fitted", "residual", "tt"])
 def test_gradients_equal_those_of_the_loop(method: str, routing: str) -> None:
     experts, call = _structured(method), _call(routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tcompress.conversion import survey
 from tcompress.conversion.run import Converted, convert
 from tcompress.errors import PlanError
 from tcompress.recipe.schema import Convert
-from tests.support.conversions import calibration, distance, make, outputs
+from tests.support.conversions import calibration, make, outputs
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build
 
@@ -30,11 +31,8 @@ def _aware(**changes: Any) -> Convert:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    model: Any = build("bert")
-    model.save_pretrained(folder)
-    return folder
+def source(tiny: Callable[[str], Path]) -> Path:
+    return tiny("bert")
 
 
 def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
@@ -93,12 +91,12 @@ def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float
     return float(rows[batch["attention_mask"].bool()].mean())
 
 
-FAMILIES = ("gpt2", "phi3", "mixtral", "t5", "vit", "clip", "whisper", "deberta-v2", "gemma3")
+FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
-    """Conv1D, fused projections, experts, decoders that read encoders, images, sounds."""
+    """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
     made = make(family, tmp_path, "svd", aware=True, target=0.5, method={"name": "svd"})
     plan = made.plan
     sizes = [entry.parameters / entry.dense_parameters for entry in plan.layers]
@@ -106,7 +104,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert len({round(size, 2) for size in own}) > 1
     experts = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts]
     assert all(abs(size - 0.5) < 0.1 for size in experts)  # no budget sizes them
-    assert distance(outputs(made.load(), made.inputs()), outputs(made.load(), made.inputs())) == 0
+    assert all(bool(item.isfinite().all()) for item in outputs(made.load(), made.inputs()))
 
 
 def test_an_interrupted_run_goes_on_with_the_sizes_it_had(

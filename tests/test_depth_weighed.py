@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.probe import probe_of
-from tcompress.conversion.run import convert
+from tcompress.conversion.run import Converted, convert
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import PlanError
 from tcompress.planning.depth import plan_depth, within
@@ -194,6 +196,15 @@ def test_several_stacks(tmp_path: Path) -> None:
 # Going on after a kill
 
 
+@pytest.fixture(scope="module")
+def whole(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Converted]:
+    """A conversion that nothing interrupts, made once."""
+    output, data = tmp_path_factory.mktemp("whole") / "out", calibration("bert")
+    return cache(lambda: convert(str(tiny("bert")), _recipe(), output, data=data))
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -204,13 +215,15 @@ def test_several_stacks(tmp_path: Path) -> None:
         ("writing", 20),
     ],
 )
-def test_killed_and_run_again(moment: tuple[str, int] | str, tmp_path: Path) -> None:
-    folder = tmp_path / "dense"
-    build("bert").save_pretrained(folder)  # type: ignore[attr-defined]
-    whole = convert(str(folder), _recipe(), tmp_path / "whole", data=calibration("bert"))
-    output = tmp_path / "out"
+def test_killed_and_run_again(
+    moment: tuple[str, int] | str,
+    tiny: Callable[[str], Path],
+    whole: Callable[[], Converted],
+    tmp_path: Path,
+) -> None:
+    folder, output = tiny("bert"), tmp_path / "out"
     convert_until_killed(folder, _recipe(), output, "bert", moment)
     assert not output.exists()
     done = convert(str(folder), _recipe(), output, data=calibration("bert"))
     assert done.resumed
-    assert contents(output) == contents(whole.folder)
+    assert contents(output) == contents(whole().folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def source(tiny: Callable[[str], Path]) -> Path:
 
 def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
     return convert(str(source), _aware(**changes), output, data=calibration("bert"), **options)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
+    """A conversion that nothing interrupts, made once."""
+    return cache(lambda: _convert(source, tmp_path_factory.mktemp("whole") / "out", SVD))
 
 
 def test_what_asks_for_a_backward_pass() -> None:
@@ -108,11 +115,13 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    whole: Callable[[], Converted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = _convert(source, tmp_path / "whole", SVD)
     output = tmp_path / "out"
-    passes = 2 * len({entry.block for entry in whole.manifest.plan.layers})
+    passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})
     with pytest.raises(KeyboardInterrupt):
         _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), passes + 3))
     assert not list((partial_folder(output) / "scratch").iterdir())
@@ -122,17 +131,18 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
 
     monkeypatch.setattr(survey, "BackwardWalk", walk)
     _convert(source, output, SVD)
-    assert contents(output) == contents(whole.folder)
+    assert contents(output) == contents(whole().folder)
 
 
-def test_a_backward_pass_that_was_cut_short_is_made_again(source: Path, tmp_path: Path) -> None:
-    whole = _convert(source, tmp_path / "whole", SVD)
+def test_a_backward_pass_that_was_cut_short_is_made_again(
+    source: Path, whole: Callable[[], Converted], tmp_path: Path
+) -> None:
     for after in (1, 3):
         output = tmp_path / f"out{after}"
         with pytest.raises(KeyboardInterrupt):
             _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), after))
         _convert(source, output, SVD)
-        assert contents(output) == contents(whole.folder)
+        assert contents(output) == contents(whole().folder)
 
 
 def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:

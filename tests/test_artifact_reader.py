@@ -89,15 +89,6 @@ def test_a_model_saved_again_with_another_head_opens(
     assert layers[0].block == name.partition(".attention")[0]
 
 
-def test_a_model_that_gained_a_head_opens(written: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    AutoModel.from_pretrained(written.parent / "bert").save_pretrained(bare)
-    convert(str(bare), recipe(), tmp_path / "small")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
-    model.save_pretrained(tmp_path / "again")
-    assert Artifact.open(tmp_path / "again").layers[0].name == QUERY
-
-
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop(f"{QUERY}.tc_slices"))
     error = refused(folder)

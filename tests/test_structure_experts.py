@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
-from itertools import cycle
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,13 +115,10 @@ def _call(routing: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, index, randn(*index.shape, seed=6).abs().requires_grad_()
 
 
-def _pairs(routings: Collection[str], methods: Collection[str] = METHODS) -> list[tuple[str, str]]:
-    """Every method with three routings, and so that every routing has its turn."""
-    turns = cycle(routings)
-    return list(dict.fromkeys((method, next(turns)) for method in methods for _ in range(3)))
+EVERY_ONE = [*product(METHODS, ["unbalanced", "dropped tokens"]), *product(["residual"], ROUTINGS)]
 
 
-@pytest.mark.parametrize(("method", "routing"), _pairs(ROUTINGS))
+@pytest.mark.parametrize(("method", "routing"), EVERY_ONE)
 def test_equals_a_loop_over_experts(method: str, routing: str) -> None:
     experts, call = _structured(method), _call(routing)
     assert_close(experts(*call), _loop(_weights(experts), *call))

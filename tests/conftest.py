@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -55,6 +57,71 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of tiny models by family, each written once: nobody may write into them."""
+    from tests.support.tiny import build
+
+    def write(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("tiny") / family
+        build(family).save_pretrained(folder)
+        return folder
+
+    return cache(write)
+
+
+@pytest.fixture(scope="session")
+def sources(tiny: Callable[[str], Path]) -> Callable[[str], Any]:
+    """The same, opened."""
+    from tcompress.source import SourceModel
+
+    return cache(lambda family: SourceModel.open(str(tiny(family))))
+
+
+@pytest.fixture(scope="session")
+def planned(sources: Callable[[str], Any]) -> Callable[..., Any]:
+    """Plans a tiny model, from `dct` unless another option is named."""
+    from tcompress.planning.planner import make_plan
+    from tests.support.conversions import recipe
+
+    return lambda family, option="dct", **changes: make_plan(
+        recipe(option, **changes), sources(family)
+    )
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """Converted models by family and option, each made once."""
+    from tests.support.conversions import few_steps, make
+
+    def made(family: str, option: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            few_steps(patch)
+            return make(family, tmp_path_factory.mktemp(family), option)
+
+    return cache(made)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], Any]:
+    """Whole conversions of a tiny bert to compare with, without and with data, each made once."""
+    from tests.support.interrupted import run
+
+    return cache(lambda aware: run(tiny("bert"), tmp_path_factory.mktemp("whole") / "out", aware))
+
+
+@pytest.fixture(scope="module")
+def quick_fits() -> Iterator[None]:
+    """Stops fits that go on in steps early, where their quality does not matter."""
+    from tests.support.conversions import few_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        few_steps(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

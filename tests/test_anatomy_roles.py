@@ -72,24 +72,6 @@ EXPECTED = {
         ]
         for index in range(2)
     },
-    "gpt_neox": {
-        f"gpt_neox.layers.{index}": [
-            "attention.query_key_value qkv linear 32>96 bias qkv:96 attn_in in",
-            "attention.dense o linear 32>32 bias o:32 o_in out",
-            "mlp.dense_h_to_4h up linear 32>64 bias up:64 ffn_in in",
-            "mlp.dense_4h_to_h down linear 64>32 bias down:32 down_in out",
-        ]
-        for index in range(2)
-    },
-    "llama": {
-        f"model.layers.{index}": [
-            *_LLAMA_ATTENTION,
-            "mlp.gate_proj gate linear 32>64 - gate:64 ffn_in in",
-            "mlp.up_proj up linear 32>64 - up:64 ffn_in in",
-            "mlp.down_proj down linear 64>32 - down:32 down_in out",
-        ]
-        for index in range(2)
-    },
     "phi3": {
         f"model.layers.{index}": [
             "self_attn.qkv_proj qkv linear 32>64 - q:32+k:16+v:16 attn_in in",

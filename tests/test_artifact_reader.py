@@ -61,7 +61,6 @@ def refused(folder: Path) -> ArtifactError:
 def test_an_intact_model_opens(written: Path) -> None:
     artifact = Artifact.open(str(written))
     assert artifact.folder == written
-    assert artifact.manifest is not None
     assert artifact.layers == artifact.manifest.plan.layers
     assert artifact.config["model_type"] == "bert"
     assert f"{QUERY}.tc_slices" in artifact.store
@@ -88,15 +87,6 @@ def test_a_model_saved_again_with_another_head_opens(
     name = QUERY if auto is not AutoModel else QUERY.removeprefix("bert.")
     assert layers[0].name == layers[1].input_of == name
     assert layers[0].block == name.partition(".attention")[0]
-
-
-def test_a_model_that_gained_a_head_opens(written: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    AutoModel.from_pretrained(written.parent / "bert").save_pretrained(bare)
-    convert(str(bare), recipe(), tmp_path / "small")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
-    model.save_pretrained(tmp_path / "again")
-    assert Artifact.open(tmp_path / "again").layers[0].name == QUERY
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -282,7 +272,8 @@ def test_a_flipped_byte_is_found_in_any_file(written: Path, folder: Path, part: 
     for name in names:
         content = (folder / name).read_bytes()
         flip(folder / name, int(len(content) * part))
-        with pytest.raises(ArtifactError, match=name):
+        said = f"is not as it was written: .*`{name}` differs from its checksum"
+        with pytest.raises(ArtifactError, match=name if name == "tcompress.json" else said):
             verify_files(folder)
         (folder / name).write_bytes(content)
 
@@ -316,7 +307,6 @@ def test_files_are_read_once_for_each_state(folder: Path, monkeypatch: pytest.Mo
 
 def test_metrics_keep_a_folder_intact(folder: Path) -> None:
     manifest = read_manifest(folder)
-    assert manifest is not None
     write_manifest(folder, manifest.model_copy(update={"seconds": 1.0}))
     verify_files(folder)
     assert read_manifest(folder).seconds == 1.0  # type: ignore[union-attr]
@@ -325,19 +315,6 @@ def test_metrics_keep_a_folder_intact(folder: Path) -> None:
 def test_a_plan_that_is_missing_is_refused(folder: Path) -> None:
     edit(folder / "config.json", lambda config: config["quantization_config"].pop("plan"))
     assert refused(folder).message == "`quantization_config` in `config.json` has no plan"
-
-
-def test_a_flipped_byte_is_found_by_its_checksum(folder: Path) -> None:
-    path = folder / WEIGHTS
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    artifact = Artifact.open(folder)
-    with pytest.raises(ArtifactError) as caught:
-        artifact.verify_checksums()
-    assert caught.value.message == (
-        f"`{folder}` is not as it was written: `model.safetensors` differs from its checksum"
-    )
 
 
 def test_other_weight_files_are_found_by_their_checksums(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tcompress.mechanisms.module import CHILD, MechanismModule
 from tcompress.reporting.model import report_of
 from tcompress.training.observe import Observer
 from tests.support.cli import run
-from tests.support.evaluation import one_thread
 from tests.support.hosts import HOSTS, MECHANISMS
 from tests.support.training import (
     batch_of,
@@ -27,11 +25,7 @@ from tests.support.training import (
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _data(family: str, folder: Path) -> dict[str, Any]:
@@ -70,7 +64,6 @@ def test_a_step_of_healing_trains_the_mechanism(
     before, after = Artifact.open(folder), Artifact.open(done.folder)
     assert after.attention == before.attention
     names = [key for entry in after.attention for key in entry.tensor_shapes]
-    assert after.manifest is not None
     moved = [key for key in names if not before.store.tensor(key).equal(after.store.tensor(key))]
     assert bool(moved) == (after.manifest.training[-1].best_step > 0)  # the best weights are kept
     kind = type(HOSTS[family].build())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +35,8 @@ from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.interrupted import Interrupt, contents
 from tests.support.lproduct import quick
-from tests.support.tiny import build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
 
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
@@ -44,11 +44,14 @@ ALL = {"method": {"name": "auto", "offer": ["lowrank", "tt", "lprod"]}, "target"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    model: Any = build("bert")
-    model.save_pretrained(folder)
-    return folder
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("bert")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
+    """The default conversion, made once."""
+    return cache(lambda: _convert(folder, tmp_path_factory.mktemp("made") / "out", AUTO))
 
 
 def _convert(folder: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
@@ -222,9 +225,11 @@ def test_what_is_offered() -> None:
 # ---------------------------------------------------------------- conversions
 
 
-@pytest.mark.parametrize("changes", [AUTO, ALL], ids=["default", "all"])
-def test_a_budget_is_kept_by_a_mixture(changes: Any, folder: Path, tmp_path: Path) -> None:
-    plan = _convert(folder, tmp_path / "out", changes).manifest.plan
+@pytest.mark.parametrize("default", [True, False], ids=["default", "all"])
+def test_a_budget_is_kept_by_a_mixture(
+    default: bool, made: Callable[[], Converted], folder: Path, tmp_path: Path
+) -> None:
+    plan = (made() if default else _convert(folder, tmp_path / "out", ALL)).manifest.plan
     facts = _facts(plan)
     stays = sum(item.parameters for item in plan.left)
     dense = plan.dense_rewritten + stays
@@ -252,23 +257,28 @@ def test_without_data_weights_decide(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_share_for_all_layers(folder: Path, tmp_path: Path) -> None:
-    plan = _convert(folder, tmp_path / "o", {**AUTO, "allocation": "uniform"}).manifest.plan
+    plan = _convert(folder, tmp_path / "o", {**PREDICTED, "allocation": "uniform"}).manifest.plan
     assert _facts(plan).chosen == "uniform"
     shares = [entry.parameters / entry.dense_parameters for entry in plan.layers]
     assert len(shares) == 12
     assert 0.3 < min(shares) <= max(shares) <= 0.45  # sides are counted with their owners
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi3", "mixtral", "t5", "vit"])
-def test_families(family: str, tmp_path: Path) -> None:
-    made = make(family, tmp_path, "svd", aware=True, target=0.4, method={"name": "auto"})
+@pytest.mark.parametrize(
+    ("family", "trials"),
+    [("gpt2", False), ("phi3", False), ("mixtral", True), ("t5", False), ("vit", True)],
+)
+def test_families(family: str, trials: bool, tmp_path: Path) -> None:
+    """Slices and low rank alone: every structure on offer is tried on other models."""
+    method = {"name": "auto", "offer": ["lowrank", "lprod"], "trials": trials}
+    made = make(family, tmp_path, "svd", aware=True, target=0.4, method=method)
     one, two = (outputs(made.load(), made.inputs()) for _ in range(2))
     assert distance(one, two) == 0
     assert _facts(made.plan).error is not None
 
 
 def test_with_fewer_blocks_and_within_bytes(folder: Path, tmp_path: Path) -> None:
-    changes = {"method": {"name": "auto"}, "target_bytes": 60_000, "drop_layers": 1}
+    changes = {"method": PREDICTED["method"], "target_bytes": 60_000, "drop_layers": 1}
     plan = _convert(folder, tmp_path / "out", changes).manifest.plan
     assert plan.depth is not None
     assert plan.depth.kept == 1
@@ -278,7 +288,7 @@ def test_with_fewer_blocks_and_within_bytes(folder: Path, tmp_path: Path) -> Non
 
 def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> None:
     rules = {"layers": [{"match": "value", "method": {"name": "tt"}, "target": 0.3}]}
-    plan = _convert(folder, tmp_path / "out", {**AUTO, **rules}).manifest.plan
+    plan = _convert(folder, tmp_path / "out", {**PREDICTED, **rules}).manifest.plan
     for entry in plan.layers:
         if "value" in entry.name:
             assert entry.parts[0].terms[0].structure == "tt"
@@ -317,14 +327,15 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
 # ---------------------------------------------------------------- what is shown
 
 
-def test_reports_compare_with_equal_shares_and_single_methods(folder: Path, tmp_path: Path) -> None:
-    _convert(folder, tmp_path / "out", AUTO)
-    done = run("report", tmp_path / "out", "--layers")
+def test_reports_compare_with_equal_shares_and_single_methods(
+    made: Callable[[], Converted], tmp_path: Path
+) -> None:
+    done = run("report", made().folder, "--layers")
     for text in ("budget", "--target 0.4", "predicted error", "shared out alike", " alone"):
         assert text in done.out
-    found = run("report", tmp_path / "out", "--json").document["reports"][0]
+    found = run("report", made().folder, "--json").document["reports"][0]
     assert found["budget"]["error"] <= min(found["budget"]["single_errors"].values())
-    page = write_html([report_of(tmp_path / "out")], tmp_path / "page.html").read_text("utf-8")
+    page = write_html([report_of(made().folder)], tmp_path / "page.html").read_text("utf-8")
     assert "shared out alike" in page
     assert f"All {len(found['layers'])} rewritten weights" in page
     assert found["layers"][0]["structure"] in page

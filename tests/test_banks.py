@@ -211,13 +211,11 @@ def test_a_block_on_disk(bert: Made, block: int, tmp_path: Path) -> None:
         assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["disk_offload", "cpu_offload", "auto"])
-def test_offload_and_device_map(bert: Made, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cpu_offload", "auto"])
+def test_offload_and_device_map(bert: Made, kind: str) -> None:
     wanted = outputs(bert.load(), bert.inputs())
     model = bert.load(**({"device_map": "auto"} if kind == "auto" else {}))
-    if kind == "disk_offload":
-        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    elif kind == "cpu_offload":
+    if kind == "cpu_offload":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     for _ in range(2):
         assert distance(outputs(model, bert.inputs()), wanted) <= 1e-6

@@ -188,7 +188,6 @@ def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
         (2, 4, "eager"),
     ]
     manifest = read_manifest(folder)
-    assert manifest is not None
     assert tuple(manifest.speed) == done.speed
     protocol = done.speed[0].protocol
     assert protocol["device"] == "cpu"
@@ -239,7 +238,6 @@ def test_what_was_measured_before_an_error_is_kept(
     with pytest.raises(InputError, match="too large"):
         bench([str(folder)], settings=Settings(**FEW))
     manifest = read_manifest(folder)
-    assert manifest is not None
     assert [item.batch for item in manifest.speed] == [1]
 
 
@@ -300,7 +298,6 @@ def test_equal_passes_are_replaced(tmp_path: Path) -> None:
     newer = speed(ratio=3.0, protocol={**MACHINE, "repeats": 9})
     assert save_speed(folder, [newer])
     manifest = read_manifest(folder)
-    assert manifest is not None
     assert manifest.speed == [*others, newer]
 
 
@@ -358,7 +355,6 @@ def test_a_compiler_that_does_not_work_is_one_line(
     assert caught.value.message == (
         "`torch.compile` cannot run here (RuntimeError: no working C++ compiler)"
     )
-    assert caught.value.hint is not None
     assert caught.value.hint.startswith("use `--mode eager`")
     assert caught.value.exit_code == 2
 

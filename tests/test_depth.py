@@ -24,7 +24,7 @@ from tcompress.source import SourceModel
 from tests.support.conversions import calibration, densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
-from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel, build
+from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,7 +76,6 @@ def _assert_left(
         expected = outputs(densified(model, cut), inputs)
         assert distance(outputs(model, inputs), expected) <= (1e-4 if structured(model) else 0)
         depth = done.manifest.plan.depth
-        assert depth is not None
         assert {item.path: item.kept for item in depth.stacks}[path] == kept
 
 
@@ -261,7 +260,6 @@ def test_blocks_without_effect_go_first(tmp_path: Path) -> None:
     recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
     done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
-    assert depth is not None
     assert (depth.chosen, depth.stacks[0].kept) == ("measured", (0, 2, 4))
     assert [item.loss for item in depth.dropped] == pytest.approx([0, 0], abs=1e-6)
     assert done.manifest.calibration.name == "tiny"
@@ -296,7 +294,6 @@ def test_stacks_of_other_models(family: str, tmp_path: Path) -> None:
     recipe = _recipe(drop_layers=asked, calibration={"source": "builtin"})
     done = convert(source, recipe, tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
-    assert depth is not None
     assert [len(stack.kept) for stack in depth.stacks] == [2] * len(names)
     cut = dense
     for stack in depth.stacks:
@@ -313,7 +310,6 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
     assert spread(12, 6) == (0, 2, 4, 6, 8, 11)
     _, source = _saved(deep("modernbert"), tmp_path)
     plan = make_plan(_recipe(drop_layers=2), source)
-    assert plan.depth is not None
     assert (plan.depth.chosen, plan.depth.stacks[0].kept) == ("spread", (0, 3))
 
 
@@ -329,11 +325,8 @@ MOMENTS: tuple[tuple[str, int] | str, ...] = (
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    dense: Any = build("bert")
-    dense.save_pretrained(folder)
-    return folder
+def bert(tiny: Callable[[str], Path]) -> Path:
+    return tiny("bert")
 
 
 @pytest.fixture(scope="module")

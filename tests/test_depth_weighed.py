@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.probe import probe_of
-from tcompress.conversion.run import convert
+from tcompress.conversion.run import Converted, convert
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import PlanError
 from tcompress.planning.depth import plan_depth, within
@@ -97,7 +99,6 @@ def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path)
     recipe = _recipe(method={"name": method}, target=0.35)
     done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5)))
     plan = done.manifest.plan
-    assert plan.depth is not None
     assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}
     none, _, two = plan.depth.weighed[:3]
     assert none > two  # type: ignore[operator]
@@ -110,7 +111,6 @@ def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path)
 def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
     done = convert(str(idle), _recipe(target=0.6), tmp_path / "out", data=drawn(deep("llama", 5)))
     plan = done.manifest.plan
-    assert plan.depth is not None
     assert plan.depth.stacks[0].kept == (0, 2, 4)
     assert plan.depth.weighed[2] == pytest.approx(0, abs=1e-6)
     assert not plan.changes_model
@@ -124,7 +124,6 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     data = drawn(tiny)
     done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=data)
     depth = done.manifest.plan.depth
-    assert depth is not None
     told = depth.weighed[depth.blocks - depth.kept]
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     probe = probe_of(SourceModel.open(str(tmp_path / "dense")))
@@ -138,7 +137,6 @@ def test_families(family: str, tmp_path: Path) -> None:
     dense.save_pretrained(tmp_path / "dense")
     done = convert(str(tmp_path / "dense"), _recipe(target=0.7), tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
-    assert depth is not None
     assert depth.chosen == "measured"
     assert type(dense).from_pretrained(done.folder) is not None
 
@@ -151,7 +149,6 @@ def test_a_fraction_of_all_blocks(budget: Any, share: float | None, tmp_path: Pa
     source = SourceModel.open(str(tmp_path))
     recipe = _recipe(**budget)
     depth = plan_depth(recipe, source)
-    assert depth is not None
     two = depth.model_copy(
         update={"stacks": (depth.stacks[0].model_copy(update={"kept": (0, 2)}),)}
     )
@@ -199,6 +196,15 @@ def test_several_stacks(tmp_path: Path) -> None:
 # Going on after a kill
 
 
+@pytest.fixture(scope="module")
+def whole(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Converted]:
+    """A conversion that nothing interrupts, made once."""
+    output, data = tmp_path_factory.mktemp("whole") / "out", calibration("bert")
+    return cache(lambda: convert(str(tiny("bert")), _recipe(), output, data=data))
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -209,13 +215,15 @@ def test_several_stacks(tmp_path: Path) -> None:
         ("writing", 20),
     ],
 )
-def test_killed_and_run_again(moment: tuple[str, int] | str, tmp_path: Path) -> None:
-    folder = tmp_path / "dense"
-    build("bert").save_pretrained(folder)  # type: ignore[attr-defined]
-    whole = convert(str(folder), _recipe(), tmp_path / "whole", data=calibration("bert"))
-    output = tmp_path / "out"
+def test_killed_and_run_again(
+    moment: tuple[str, int] | str,
+    tiny: Callable[[str], Path],
+    whole: Callable[[], Converted],
+    tmp_path: Path,
+) -> None:
+    folder, output = tiny("bert"), tmp_path / "out"
     convert_until_killed(folder, _recipe(), output, "bert", moment)
     assert not output.exists()
     done = convert(str(folder), _recipe(), output, data=calibration("bert"))
     assert done.resumed
-    assert contents(output) == contents(whole.folder)
+    assert contents(output) == contents(whole().folder)

@@ -136,7 +136,6 @@ def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
     assert_close(tied(vectors), owner(vectors))
     rounded = LookupScale.of(Gemma3TextScaledWordEmbedding(30, 12, 0, embed_scale=12**0.5))
     half = torch.ones(1, dtype=torch.bfloat16)
-    assert rounded is not None
     assert rounded(half) == torch.tensor(12**0.5).bfloat16()
 
 

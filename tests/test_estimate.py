@@ -9,9 +9,7 @@ import pytest
 
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
-from tcompress.source.shards import SafetensorsShard
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.tiers import tiered
 from tests.support.tiny import build
@@ -87,17 +85,3 @@ def test_ranks_transforms_and_data_cost_time(sources: Path) -> None:
     assert seconds() < 1
     assert seconds(calibration=DATA) > seconds()
     assert seconds(calibration=DATA | {"samples": 10**6}) > 100
-
-
-def test_no_weight_is_read(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: Any) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(SafetensorsShard, "read", read)
-    assert estimated(sources / "mixtral").disk_bytes > 0
-
-
-def test_an_estimate_is_plain_data(sources: Path) -> None:
-    found = estimated(sources / "vit")
-    assert Estimate.model_validate(found.model_dump(mode="json")) == found
-    assert isinstance(recipe(), Convert)

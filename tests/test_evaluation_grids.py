@@ -62,7 +62,6 @@ def test_volumes(classes: int, tmp_path: Path) -> None:
     folder = grid_folder("tcompress_grid", tmp_path / "model", num_labels=classes)
     data = volume_file(tmp_path / "v.parquet", 30, classes)
     examples = load_examples(str(data), "train", Needs(volume=True, target="class"))
-    assert examples.volumes is not None
     model = TCompressGridForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(examples.volumes[:, None] / 255).float()).logits
@@ -120,7 +119,6 @@ def test_forecasts(tmp_path: Path) -> None:
     data = series_file(tmp_path / "s.csv")
     needs = Needs(window=(SERIES[1], HORIZON))
     windows = load_examples(str(data), "test", needs).windows
-    assert windows is not None
     model = TCompressGridForForecasting.from_pretrained(folder).eval()
     errors = []
     with torch.no_grad():

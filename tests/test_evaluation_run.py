@@ -61,7 +61,6 @@ def test_differences_are_paired() -> None:
     assert all(metric.difference is None for metric in dense.metrics)
     for one, two in zip(dense.metrics, small.metrics, strict=True):
         found = two.difference
-        assert found is not None
         assert found.interval is not None
         assert (found.baseline, found.baseline_value) == ("bert", one.value)
         assert found.value == pytest.approx(two.value - one.value)
@@ -74,7 +73,6 @@ def test_a_model_does_not_differ_from_itself(place: Path) -> None:
     for first, second in (("bert", "copy"), ("bert", "bert")):
         _, again = sts(first, second)
         for metric in again.metrics:
-            assert metric.difference is not None
             assert metric.difference.interval is not None
             interval = metric.difference.interval
             assert (metric.difference.value, interval.low, interval.high) == (0.0, 0.0, 0.0)
@@ -116,7 +114,6 @@ def test_the_protocol_tells_how_it_was_measured() -> None:
 def test_numbers_are_kept_in_the_manifest_of_a_converted_model() -> None:
     def kept() -> list[Metric]:
         manifest = read_manifest(Path("bert-small"))
-        assert manifest is not None
         return manifest.metrics
 
     assert kept() == []

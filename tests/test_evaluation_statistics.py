@@ -110,7 +110,6 @@ def test_the_interval_of_a_mean_is_the_usual_one() -> None:
     hits = np.arange(400) % 10 < 7
     (draws,) = resampled([ratio("accuracy", hits)], 4000, seed=0)
     found = interval(draws)
-    assert found is not None
     half = 1.96 * np.sqrt(0.7 * 0.3 / 400)
     assert (found.low, found.high) == pytest.approx((0.7 - half, 0.7 + half), abs=0.006)
 
@@ -123,7 +122,6 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         two = 0.6 * one + 0.8 * generator.normal(size=50)
         (draws,) = resampled([pearson(one, two)], 300, seed)
         found = interval(draws)
-        assert found is not None
         held += found.low <= 0.6 <= found.high
     assert 0.87 <= held / 200 <= 0.99
 

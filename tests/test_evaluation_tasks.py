@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,12 @@ from tests.support.evaluation import (
     headed,
     labelled_file,
     loaded,
-    one_thread,
     pairs_file,
     rows_file,
 )
 from tests.support.model_folders import model_folder, save_tokenizer, sentences
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examples_of(task: str, data: Path, **columns: str) -> Examples:

@@ -101,10 +101,6 @@ def _stored_otherwise(
     return str(folder)
 
 
-def _one(weights: dict[str, Tensor], end: str) -> str:
-    return next(name for name in weights if name.endswith(end))
-
-
 def _cast(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], object]:
     def change(weights: dict[str, Tensor]) -> None:
         weights |= {key: item.to(dtype) for key, item in weights.items() if item.ndim == 2}

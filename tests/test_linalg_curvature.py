@@ -19,7 +19,6 @@ from tcompress.linalg.curvature import (
     lowrank_losses,
     lowrank_spectrum,
 )
-from tcompress.linalg.lowrank import fit_lowrank
 from tcompress.linalg.slices import fit_slices
 from tcompress.linalg.solve import conjugate_gradients
 from tests.support.lproduct import quick
@@ -90,22 +89,6 @@ def test_factors_are_the_optimum_by_other_square_roots(rank: int) -> None:
     wanted = torch.linalg.inv(s) @ kept @ torch.linalg.inv(g)
     assert_close(a @ b, wanted, rtol=1e-6, atol=1e-6)
     assert_close(a.norm(dim=0), b.norm(dim=1))
-
-
-def test_factors_are_stationary_for_the_loss() -> None:
-    product, gram, curvature = _problem()
-    a, b = (factor.requires_grad_() for factor in fit_lowrank_curved(product, gram, curvature, 3))
-    grads = torch.autograd.grad(curved_loss(a @ b, product, gram, curvature), (a, b))
-    for grad in grads:
-        assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-7)
-
-
-def test_a_flat_curvature_leaves_the_input_only_fit() -> None:
-    product, gram, _ = _problem()
-    flat = 7.0 * torch.eye(OUTPUTS, dtype=torch.float64)
-    a, b = fit_lowrank_curved(product, gram, flat, 3)
-    one, two = fit_lowrank(product, gram, 3)
-    assert_close(a @ b, one @ two, rtol=1e-6, atol=1e-6)
 
 
 def test_spectrum_predicts_the_loss_of_every_rank() -> None:

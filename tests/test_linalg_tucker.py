@@ -173,7 +173,6 @@ def test_updates_are_least_squares() -> None:
     _, products, grams = _problem()
     problem, _, _ = _whitened(products, grams)
     products, grams = problem.products, problem.grams
-    assert grams is not None
     assert_close(grams.mean(0), torch.eye(COLS).double())
     now = _orthogonal_iteration(problem.free, (2, 3, 4), 0)
     eye_rows, eye_cols = torch.eye(ROWS).double(), torch.eye(COLS).double()

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,6 @@ from tests.support.tiers import tiered
 from tests.support.tiny import build
 
 Models = Callable[[str, str], Made]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Converted models by family and option, each made once."""
-
-    def made(family: str, option: str) -> Made:
-        with pytest.MonkeyPatch.context() as patch:
-            few_steps(patch)
-            return make(family, tmp_path_factory.mktemp(family), option)
-
-    return cache(made)
 
 
 TRY = """
@@ -114,9 +101,9 @@ def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path
     assert distance(outputs(found, made.inputs()), outputs(made.load(), made.inputs())) == 0
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, "cpu"])
 @pytest.mark.parametrize(
-    ("family", "option"), [("bert", "fitted"), ("llama", "fitted"), ("mixtral", "residual")]
+    ("family", "option", "device_map"),
+    [("bert", "fitted", "auto"), ("llama", "fitted", {"": "cpu"}), ("mixtral", "residual", "cpu")],
 )
 def test_device_map(family: str, option: str, device_map: Any, models: Models) -> None:
     made = models(family, option)
@@ -180,10 +167,14 @@ def test_a_shared_input_side_on_disk(owner_on_disk: bool, models: Models, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("family", "option"),
-    [("bert", "fitted"), ("llama", "fitted"), ("mixtral", "fitted"), ("gpt2", "svd")],
+    ("family", "option", "kind"),
+    [
+        ("bert", "fitted", "disk_offload"),
+        ("llama", "fitted", "cpu_offload"),
+        ("mixtral", "fitted", "disk_offload"),
+        ("gpt2", "svd", "cpu_offload"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["disk_offload", "cpu_offload"])
 def test_accelerate_offload(
     family: str, option: str, kind: str, models: Models, tmp_path: Path
 ) -> None:
@@ -235,8 +226,10 @@ def _cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
-@pytest.mark.parametrize(("family", "option"), [("llama", "fitted"), ("mixtral", "dct")])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("family", "option", "dtype"),
+    [("llama", "fitted", torch.float16), ("mixtral", "dct", torch.bfloat16)],
+)
 def test_cast_after_loading(family: str, option: str, dtype: torch.dtype, models: Models) -> None:
     made = models(family, option)
     model, wanted = made.load(), outputs(made.load(), made.inputs())
@@ -351,34 +344,23 @@ def _edited_config(made: Made, folder: Path, edit: Callable[[dict[str, Any]], ob
     return folder
 
 
-@pytest.mark.parametrize("version", [4, 999, "1", None, 0])
-def test_unknown_formats_are_refused(version: Any, models: Models, tmp_path: Path) -> None:
+def test_unknown_formats_are_refused(models: Models, tmp_path: Path) -> None:
     folder = _edited_config(
-        models("bert", "dct"), tmp_path / "new", lambda s: s.update(format_version=version)
+        models("bert", "dct"), tmp_path / "new", lambda s: s.update(format_version=999)
     )
-    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 3"):
+    with pytest.raises(ArtifactError, match=r"format version `999`.*reads up to 3"):
         AutoModel.from_pretrained(folder)
-    with pytest.raises(ArtifactError, match="format version"):
-        Artifact.open(folder)
-
-
-def _drop_layer(section: dict[str, Any]) -> None:
-    del section["plan"]["layers"][0]
 
 
 def _empty_plan(section: dict[str, Any]) -> None:
     section["plan"] = {"layers": []}
 
 
-def _no_plan(section: dict[str, Any]) -> None:
-    del section["plan"]
-
-
 def _other_size(section: dict[str, Any]) -> None:
     section["plan"]["layers"][0]["parts"][0]["terms"][0]["in_features"] = 64
 
 
-@pytest.mark.parametrize("edit", [_drop_layer, _empty_plan, _no_plan, _other_size])
+@pytest.mark.parametrize("edit", [_empty_plan, _other_size])
 def test_a_plan_that_does_not_fit_is_refused(
     edit: Callable[[dict[str, Any]], None], models: Models, tmp_path: Path
 ) -> None:

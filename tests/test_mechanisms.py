@@ -234,7 +234,6 @@ def test_stand_ins_answer_as_hosts_expect() -> None:
     for transposed in (False, True):
         stored = weight.mT if transposed else weight
         layer = GuardedLinear(tuple(stored.shape), 5, transposed=transposed, dtype=torch.float64)
-        assert layer.bias is not None
         with torch.no_grad():
             layer.tc_weight.copy_(stored)
             layer.bias.copy_(bias)

@@ -66,7 +66,6 @@ def test_a_trained_model_is_not_taken_for_the_conversion() -> None:
     assert done.code == 2
     assert "made` is not empty" in done.err
     manifest = read_manifest(Path("made"))
-    assert manifest is not None
     assert manifest.training
 
 
@@ -80,7 +79,6 @@ def test_how_to_measure_and_to_time() -> None:
     )
     assert _run().code == 0
     manifest = read_manifest(Path("made"))
-    assert manifest is not None
     facts = manifest.metrics[0].protocol
     assert (facts["dtype"], facts["device"], facts["seed"]) == ("float16", "cpu", 3)
     assert len(manifest.speed) == 1

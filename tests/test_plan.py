@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +18,19 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import _matrices, make_plan
 from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
-from tests.support.conversions import OPTIONS, Made, assert_wired, calibration, recipe
+from tests.support.conversions import (
+    OPTIONS,
+    Made,
+    assert_wired,
+    by_role,
+    calibration,
+    recipe,
+    short_name,
+)
 from tests.support.tiny import TINY, build
 
 Planned = Callable[..., Plan]
 SVD = {"name": "svd", "rank": 4}
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SourceModel]:
-    """Tiny models on disk by family."""
-
-    def saved(family: str) -> SourceModel:
-        folder = tmp_path_factory.mktemp(family)
-        build(family).save_pretrained(folder)
-        return SourceModel.open(str(folder))
-
-    return cache(saved)
-
-
-@pytest.fixture
-def planned(sources: Callable[[str], SourceModel]) -> Planned:
-    """Plan a tiny model, from `dct` unless another option is named."""
-
-    def of(family: str, option: str = "dct", **changes: Any) -> Plan:
-        return make_plan(recipe(option, **changes), sources(family))
-
-    return of
-
-
-def _short(name: str) -> str:
-    """The last component of a layer's name, with its block's number."""
-    number = next(part for part in name.split(".") if part.isdigit())
-    return f"{number} {name.rpartition('.')[2]}"
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -131,17 +110,12 @@ def test_patterns_choose_layers(
     plan = planned(family, **{way: patterns if way == "keep" else rules})
     keys = {(layer.name, layer.parameter) for layer in plan.layers}
     gone = [item for item in whole.layers if (item.name, item.parameter) not in keys]
-    assert {_short(layer.name) for layer in gone} == wanted
+    assert {short_name(layer.name) for layer in gone} == wanted
     assert len(gone) == len(plan.left) - len(whole.left)
     left = [item for item in plan.left if item.reason == "kept dense by the recipe"]
     assert len(left) == len(gone)
     assert Counter(item.parameters for item in left) == Counter(e.dense_parameters for e in gone)
     assert {item.role for item in left} == {layer.role for layer in gone}
-
-
-def _by_role(plan: Plan) -> dict[str, LayerPlan]:
-    """Layers of the first block."""
-    return {layer.role: layer for layer in plan.layers if layer.block == plan.layers[0].block}
 
 
 def _terms(layer: LayerPlan) -> list[str]:
@@ -155,7 +129,7 @@ def test_rules_change_method_rank_and_target(planned: Planned) -> None:
         {"match": "v", "target": 0.5},
         {"match": "o", "keep": True},
     ]
-    layers = _by_role(planned("bert", layers=rules))
+    layers = by_role(planned("bert", layers=rules))
     assert _terms(layers["q"]) == ["lowrank"]
     assert layers["q"].parts[0].terms[0].rank == 4
     assert _terms(layers["k"]) == ["lprod", "lowrank"]
@@ -172,7 +146,7 @@ def test_the_last_rule_wins(planned: Planned) -> None:
         {"match": "re:^(q|k)$", "method": SVD},
         {"match": "k", "method": {"name": "svd", "rank": 2}},
     ]
-    layers = _by_role(planned("bert", layers=rules))
+    layers = by_role(planned("bert", layers=rules))
     assert {role: layer.parts[0].terms[0].rank for role, layer in layers.items()} == {
         "q": 4,
         "k": 2,
@@ -181,7 +155,7 @@ def test_the_last_rule_wins(planned: Planned) -> None:
 
 def test_keep_is_stronger_than_rules(planned: Planned) -> None:
     plan = planned("bert", keep=["q"], layers=[{"match": "q", "method": SVD}])
-    assert "q" not in _by_role(plan)
+    assert "q" not in by_role(plan)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +256,7 @@ def test_ranks_that_shapes_do_not_admit_are_told(
 
 def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:
     plan = planned("bert", method={"name": "svd", "rank": 16})
-    assert set(_by_role(plan)) == {"up", "down"}
+    assert set(by_role(plan)) == {"up", "down"}
     assert len(plan.left) == 8
     assert {item.reason for item in plan.left} == {"it would not shrink: 100% of 1,024"}
 
@@ -307,7 +281,7 @@ PARTS = [
 def test_fused_layers_have_parts(
     family: str, role: str, wanted: dict[str, int], option: str, planned: Planned
 ) -> None:
-    layer = _by_role(planned(family, option))[role]
+    layer = by_role(planned(family, option))[role]
     assert {part.name: part.out_features for part in layer.parts} == wanted
     assert layer.out_features == sum(wanted.values())
     assert len({len(part.terms) for part in layer.parts}) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,13 @@ import pytest
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.source import SourceModel
-from tests.support.conversions import assert_wired, few_steps, make, recipe
+from tests.support.conversions import assert_wired, by_role, few_steps, make, recipe, short_name
 from tests.support.tiers import tiered
-from tests.support.tiny import TINY, TinyModel, build
+from tests.support.tiny import TINY, TinyModel
 
 Planned = Callable[..., Plan]
 FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
 SVD = {"name": "svd", "rank": 4}
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SourceModel]:
-    """Tiny models on disk by family."""
-
-    def saved(family: str) -> SourceModel:
-        folder = tmp_path_factory.mktemp(family)
-        build(family).save_pretrained(folder)
-        return SourceModel.open(str(folder))
-
-    return cache(saved)
-
-
-@pytest.fixture
-def planned(sources: Callable[[str], SourceModel]) -> Planned:
-    """Plan a tiny model, from `dct` unless another option is named."""
-
-    def of(family: str, option: str = "dct", **changes: Any) -> Plan:
-        return make_plan(recipe(option, **changes), sources(family))
-
-    return of
-
-
-def _short(name: str) -> str:
-    """The last component of a layer's name, with its block's number."""
-    number = next(part for part in name.split(".") if part.isdigit())
-    return f"{number} {name.rpartition('.')[2]}"
-
-
-def _by_role(plan: Plan) -> dict[str, LayerPlan]:
-    """Layers of the first block."""
-    return {layer.role: layer for layer in plan.layers if layer.block == plan.layers[0].block}
 
 
 SIZES = {
@@ -121,8 +87,8 @@ def test_targets_are_kept_where_not_all_layers_share_an_input(
 def _shares(plan: Plan) -> dict[str, tuple[int, str | None]]:
     """Readers and owner of every layer's input in the first block."""
     return {
-        role: (layer.readers, layer.input_of and _short(layer.input_of))
-        for role, layer in _by_role(plan).items()
+        role: (layer.readers, layer.input_of and short_name(layer.input_of))
+        for role, layer in by_role(plan).items()
     }
 
 
@@ -146,7 +112,7 @@ def test_factors_without_a_transform_share_nothing(planned: Planned) -> None:
 def test_cross_attention_shares_the_encoders_states(planned: Planned) -> None:
     plan = planned("bart")
     shares = {
-        layer.role: (layer.readers, layer.input_of and _short(layer.input_of))
+        layer.role: (layer.readers, layer.input_of and short_name(layer.input_of))
         for layer in plan.layers
         if layer.block == "model.decoder.layers.0"
     }

@@ -87,5 +87,4 @@ def test_a_row_of_padding_is_finite(how: str) -> None:
     rows = Pooling((how,))(states, mask)
     rows.sum().backward()
     assert rows.isfinite().all()
-    assert states.grad is not None
     assert states.grad.isfinite().all()

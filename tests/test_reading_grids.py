@@ -86,7 +86,6 @@ def test_parts_of_a_series(suffix: str, tmp_path: Path) -> None:
     for part, first in firsts.items():
         found = _read(path, part)
         windows = found.windows
-        assert windows is not None
         assert (len(found), windows.variables) == (counts[part], ("a", "b", "c"))
         last = len(found) - 1
         for index in (0, 5, last):
@@ -108,12 +107,10 @@ def test_parts_of_a_series(suffix: str, tmp_path: Path) -> None:
 def test_windows_share_memory_and_can_be_drawn(tmp_path: Path) -> None:
     path = series_file(tmp_path / "s.csv")
     windows = _read(path).windows
-    assert windows is not None
     one, two = windows.past(0).numpy(), windows.future(3).numpy()
     assert np.shares_memory(one, windows.values)
     assert np.shares_memory(two, windows.values)
     few = _read(path, limit=6)
-    assert few.windows is not None
     assert len(few) == 6
     assert sorted(few.windows.starts) == few.windows.starts.tolist()
     assert few.fingerprint != _read(path).fingerprint
@@ -157,5 +154,4 @@ def test_what_is_asked_of_a_series(tmp_path: Path) -> None:
 
 def test_constant_series_become_zero(tmp_path: Path) -> None:
     windows = _read(series_file(tmp_path / "s.csv", b=[5.0] * 300)).windows
-    assert windows is not None
     assert not windows.values[:, 1].any()

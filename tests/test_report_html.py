@@ -129,7 +129,6 @@ def test_shades_span_the_errors_that_there_are(bare: ModelReport) -> None:
         for index, layer in enumerate(bare.layers)
     ]
     heat = heat_of(layers)
-    assert heat is not None
     shades = {cell.value: cell.shade for _, row in heat.rows for cell in row if cell}
     assert shades[min(shades)] < 10
     assert shades[max(shades)] > 55
@@ -183,7 +182,6 @@ def test_a_dense_model_shows_what_others_were_compared_with(
     dense = report_of(folder / "gpt2", 16)
     own = metric(0.4, None, name="pearson")
     compared = metric(0.85, 0.9)
-    assert compared.difference is not None
     renamed = compared.difference.model_copy(update={"baseline": str(folder / "gpt2")})
     converted = bare.model_copy(
         update={"metrics": (compared.model_copy(update={"difference": renamed}), metric(0.1, 0.2))}

@@ -64,7 +64,6 @@ def test_a_dense_model_with_records(tmp_path: Path) -> None:
 
 def test_bytes_of_layers(tmp_path: Path) -> None:
     layer = report_of(converted("bert", tmp_path, dtype="bfloat16").folder).layers[0]
-    assert layer.bytes is not None
     assert (layer.bytes.dense, layer.bytes.now) == (2 * 32 * 32, 2 * 32 * 32 // 4)
 
 
@@ -196,7 +195,6 @@ def test_the_verdict_of_several_models(bare: ModelReport) -> None:
 
 def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:
     own = metric()
-    assert own.difference is not None
     other = own.model_copy(
         update={"difference": own.difference.model_copy(update={"baseline": "elsewhere/rival"})}
     )

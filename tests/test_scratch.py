@@ -268,7 +268,6 @@ def test_without_a_method_the_dense_model_is_written(tmp_path: Path) -> None:
 def test_the_manifest_says_how_it_began(tmp_path: Path) -> None:
     made = scratch(tmp_path / "made", method=LPROD, seed=7)
     manifest = read_manifest(made.folder)
-    assert manifest is not None
     assert (manifest.source.init, manifest.source.seed) == ("random", 7)
     assert (manifest.format_version, manifest.calibration.name) == (3, "none")
     assert manifest.is_untrained
@@ -295,7 +294,6 @@ def test_seeds_decide_the_structures_too(tmp_path: Path) -> None:
 def test_budgets_are_shared_out_alike(budget: dict[str, Any], tmp_path: Path) -> None:
     made = scratch(tmp_path / "made", method={"name": "svd"}, **budget)
     plan = made.manifest.plan
-    assert plan.budget is not None
     assert plan.budget.chosen == "uniform"
     assert 0.2 < plan.kept <= 0.5
     assert plan.parameters - plan.saved <= budget.get("target_params", plan.parameters)

@@ -55,7 +55,6 @@ def test_training_begins_from_scratch(place: Path, tmp_path: Path) -> None:
     for key in ("bert.embeddings.word_embeddings.weight", "classifier.weight"):
         assert not torch.equal(before.tensor(key), after.tensor(key))
     manifest = read_manifest(tmp_path / "trained")
-    assert manifest is not None
     assert manifest.source.init == "random"
     assert not manifest.is_untrained
     assert "Fine-tuned for classification" in (tmp_path / "trained" / "README.md").read_text()

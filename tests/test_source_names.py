@@ -137,7 +137,6 @@ def test_a_gguf_file_leads_to_no_second_refusal(hub: Hub, name: str) -> None:
     Path("model.gguf").touch()
     with pytest.raises(SourceError) as caught:
         SourceModel.open(name)
-    assert caught.value.hint is not None
     assert caught.value.hint.startswith("a GGUF file holds weights that are quantised")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,8 @@ from transformers import AutoModelForMaskedLM
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion import survey
 from tcompress.conversion.run import Converted, convert
-from tcompress.errors import PlanError
 from tcompress.recipe.schema import Convert
-from tests.support.conversions import calibration, distance, make, outputs
+from tests.support.conversions import calibration, make, outputs
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build
 
@@ -30,15 +31,18 @@ def _aware(**changes: Any) -> Convert:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    model: Any = build("bert")
-    model.save_pretrained(folder)
-    return folder
+def source(tiny: Callable[[str], Path]) -> Path:
+    return tiny("bert")
 
 
 def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
     return convert(str(source), _aware(**changes), output, data=calibration("bert"), **options)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
+    """A conversion that nothing interrupts, made once."""
+    return cache(lambda: _convert(source, tmp_path_factory.mktemp("whole") / "out", SVD))
 
 
 def test_what_asks_for_a_backward_pass() -> None:
@@ -93,12 +97,12 @@ def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float
     return float(rows[batch["attention_mask"].bool()].mean())
 
 
-FAMILIES = ("gpt2", "phi3", "mixtral", "t5", "vit", "clip", "whisper", "deberta-v2", "gemma3")
+FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
-    """Conv1D, fused projections, experts, decoders that read encoders, images, sounds."""
+    """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
     made = make(family, tmp_path, "svd", aware=True, target=0.5, method={"name": "svd"})
     plan = made.plan
     sizes = [entry.parameters / entry.dense_parameters for entry in plan.layers]
@@ -106,15 +110,17 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert len({round(size, 2) for size in own}) > 1
     experts = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts]
     assert all(abs(size - 0.5) < 0.1 for size in experts)  # no budget sizes them
-    assert distance(outputs(made.load(), made.inputs()), outputs(made.load(), made.inputs())) == 0
+    assert all(bool(item.isfinite().all()) for item in outputs(made.load(), made.inputs()))
 
 
 def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    whole: Callable[[], Converted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = _convert(source, tmp_path / "whole", SVD)
     output = tmp_path / "out"
-    passes = 2 * len({entry.block for entry in whole.manifest.plan.layers})
+    passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})
     with pytest.raises(KeyboardInterrupt):
         _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), passes + 3))
     assert not list((partial_folder(output) / "scratch").iterdir())
@@ -124,17 +130,18 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
 
     monkeypatch.setattr(survey, "BackwardWalk", walk)
     _convert(source, output, SVD)
-    assert contents(output) == contents(whole.folder)
+    assert contents(output) == contents(whole().folder)
 
 
-def test_a_backward_pass_that_was_cut_short_is_made_again(source: Path, tmp_path: Path) -> None:
-    whole = _convert(source, tmp_path / "whole", SVD)
+def test_a_backward_pass_that_was_cut_short_is_made_again(
+    source: Path, whole: Callable[[], Converted], tmp_path: Path
+) -> None:
     for after in (1, 3):
         output = tmp_path / f"out{after}"
         with pytest.raises(KeyboardInterrupt):
             _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), after))
         _convert(source, output, SVD)
-        assert contents(output) == contents(whole.folder)
+        assert contents(output) == contents(whole().folder)
 
 
 def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:
@@ -148,12 +155,6 @@ def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:
     assert all(0.6 < share <= 0.7 for name, share in shares.items() if "value" in name)
     assert all(0.3 < share <= 0.4 for name, share in shares.items() if "key" in name)
     assert not any("layer.0" in name and "query" in name for name in shares)
-
-
-def test_a_budget_below_the_smallest_sizes_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="does not pay for rank 1"):
-        _convert(source, tmp_path / "out", {**SVD, "target": 0.001})
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", [{"name": "lprod", "p": 4, "transform": "dct"}, SVD["method"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,26 +17,12 @@ from tests.support.conversions import (
     OPTIONS,
     Made,
     distance,
-    few_steps,
-    make,
     outputs,
     structured,
 )
 from tests.support.tiny import TINY
 
 Models = Callable[[str, str], Made]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Converted models by family and option, each made once."""
-
-    def made(family: str, option: str) -> Made:
-        with pytest.MonkeyPatch.context() as patch:
-            few_steps(patch)
-            return make(family, tmp_path_factory.mktemp(family), option)
-
-    return cache(made)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +41,14 @@ def test_generation_with_a_cache(family: str, option: str, models: Models) -> No
     assert cached.shape[1] >= 6
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "loaded again"])
-@pytest.mark.parametrize(("family", "option"), [("llama", "fitted"), ("mixtral", "fitted")])
+@pytest.mark.parametrize(
+    ("way", "family", "option"),
+    [
+        ("deepcopy", "llama", "fitted"),
+        ("pickle", "mixtral", "fitted"),
+        ("loaded again", "llama", "fitted"),
+    ],
+)
 def test_copies_are_whole_and_independent(
     way: str, family: str, option: str, models: Models
 ) -> None:
@@ -138,8 +129,9 @@ def test_trainer(models: Models, tmp_path: Path) -> None:
     assert distance(outputs(middle.eval(), made.inputs()), outputs(again, made.inputs())) <= 1e-5
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(("family", "option"), [("llama", "fitted"), ("mixtral", "residual")])
+@pytest.mark.parametrize(
+    ("family", "option", "reentrant"), [("llama", "fitted", True), ("mixtral", "residual", False)]
+)
 def test_gradient_checkpointing(family: str, option: str, reentrant: bool, models: Models) -> None:
     made = models(family, option)
     inputs = made.inputs()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tcompress.errors import TrainingError
 from tcompress.training.losses import Losses
 from tests.support.evaluation import (
     encoder,
-    one_thread,
     pairs_file,
 )
 from tests.support.training import (
@@ -26,11 +24,7 @@ from tests.support.training import (
     weights,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,6 @@ import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.reader import Artifact
 from tcompress.reporting.model import report_of
 from tests.support.conversions import structured
-from tests.support.evaluation import (
-    one_thread,
-)
 from tests.support.tiers import tiered
 from tests.support.tiny import build
 from tests.support.training import (
@@ -28,11 +24,7 @@ from tests.support.training import (
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 FAMILIES = (

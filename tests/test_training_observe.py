@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tcompress.integration.models import load_model
 from tcompress.source import SourceModel
 from tcompress.training.observe import Observer, fed_with, skeleton_anatomy, token_mask
 from tests.support.converted import converted
-from tests.support.evaluation import one_thread
 from tests.support.tiny import TINY
 from tests.support.training import (
     batch_of,
@@ -42,10 +40,7 @@ NORMS: dict[str, tuple[str | None, ...]] = {
 STATES = ("encoder_hidden_states", "decoder_hidden_states", "hidden_states")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _observer(folder: Path, **options: Any) -> Observer:
@@ -121,8 +116,9 @@ def test_fed_blocks_are_independent(family: str, tmp_path: Path) -> None:
         assert not gradients(observer.modules[1 - index])
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "alone"), [("bert", False), ("bert", True), ("gpt2", True), ("llama", False)]
+)
 def test_gradient_checkpointing_changes_nothing(family: str, alone: bool, tmp_path: Path) -> None:
     """Nor are states observed twice when blocks are computed again."""
     folder, data = small(family, tmp_path), texts(tmp_path)

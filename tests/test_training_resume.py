@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.errors import DiskError, InputError, TrainingError
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.run import Finetuned
-from tests.support.evaluation import encoder, labelled_file, one_thread
+from tests.support.evaluation import encoder, labelled_file
 from tests.support.interrupted import assert_nothing_loads, partial_folder
 from tests.support.tiers import tiered
 from tests.support.training import (
@@ -37,11 +37,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums of floats depend on how many threads share them."""
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +166,6 @@ def test_a_changed_model_starts_afresh(tmp_path: Path) -> None:
     for path in other.folder.glob("*.safetensors"):
         (model / path.name).write_bytes(path.read_bytes())
     manifest = read_manifest(model)
-    assert manifest is not None
     write_manifest(model, manifest.model_copy(update=seal(model)))
     assert not train(model, tmp_path / "out", data=data, **OPTIONS).resumed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from tests.support.evaluation import (
     encoder,
     headed,
     labelled_file,
-    one_thread,
     pairs_file,
     rows_file,
 )
@@ -43,11 +42,7 @@ from tests.support.training import (
     weights,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _validations(done: Any) -> list[float]:
@@ -85,14 +80,12 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     folder = small_encoder(tmp_path)
     (folder / "notes.json").write_text("{}")
     manifest = read_manifest(folder)
-    assert manifest is not None
     measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
     write_manifest(folder, measured)
     done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3)
     Artifact.open(done.folder).verify_checksums()
     assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
     written = read_manifest(done.folder)
-    assert written is not None
     assert written.training == [done.facts]
     # Numbers of other weights are gone; times do not depend on weights.
     assert (written.metrics, written.speed) == ([], measured.speed)
@@ -135,8 +128,9 @@ def _stored(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {name: (file.get_tensor(name).dtype, file.get_tensor(name).shape) for name in names}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("bert", "float32"), ("llama", "float16"), ("bert", "bfloat16")]
+)
 def test_what_is_stored_stays_as_it_was(family: str, dtype: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes; ties are stored once."""
     options = {**TINY[family].options, "tie_word_embeddings": True}
@@ -179,7 +173,6 @@ def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
         path = labelled_file(path, classes=("no", "yes"))
     done = train(folder, tmp_path / "out", task=task, data={"source": [str(path)]})
     manifest = read_manifest(done.folder)
-    assert manifest is not None
     assert (manifest.plan.method, manifest.plan.layers) == ("dense", ())
     assert manifest.training == [done.facts]
     assert done.facts.objectives == {"task": 1.0}
@@ -196,7 +189,6 @@ def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
     # It can be trained again, and the record goes on.
     again = train(done.folder, tmp_path / "again", task=task, data={"source": [str(path)]})
     facts = read_manifest(again.folder)
-    assert facts is not None
     assert facts.training == [done.facts, again.facts]
     assert facts.source == manifest.source
 

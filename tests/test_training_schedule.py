@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tcompress.training.schedule import (
 )
 from tcompress.training.setup import drop_nothing
 from tcompress.training.stopping import Stopping
-from tests.support.evaluation import one_thread, pairs_file
+from tests.support.evaluation import pairs_file
 from tests.support.training import (
     assert_alike,
     batch_of,
@@ -44,11 +43,7 @@ from tests.support.training import (
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _rates(total: int = 100, **changes: Any) -> list[float]:

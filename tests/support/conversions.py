@@ -19,7 +19,7 @@ from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
 from tcompress.linalg.ttfit import fit_tt
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.recipe.schema import Convert
 from tcompress.structures import lprod, tt
 from tcompress.structures.experts import StructuredExperts
@@ -94,6 +94,17 @@ def make(
     chosen = recipe(option, aware=aware, **changes)
     converted = convert(str(folder / "dense"), chosen, folder / "small", data=data)
     return Made(family, dense, folder / "dense", converted)
+
+
+def short_name(name: str) -> str:
+    """The last component of a layer's name, with its block's number."""
+    number = next(part for part in name.split(".") if part.isdigit())
+    return f"{number} {name.rpartition('.')[2]}"
+
+
+def by_role(plan: Plan) -> dict[str, LayerPlan]:
+    """Layers of the first block."""
+    return {layer.role: layer for layer in plan.layers if layer.block == plan.layers[0].block}
 
 
 def threads() -> int:

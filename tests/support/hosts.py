@@ -39,33 +39,11 @@ VIDEOMAE = _Videos(
     {**TINY["vit"].options, "num_frames": 4, "tubelet_size": 2},
 )
 HOSTS = {**TINY, "videomae": VIDEOMAE}
-FAMILIES = {
-    name: HOSTS[name]
-    for name in (
-        "bert",
-        "distilbert",
-        "mpnet",
-        "deberta-v2",
-        "modernbert",
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "llama",
-        "qwen3",
-        "gemma3",
-        "mixtral",
-        "t5",
-        "bart",
-        "vit",
-        "deit",
-        "clip",
-        "whisper",
-        "videomae",
-        "tcompress_text",
-        "tcompress_grid",
-        "tcompress_grid-series",
-    )
-}
+_NAMES = """
+bert distilbert mpnet deberta-v2 modernbert gpt2 gpt_neox opt llama qwen3 gemma3 mixtral t5 bart
+vit deit clip whisper videomae tcompress_text tcompress_grid tcompress_grid-series
+"""
+FAMILIES = {name: HOSTS[name] for name in _NAMES.split()}
 
 _DECODERS = ("gpt2", "gpt_neox", "opt", "llama", "qwen3", "gemma3", "mixtral")
 REASONS: dict[tuple[str, str], str] = {

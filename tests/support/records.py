@@ -79,7 +79,6 @@ def training(points: int = 5, **facts: Any) -> TrainingFacts:
 def record(folder: Path, **fields: Any) -> Manifest:
     """Add records to the manifest of a converted model."""
     manifest = read_manifest(folder)
-    assert manifest is not None
     manifest = manifest.model_copy(update=fields)
     write_manifest(folder, manifest)
     return manifest

@@ -322,6 +322,15 @@ def all_cases() -> list[Case]:
     return [case for kind in structures() for case in CASES[kind.name]]
 
 
+def six_cases() -> list[Case]:
+    """One row for each way of layers to store and apply their weight.
+
+    For tests of what all layers do alike, such as being copied or cast.
+    """
+    names = "lowrank-tall lprod-dft-both lprod-fitted-out tt-contract tt-2-cores tucker-heads-out"
+    return [case for case in all_cases() if str(case) in names.split()]
+
+
 def marked_cases(wanted: Callable[[Case], bool] = lambda _: True) -> list[Any]:
     """All rows as parameters of a test, those for the full grid marked so."""
     more = [case for rows in MORE.values() for case in rows]

@@ -122,7 +122,6 @@ def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:
         z = TUBES[kind](layout.p, layout.seed)
     turn = torch.kron(z, torch.eye(features // layout.p, dtype=z.dtype))
     if layout.transform == "fitted":
-        assert generators is not None
         block = layout.block_in if side == "in" else layout.block_out
         for stage in reversed(range(layout.stages)):
             turn = turn @ _stage(generators[stage], block, strided=stage % 2 == 1)

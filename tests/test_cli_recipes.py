@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tcompress.recipe import change_recipe, parse_recipe, recipe_names, recipe_text
+from tcompress.options import change_recipe, parse_recipe, recipe_names, recipe_text
 from tests.support.cli import run
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tcompress.conversion.estimate import Estimate, estimate
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, WeightStore
 from tcompress.source.shards import SafetensorsShard
 from tests.support.converted import LPROD, converted, recipe

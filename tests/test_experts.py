@@ -15,7 +15,7 @@ from tcompress.anatomy import anatomy_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import Converted, convert
 from tcompress.exporting import dense as exporting
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from tcompress.errors import RecipeError
-from tcompress.recipe import dump_recipe, method_names, parse_recipe
-from tcompress.recipe.document import Document, Problem
-from tcompress.recipe.explain import explain
-from tcompress.recipe.methods import structure_names
+from tcompress.options import dump_recipe, method_names, parse_recipe
+from tcompress.options.document import Document, Problem
+from tcompress.options.explain import explain
+from tcompress.options.methods import structure_names
 from tcompress.structures.lprod import LprodSpec
 
 METHODS = ", ".join(f"`{name}`" for name in sorted(method_names()))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tcompress.errors import RecipeError
-from tcompress.recipe import load_recipe
+from tcompress.options import load_recipe
 
 
 def test_file_that_is_missing(tmp_path: Path) -> None:

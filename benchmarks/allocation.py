@@ -23,9 +23,9 @@ import torch
 from transformers.utils import logging
 
 import tcompress
+from tcompress.api import evaluate
 from tcompress.conversion.run import convert
-from tcompress.evaluation.run import evaluate
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"name": "svd"},

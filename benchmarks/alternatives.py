@@ -47,10 +47,10 @@ from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.integration.models import load_model
 from tcompress.linalg.moments import Moments, MomentSums
 from tcompress.linalg.ttmodes import matrix_modes
+from tcompress.options import Calibration, Convert
 from tcompress.planning.entries import LayerPlan
+from tcompress.planning.offers import structure_of
 from tcompress.planning.terms import Choice, plan_terms
-from tcompress.recipe.methods import structure_of
-from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures import Site
 from tcompress.structures.linear import PartLayout, StructuredLinear

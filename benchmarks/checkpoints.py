@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.conversion.run import convert
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 
 METHODS = {
     "svd 50 %": {"method": {"name": "svd"}, "target": 0.5},

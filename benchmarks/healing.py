@@ -27,11 +27,12 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
+from tcompress.api import evaluate
 from tcompress.conversion.run import convert
-from tcompress.evaluation.run import evaluate, score_model
+from tcompress.evaluation.run import score_model
 from tcompress.evaluation.tasks import find_task
+from tcompress.options import Convert, Finetune
 from tcompress.reading.examples import load_examples
-from tcompress.recipe.schema import Convert, Finetune
 from tcompress.source import SourceModel
 from tcompress.training.run import finetune
 

@@ -36,7 +36,7 @@ SHAPE = {
 CONVERT = """
 import sys
 from tcompress.conversion.run import convert
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 import json
 convert(sys.argv[1], Convert.model_validate(json.loads(sys.argv[2])), sys.argv[3], force=True)
 """

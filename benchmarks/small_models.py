@@ -22,9 +22,9 @@ from rows import SLICES, every_budget, with_depth
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
+from tcompress.api import evaluate
 from tcompress.conversion.run import convert
-from tcompress.evaluation.run import evaluate
-from tcompress.recipe.schema import Convert, Finetune
+from tcompress.options import Convert, Finetune
 from tcompress.source import SourceModel
 from tcompress.training.run import finetune
 

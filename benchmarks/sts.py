@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.conversion.run import convert
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 
 METHODS: dict[str, dict[str, object]] = {
     "lprod p=4 dct": {"method": {"name": "lprod", "p": 4, "transform": "dct"}},

@@ -4,44 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from tcompress.benching.run import bench
+from tcompress.benching.run import Bench as Times
+from tcompress.benching.run import bench as run_bench
 from tcompress.conversion.run import Converted
 from tcompress.conversion.run import convert as run_conversion
 from tcompress.errors import RecipeError
-from tcompress.evaluation.run import evaluate
+from tcompress.evaluation.compare import Baseline
+from tcompress.evaluation.run import evaluate as run_evaluation
+from tcompress.evaluation.scores import ModelScores
 from tcompress.exporting.dense import export_dense
 from tcompress.inspection import inspect_model as inspect
-from tcompress.mechanisms import mechanism_named
+from tcompress.options import (
+    Bench,
+    Convert,
+    Evaluate,
+    Finetune,
+    Recipe,
+    Sweep,
+    mechanism_names,
+    parse_recipe,
+)
+from tcompress.options.attention import MECHANISMS, MechanismSpec
+from tcompress.options.choose import conversion
+from tcompress.options.library import find_recipe
+from tcompress.options.methods import METHODS, Spec
+from tcompress.options.naming import short_name
+from tcompress.options.read import as_plain, read
+from tcompress.options.scratch import Architecture
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
-from tcompress.recipe import Convert, default_method, mechanism_names, method_names, parse_recipe
-from tcompress.recipe.library import find_recipe
-from tcompress.recipe.methods import AUTO, AutoSpec
-from tcompress.recipe.naming import short_name
-from tcompress.recipe.schema import Bench, Evaluate, Finetune, Recipe, Sweep
-from tcompress.recipe.scratch import Architecture
-from tcompress.recipe.sections import BUDGETS, DEPTH
 from tcompress.reporting.model import report_of as report
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel, default_output_name
-from tcompress.structures import structures
 from tcompress.structures.linear import keep_weights
 from tcompress.sweeping.cells import default_methods
 from tcompress.sweeping.outcome import Swept
 from tcompress.sweeping.run import sweep as run_sweep
 from tcompress.training.run import Finetuned
 from tcompress.training.run import finetune as run_training
-
-_Section = TypeVar("_Section", bound=BaseModel)
-_BLOCKS = frozenset((*DEPTH, "embeddings"))
-_SIZES = frozenset((*BUDGETS, "residual_rank", "p", "rank"))
-_METHOD_SIZES = _SIZES | {"keep", "only", "layers"}
-_NOT_LAYERS = _BLOCKS | {"dtype", "device", "max_shard_size"}
 
 __all__ = [
     "bench",
@@ -137,7 +140,7 @@ def finetune(
         if found is None:
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
         recipe = found
-    settled = recipe or _validated(Finetune, options)
+    settled = recipe or read(Finetune, options)
     name = str(model)
     folder = Path(output or default_output_name(name, settled.task or "healed"))
     return run_training(name, settled, folder, force=force, token=token, progress=progress)
@@ -196,24 +199,99 @@ def sweep(
     if recipe is None:
         if (task is None) != (data is None):
             raise RecipeError("`task` and `data` belong together: one of them is missing")
-        measured = (
-            () if task is None else (Evaluate.model_validate({"task": task, "data": str(data)}),)
-        )
+        measured = () if task is None else (read(Evaluate, {"task": task, "data": data}),)
         named = {"methods": methods or default_methods(), "targets": targets}
         recipe = Recipe(
             recipe_version=1,
             convert=_settled(None, "lprod", calibration, options),
-            finetune=None if finetune is None else Finetune.model_validate(finetune),
+            finetune=None if finetune is None else read(Finetune, finetune),
             evaluate=measured,
-            bench=Bench.model_validate(bench if isinstance(bench, Mapping) else {})
-            if bench
-            else None,
-            sweep=Sweep.model_validate({**named, "keep_models": keep_models}),
+            bench=read(Bench, bench if isinstance(bench, Mapping) else {}) if bench else None,
+            sweep=read(Sweep, {**named, "keep_models": keep_models}),
         )
     name = str(model)
     source = SourceModel.open(name, revision=revision, token=token)
     folder = Path(output or recipe.output or default_output_name(name, "sweep"))
     return run_sweep(recipe, source, folder, force=force, token=token, progress=progress)
+
+
+def evaluate(
+    models: Sequence[str | Path],
+    task: str,
+    data: str | Path,
+    *,
+    baseline: str | Path | Baseline | None = None,
+    save: bool = True,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[ModelScores]:
+    """Measures models on the same examples, and compares them with one of them.
+
+    Args:
+        models: Converted or dense models: folders, short names or hub ids.
+        task: Name of the task.
+        data: File, folder or hub id.
+        baseline: Model to compare with, or one that was measured before; default the first one.
+        save: Write the numbers into the manifests of converted models in local folders.
+        token: Access token for the hub.
+        trust_remote_code: Whether Python code that comes with a model may run.
+        progress: Hears how far it is.
+        **options: Other fields of `Evaluate`, such as `limit=500`.
+
+    Returns:
+        Numbers of each model, in the order of the models.
+
+    Raises:
+        InputError: A model, the data or an option cannot be used; the message says what to do.
+    """
+    given = {**(options.pop("options", None) or {}), **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    return run_evaluation(
+        models,
+        read(Evaluate, {"task": task, "data": data, **given}),
+        baseline=baseline,
+        save=save,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+
+
+def bench(
+    models: Sequence[str | Path],
+    against: str | Path | None = None,
+    settings: Bench | None = None,
+    *,
+    save: bool = True,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[Times, ...]:
+    """Times models against dense ones.
+
+    Args:
+        models: Converted or dense models: folders, short names or hub ids.
+        against: The baseline; default the dense model that the manifest names.
+        settings: How to measure, instead of the options.
+        save: Keep the times in the manifests; what was measured before an error is kept too.
+        progress: Hears how far it is.
+        trust_remote_code: Whether Python code that comes with a model may run.
+        **options: Fields of `Bench`, such as `batch=[1, 8]`.
+
+    Raises:
+        InputError: A model or an option cannot be used; the message says what to do.
+    """
+    _refuse_beside(settings, **options)
+    return run_bench(
+        [str(name) for name in models],
+        None if against is None else str(against),
+        settings or read(Bench, options),
+        save=save,
+        progress=progress,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def plan(
@@ -243,7 +321,7 @@ def _opened(
         return SourceModel.open(str(model), revision=revision, token=token, seed=seed)
     if seed is None:
         raise RecipeError("a configuration has no weights", 'add `init="random"`')
-    return open_architecture(Architecture.model_validate(model), seed, token)
+    return open_architecture(read(Architecture, model), seed, token)
 
 
 def _settled(
@@ -257,34 +335,46 @@ def _settled(
         return recipe
     if recipe is not None:
         return parse_recipe(*find_recipe(recipe)).convert
-    options, attention = _attention(method, dict(options))
-    if attention is not None:
-        method = None if _is_mechanism(method) else method
-        method = options.pop("structure", None) or method or _of_the_paper(attention, options)
-    if method is None and options.get("init") == "random" and not _METHOD_SIZES & set(options):
-        method = "none"
-    if method is None:
-        method = default_method(bool(_BLOCKS & set(options)) and set(options) <= _NOT_LAYERS)
-    own = dict(method) if isinstance(method, Mapping) else {"name": method or "none"}
-    if own.get("name") not in (*method_names(), "none"):
-        known = ", ".join(f"`{name}`" for name in (*method_names(), *mechanism_names(), "none"))
-        raise RecipeError(f"unknown method `{own.get('name')}`; known methods are {known}")
-    fields = _fields_of(own["name"])
-    chosen: dict[str, Any] = {"method": None if own == {"name": "none"} else own}
-    if attention is not None:
-        chosen["attention"] = attention
-    for name, value in options.items():
-        if name in Convert.model_fields:
-            chosen[name] = value
-        elif name in fields:
-            own[name] = value
-        else:
-            allowed = ", ".join(f"`{field}`" for field in (*fields, *Convert.model_fields))
-            raise RecipeError(f"`{own['name']}` has no option `{name}`; allowed are {allowed}")
+    given = {name: value for name, value in options.items() if value is not None}
+    structure = given.pop("structure", None)
+    said: dict[str, Any] = as_plain(
+        {"method": method or {}, "attention": given.pop("attention", {})}
+    )
+    if said["method"].get("name") in mechanism_names():
+        said |= {"attention": said["method"], "method": {}}
     if calibration is not None:
-        given = {"source": calibration} if isinstance(calibration, str) else dict(calibration)
-        chosen["calibration"] = given
-    return _validated(Convert, chosen)
+        source = isinstance(calibration, str | Path)
+        said["calibration"] = as_plain({"source": calibration} if source else calibration)
+    for name, value in as_plain(given).items():
+        _place(said, structure, name)[name] = value
+    return conversion(said, structure=structure)
+
+
+def _place(said: dict[str, Any], structure: str | None, name: str) -> dict[str, Any]:
+    """Finds the mapping that a keyword belongs to: of the conversion, its method or mechanism."""
+    method, attention = said["method"].get("name"), said["attention"].get("name")
+    mechanism = next(
+        (spec for spec in MECHANISMS if {method, attention} & {*spec.names()}), MechanismSpec
+    )
+    if name == "seed":
+        return _inner(said, "calibration")
+    if name in Convert.model_fields:
+        return said
+    if name in mechanism.model_fields:
+        return _inner(said, "attention")
+    if any(name in spec.model_fields for spec in METHODS):
+        return _inner(said, "method")
+    if any(name in spec.model_fields for spec in MECHANISMS):
+        return _inner(said, "attention")
+    own = next((spec for spec in METHODS if (structure or method or "lprod") in spec.names()), Spec)
+    fields = [field for field in own.model_fields if field != "name"]
+    allowed = ", ".join(f"`{field}`" for field in (*fields, *Convert.model_fields))
+    raise RecipeError(f"there is no option `{name}`; allowed are {allowed}")
+
+
+def _inner(said: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = said.setdefault(name, {})
+    return found
 
 
 def _refuse_beside(recipe: object, **given: Any) -> None:
@@ -295,57 +385,3 @@ def _refuse_beside(recipe: object, **given: Any) -> None:
             f"{', '.join(named)} cannot be given beside a recipe",
             "change the recipe instead, or leave it out",
         )
-
-
-def _validated(kind: type[_Section], data: Mapping[str, Any]) -> _Section:
-    """Builds settings; what is wrong with them is one error in words."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        lines = [
-            f"`{'.'.join(map(str, item['loc']))}` is `{item['input']}`: {item['msg']}"
-            for item in error.errors(include_url=False)
-        ]
-        raise RecipeError("; ".join(lines)) from error
-
-
-def _is_mechanism(method: str | Mapping[str, Any] | None) -> bool:
-    name = method.get("name") if isinstance(method, Mapping) else method
-    return name in mechanism_names()
-
-
-def _attention(
-    method: str | Mapping[str, Any] | None, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Takes the options of a mechanism out of the others, if there is one."""
-    found = options.pop("attention", None)
-    if _is_mechanism(method):
-        found = method
-    if found is None:
-        return options, None
-    own = dict(found) if isinstance(found, Mapping) else {"name": found}
-    if own.get("name") not in mechanism_names():
-        known = ", ".join(f"`{name}`" for name in mechanism_names())
-        raise RecipeError(f"unknown mechanism `{own.get('name')}`; known mechanisms are {known}")
-    fields = mechanism_named(own["name"]).spec.model_fields
-    own |= {name: options.pop(name) for name in fields if name in options and name != "name"}
-    return options, own
-
-
-def _of_the_paper(attention: Mapping[str, Any], options: dict[str, Any]) -> str:
-    """Chooses the structure of the mechanism's paper where a size is given, else none."""
-    if not _SIZES & set(options):
-        return "none"
-    kind = mechanism_named(attention["name"])
-    if kind.only:
-        options.setdefault("only", kind.only)
-    return kind.structure
-
-
-def _fields_of(name: str) -> list[str]:
-    if name == AUTO:
-        return [field for field in AutoSpec.model_fields if field != "name"]
-    for item in structures():
-        if name in item.spec.model_fields["name"].annotation.__args__:
-            return [field for field in item.spec.model_fields if field != "name"]
-    return []

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.run import Converted, convert
 from tcompress.files import write_text
+from tcompress.options import Calibration, Convert
 from tcompress.progress import Progress, Silent
-from tcompress.recipe.schema import Calibration, Convert
 from tcompress.reporting.model import report_of
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec

@@ -264,8 +264,8 @@ def _stored(sizes: Mapping[str, int], inside: str) -> int:
 def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.anatomy import anatomy_of
     from tcompress.errors import PlanError
+    from tcompress.options import Calibration, Convert
     from tcompress.planning.planner import make_plan
-    from tcompress.recipe.schema import Calibration, Convert
     from tcompress.structures.lowrank import LowRankSpec
 
     model = source.meta_model()

@@ -10,7 +10,7 @@ from typing import Any
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
-from tcompress.benching.run import Bench, Settings, bench
+from tcompress.benching.run import Bench, bench
 from tcompress.conversion.run import convert
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.compare import Baseline
@@ -18,10 +18,10 @@ from tcompress.evaluation.run import check_measurement, evaluate
 from tcompress.evaluation.scores import ModelScores
 from tcompress.evaluation.threshold import Threshold
 from tcompress.integration.devices import pick_device
+from tcompress.options import Bench as BenchOptions
+from tcompress.options import Evaluate, Recipe
 from tcompress.progress import Progress, Silent
 from tcompress.reading.tables import check_data
-from tcompress.recipe.schema import Bench as BenchOptions
-from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target, write_html
 from tcompress.reporting.together import reports_of
 from tcompress.reporting.tree import ModelReport
@@ -326,19 +326,8 @@ def measure(
     """
     return evaluate(
         models,
-        item.task,
-        item.data,
-        split=item.split,
-        columns=item.columns,
-        limit=item.limit,
-        batch_size=item.batch_size,
-        max_length=item.max_length,
+        item,
         baseline=baseline,
-        dtype=item.dtype,
-        device=item.device,
-        seed=item.seed,
-        bootstrap=item.bootstrap,
-        options={"pack": item.pack, "candidates": item.candidates},
         token=token,
         trust_remote_code=trust,
         progress=progress,
@@ -349,19 +338,9 @@ def time_passes(
     wanted: BenchOptions, folder: Path, source: SourceModel, progress: Progress | None = None
 ) -> Bench:
     """Times a model beside its dense source, as a recipe says."""
-    settings = Settings(
-        batches=wanted.batch,
-        lengths=wanted.length or None,
-        modes=wanted.mode,
-        repeats=wanted.repeats,
-        device=wanted.device,
-        dtype=wanted.dtype,
-        threads=wanted.threads,
-        keep_weights=wanted.keep_weights,
-    )
     against = str(source.folder) if source.seed is None else None
     trust = source.trust_remote_code
-    found = bench([str(folder)], against, settings, progress=progress, trust_remote_code=trust)
+    found = bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)
     return found[0]
 
 

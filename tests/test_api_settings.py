@@ -11,7 +11,7 @@ import pytest
 import tcompress
 from tcompress.artifact.workplace import Workplace, check_output
 from tcompress.errors import InputError, RecipeError
-from tcompress.recipe.schema import Convert, Finetune
+from tcompress.options import Convert, Finetune
 from tests.support.tiny import build
 
 

@@ -20,8 +20,8 @@ from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exporting.dense import export_dense
 from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.source.store import WeightStore
 from tests.support.hosts import (

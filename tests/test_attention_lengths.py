@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from tcompress.api import evaluate
 from tcompress.conversion.run import convert
 from tcompress.errors import DataError, PlanError
-from tcompress.evaluation.run import evaluate
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.source.store import WeightStore
 from tests.support.evaluation import one_thread, pairs_file

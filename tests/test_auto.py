@@ -20,12 +20,13 @@ from tcompress.conversion.run import Converted, convert
 from tcompress.conversion.settle import Settler
 from tcompress.conversion.trial import Trials, trial_blocks
 from tcompress.errors import PlanError
+from tcompress.options import Convert
+from tcompress.options.methods import AutoSpec
 from tcompress.planning.budget import Allocation, Option
 from tcompress.planning.entries import BudgetPlan, Plan
+from tcompress.planning.offers import offered_by
 from tcompress.planning.planner import make_plan
 from tcompress.planning.terms import Choice
-from tcompress.recipe.methods import AutoSpec, offered_by
-from tcompress.recipe.schema import Convert
 from tcompress.reporting.html import write_html
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel

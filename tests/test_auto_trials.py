@@ -16,9 +16,9 @@ from tcompress.conversion.methods import candidates_of, choose_method
 from tcompress.conversion.probe import probe_of
 from tcompress.conversion.run import Converted, convert
 from tcompress.errors import PlanError
+from tcompress.options import Convert
 from tcompress.planning.entries import BudgetPlan
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run

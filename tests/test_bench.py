@@ -13,20 +13,21 @@ import torch
 from tcompress.artifact.manifest import Speed, read_manifest
 from tcompress.benching import compiler, duel, run
 from tcompress.benching.feed import Feed
-from tcompress.benching.grid import Cell, cells, modes, numbers
+from tcompress.benching.grid import Cell, cells
 from tcompress.benching.machine import threads
 from tcompress.benching.memory import peak_bytes
 from tcompress.benching.record import save_speed
-from tcompress.benching.run import Settings, bench
+from tcompress.benching.run import bench
 from tcompress.benching.timing import alternate, spread
 from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
+from tcompress.options import Bench
 from tcompress.source import SourceModel
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
 from tests.support.tiny import IMAGE, SERIES, VOLUME, build
 
-FEW = {"batches": (1, 2), "lengths": (4,), "repeats": 2}
+FEW = {"batch": (1, 2), "length": (4,), "repeats": 2}
 
 
 class Ticking:
@@ -48,25 +49,6 @@ def saved(family: str, folder: Path) -> SourceModel:
 
 
 # -- the grid
-
-
-def test_numbers_are_read() -> None:
-    assert numbers("1, 8,32,8", "--batch") == (1, 8, 32)
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "1.5", "a", "²"])
-def test_other_things_are_no_numbers(text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        numbers(text, "--batch")
-    assert caught.value.message == (
-        f"`--batch` is `{text}`, expected whole numbers of 1 or more with commas between"
-    )
-
-
-def test_modes_are_read() -> None:
-    assert modes("compiled, eager") == ("eager", "compiled")
-    with pytest.raises(InputError, match="`--mode` is `fast`, expected `eager`, `compiled` or"):
-        modes("fast")
 
 
 def test_eager_passes_come_first() -> None:
@@ -107,8 +89,8 @@ def test_medians_and_ratios(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     # Turns: model, dense; dense, model; model, dense.
     clock = Ticking(1.0, 4.0, 6.0, 2.0, 90.0, 5.0)
-    settings = Settings((2,), (4,), repeats=3, clock=clock)
-    found = bench([str(folder)], settings=settings, save=False)[0].speed[0]
+    settings = Bench(batch=(2,), length=(4,), repeats=3)
+    found = bench([str(folder)], settings=settings, save=False, clock=clock)[0].speed[0]
     assert (found.milliseconds, found.baseline_milliseconds) == (2000, 5000)
     assert (found.ratio, found.tokens_per_second) == (2.5, 4.0)
 
@@ -181,7 +163,7 @@ def test_lengths_beyond_the_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])
 def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
     folder = converted(family, tmp_path).folder
-    done = bench([str(folder)], settings=Settings(**FEW, threads=1))[0]
+    done = bench([str(folder)], settings=Bench(**FEW, threads=1))[0]
     assert (done.model, done.baseline, done.saved) == (str(folder), str(tmp_path / family), True)
     assert [(item.batch, item.length, item.mode) for item in done.speed] == [
         (1, 4, "eager"),
@@ -199,27 +181,27 @@ def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
 
 def test_pictures_have_their_own_length(tmp_path: Path) -> None:
     folder = converted("vit", tmp_path).folder
-    done = bench([str(folder)], settings=Settings((1,), repeats=1))[0]
+    done = bench([str(folder)], settings=Bench(batch=(1,), repeats=1))[0]
     assert [item.length for item in done.speed] == [(IMAGE // 4) ** 2 + 1]
     with pytest.raises(InputError, match="reads pictures or sounds, whose length is fixed"):
-        bench([str(folder)], settings=Settings((1,), (8,)))
+        bench([str(folder)], settings=Bench(batch=(1,), length=(8,)))
 
 
 def test_a_dense_model_is_measured_but_not_kept(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "a")
     build("bert").to(torch.bfloat16).save_pretrained(tmp_path / "b")
-    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0]
+    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Bench(**FEW))[0]
     assert not done.saved
     assert done.speed[0].protocol["dtype"] == "bfloat16"  # as the baseline
     assert not (tmp_path / "a" / "tcompress.json").exists()
     record_dense(tmp_path / "a")
-    assert bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0].saved
+    assert bench([str(tmp_path / "a")], str(tmp_path / "b"), Bench(**FEW))[0].saved
 
 
 def test_other_heads_are_noted(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "a")
     build("bert").bert.save_pretrained(tmp_path / "b")
-    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Settings(**FEW))[0]
+    done = bench([str(tmp_path / "a")], str(tmp_path / "b"), Bench(**FEW))[0]
     assert done.notes[0].endswith("a BertModel: what their heads cost is part of the times")
 
 
@@ -236,7 +218,7 @@ def test_what_was_measured_before_an_error_is_kept(
 
     monkeypatch.setattr(duel.Duel, "measure", failing)
     with pytest.raises(InputError, match="too large"):
-        bench([str(folder)], settings=Settings(**FEW))
+        bench([str(folder)], settings=Bench(**FEW))
     manifest = read_manifest(folder)
     assert [item.batch for item in manifest.speed] == [1]
 
@@ -249,7 +231,7 @@ def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("transformers.BertForMaskedLM.forward", failing)
     with pytest.raises(InputError) as caught:
-        bench([str(folder)], settings=Settings(**FEW))
+        bench([str(folder)], settings=Bench(**FEW))
     assert caught.value.message == (
         f"`{folder}` cannot run batch 1, length 4: the memory is too small"
     )
@@ -278,7 +260,7 @@ def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:
     build("bert", seed=1).save_pretrained(tmp_path / "bert")
     with pytest.raises(InputError, match="no longer holds the weights that"):
         bench([str(folder)])
-    assert bench([str(folder)], str(tmp_path / "bert"), Settings(**FEW))[0].speed
+    assert bench([str(folder)], str(tmp_path / "bert"), Bench(**FEW))[0].speed
 
 
 # -- the manifest
@@ -351,7 +333,7 @@ def test_a_compiler_that_does_not_work_is_one_line(
     folder = converted("bert", tmp_path).folder
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(InputError) as caught:
-        bench([str(folder)], settings=Settings(**FEW, modes=("compiled",)))
+        bench([str(folder)], settings=Bench(**FEW, mode=("compiled",)))
     assert caught.value.message == (
         "`torch.compile` cannot run here (RuntimeError: no working C++ compiler)"
     )
@@ -372,7 +354,7 @@ def test_compiled_passes_are_compiled_for_every_size(
     monkeypatch.setattr(compiler, "require_compiler", lambda _: log.append("tried"))
     monkeypatch.setattr(compiler, "compiled", compiled)
     monkeypatch.setattr(compiler, "forget", lambda: log.append("forgot"))
-    settings = Settings(**FEW, modes=("eager", "compiled"))
+    settings = Bench(**FEW, mode=("eager", "compiled"))
     done = bench([str(folder)], settings=settings, save=False)[0]
     assert [item.mode for item in done.speed] == ["eager", "eager", "compiled", "compiled"]
     assert log == ["tried", *2 * ["forgot", "compiled", "compiled"]]
@@ -388,7 +370,7 @@ def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return load(source, **options)
 
     monkeypatch.setattr(run, "load_model", noted)
-    bench([str(folder), str(folder)], settings=Settings(**FEW), save=False)
+    bench([str(folder), str(folder)], settings=Bench(**FEW), save=False)
     assert loaded == ["bert", "bert-small", "bert-small"]
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from tcompress.benching.run import Settings, bench
+from tcompress.benching.run import bench
 from tcompress.calibrate.data import CalibrationData, load_batches
 from tcompress.errors import DataError
+from tcompress.options import Bench, Calibration, TrainingData
 from tcompress.reading.builtin import MOST_SOUNDS
-from tcompress.recipe.schema import Calibration, TrainingData
 from tcompress.source import SourceModel
 from tcompress.training.data import load_data
 from tests.support.grids import grid_folder, series_file, volume_file
@@ -91,7 +91,7 @@ def test_clips_are_made_up_and_not_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="takes clips, which cannot be trained on yet"):
         load_data(source, TrainingData(source=["builtin"]), None, 0)
     (times,) = bench(
-        [str(tmp_path / "model")], str(tmp_path / "model"), Settings((1,), repeats=1), save=False
+        [str(tmp_path / "model")], str(tmp_path / "model"), Bench(batch=(1,), repeats=1), save=False
     )
     assert times.speed
 
@@ -197,7 +197,7 @@ def test_samples_of_like_length_go_together(bert: SourceModel, tmp_path: Path) -
     assert data.tokens > 0.9 * stored
 
 
-@pytest.mark.parametrize(("count", "batches", "holdout"), [(1, 1, []), (2, 2, [1]), (9, 2, [1])])
+@pytest.mark.parametrize(("count", "batch", "holdout"), [(1, 1, []), (2, 2, [1]), (9, 2, [1])])
 def test_few_samples_are_split_all_the_same(
     count: int, batches: int, holdout: list[int], bert: SourceModel, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tcompress.calibrate.data import load_batches
 from tcompress.errors import DataError
-from tcompress.recipe.schema import Calibration
+from tcompress.options import Calibration
 from tcompress.source import SourceModel
 from tests.support.model_folders import (
     WORDS,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tcompress.calibrate.data import load_batches
 from tcompress.errors import DataError
+from tcompress.options import Calibration
 from tcompress.reading.builtin import MOST_PICTURES, picture, speech
-from tcompress.recipe.schema import Calibration
 from tcompress.source import SourceModel
 from tests.support.model_folders import (
     MEAN,

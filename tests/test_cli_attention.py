@@ -9,12 +9,13 @@ import pytest
 import transformers
 
 import tcompress
-from tcompress.cli.settings import conversion, default_output
+from tcompress.cli.job import default_output
 from tcompress.errors import RecipeError
 from tcompress.mechanisms.module import GuardedLinear, MechanismModule
-from tcompress.recipe import parse_recipe
+from tcompress.options import parse_recipe
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
+from tests.support.typed import conversion
 
 RECIPE = """
 recipe_version: 1

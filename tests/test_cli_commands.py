@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from tcompress.recipe import recipe_text
+from tcompress.options import recipe_text
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
 from tests.support.tiny import build

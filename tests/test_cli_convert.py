@@ -15,11 +15,12 @@ import pytest
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from tcompress.cli import job
-from tcompress.cli.settings import conversion, default_output
-from tcompress.recipe import parse_recipe
+from tcompress.cli.job import default_output
+from tcompress.options import parse_recipe
 from tcompress.source import WeightStore
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
+from tests.support.typed import conversion
 
 RECIPE = """\
 recipe_version: 1

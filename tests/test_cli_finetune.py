@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from transformers.utils.logging import disable_progress_bar
 
-from tcompress.cli.finetune import GRACE, default_output, settings_of
+from tcompress.cli.finetune import GRACE, default_output
 from tcompress.errors import RecipeError
-from tcompress.recipe.schema import Finetune
+from tcompress.options import Finetune
 from tests.support.cli import error, run
 from tests.support.evaluation import (
     encoder,
@@ -28,6 +28,7 @@ from tests.support.evaluation import (
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
 from tests.support.training import memory_for, small_encoder
+from tests.support.typed import settings_of
 
 SHORT = ("--steps", "2", "--batch-size", "4", "--device", "cpu")
 

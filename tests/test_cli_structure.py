@@ -9,20 +9,14 @@ from pathlib import Path
 import pytest
 
 import tcompress
-from tcompress.cli import complete
-from tcompress.cli.main import app
-from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
+from tcompress.cli.flags import offers
 from tcompress.evaluation.tasks import TASKS
 from tcompress.mechanisms import mechanisms
-from tcompress.mechanisms.kronecker import Kernel
-from tcompress.mechanisms.tam import Core, Memory
-from tcompress.recipe import lookup_methods, mechanism_names, method_names, recipe_names
-from tcompress.recipe.methods import AutoSpec
-from tcompress.recipe.schema import DType
-from tcompress.structures import structures
-from tcompress.structures.transform import TransformKind
-from tcompress.structures.tt import Way
-from tcompress.structures.tucker import Share
+from tcompress.options import Convert, Evaluate, complete, recipe_names
+from tcompress.options.attention import MECHANISMS
+from tcompress.options.fields import typed_fields, words_of
+from tcompress.options.methods import STRUCTURES
+from tcompress.structures import Structure, structures
 from tests.support.cli import run
 
 COMMANDS = (
@@ -40,8 +34,7 @@ COMMANDS = (
     "recipes",
     "demo",
 )
-# Typer may import pydantic by itself; our own models must not come with it.
-HEAVY = ("torch", "transformers", "datasets", "numpy", "click", "tcompress.recipe.schema")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "click", "yaml")
 
 
 def modules_after(*arguments: str, setup: str = "") -> set[str]:
@@ -58,8 +51,21 @@ def modules_after(*arguments: str, setup: str = "") -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["convert", "--help"], []])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     loaded = modules_after(*arguments)
-    assert "tcompress.cli.convert" in loaded
+    assert ("tcompress.cli.convert" in loaded) == ("convert" in arguments)  # what is asked for
+    assert ("tcompress.options.convert" in loaded) == ("convert" in arguments)
     assert not loaded & set(HEAVY)
+
+
+def test_options_import_no_torch() -> None:
+    code = (
+        "import pkgutil, sys, importlib, tcompress.options as o\n"
+        "for item in pkgutil.iter_modules(o.__path__):\n"
+        "    importlib.import_module(f'tcompress.options.{item.name}')\n"
+        "o.json_schema()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {*done.stdout.split()} & {"torch", "transformers", "numpy", "typer"}
 
 
 def test_listing_recipes_imports_no_torch() -> None:
@@ -101,43 +107,36 @@ def test_module_runs_as_a_program() -> None:
     assert done.stdout == f"tcompress {tcompress.__version__}\n"
 
 
-def test_spelled_out_completions_are_those_of_the_registry() -> None:
-    assert set(complete.METHODS) == set(method_names())
-    assert set(complete.TABLE_METHODS) == set(lookup_methods())
-    assert set(complete.MECHANISMS) == set(mechanism_names())
-    assert set(complete.KERNELS) == set(Kernel.__args__)  # type: ignore[attr-defined]
-    assert set(complete.CORE_FORMS) == set(Core.__args__)  # type: ignore[attr-defined]
-    assert set(complete.MEMORIES) == set(Memory.__args__)  # type: ignore[attr-defined]
-    assert tuple(TASKS) == complete.TASKS
-    assert set(complete.TRANSFORMS) == set(TransformKind.__args__)  # type: ignore[attr-defined]
-    assert set(complete.WAYS) == set(Way.__args__)  # type: ignore[attr-defined]
-    assert set(complete.SHARES) == set(Share.__args__)  # type: ignore[attr-defined]
-    assert set(complete.DTYPES) == set(DType.__args__)  # type: ignore[attr-defined]
-
-
-def test_method_options_exist() -> None:
-    specs = [AutoSpec, *(item.spec for item in structures())]
-    fields = {field for spec in specs for field in spec.model_fields}
-    assert set(METHOD_OPTIONS) <= fields
-    own = {field for item in mechanisms() for field in item.spec.model_fields}
-    assert set(MECHANISM_OPTIONS) <= own
-    assert not set(MECHANISM_OPTIONS) & set(METHOD_OPTIONS)
-    names = {info.name for info in app.registered_commands}
-    assert names | {"recipes"} == set(COMMANDS)
+def test_the_registries_are_those_of_the_options() -> None:
+    assert tuple(item.spec for item in structures()) == STRUCTURES
+    assert tuple(item.spec for item in mechanisms()) == MECHANISMS
+    looked_up = [item.spec for item in structures() if type(item).rows is not Structure.rows]
+    assert looked_up == [spec for spec in STRUCTURES if spec.looks_up]
+    assert set(words_of(Evaluate.model_fields["task"].annotation)) == set(TASKS)
+    flags = [item.name for item in typed_fields(Convert)]
+    assert len(flags) == len({*flags})
+    assert {"--p", "--rank", "--core", "--grid"} <= {*flags}
 
 
 def test_completion_of_words() -> None:
-    assert complete.methods("l") == ["lprod", "lowrank"]
+    def offered(flag: str, typed: str) -> list[str]:
+        item = next(item for item in typed_fields(Convert) if item.name == flag)
+        found = offers(item)
+        assert found is not None
+        return found(typed)
+
+    assert complete.methods("l") == ["lowrank", "lprod"]
     assert complete.methods("q") == ["qtt"]
     assert complete.methods("h") == ["hot"]
     assert complete.structures("t") == ["tt", "tucker"]
-    assert complete.ways("con") == ["contract"]
-    assert complete.shares("m") == ["model"]
-    assert complete.dtypes("b") == ["bfloat16"]
+    assert complete.method_lists("svd,lp") == ["svd,lprod"]
     assert complete.calibrations("bui") == ["builtin"]
-    assert complete.formats("") == ["dense"]
     assert complete.devices("cu") == ["cuda"]
-    assert complete.transforms("f") == ["fitted"]
+    assert offered("--apply", "con") == ["contract"]
+    assert offered("--share", "m") == ["model"]
+    assert offered("--dtype", "b") == ["bfloat16"]
+    assert offered("--transform", "f") == ["fitted"]
+    assert offered("--embeddings", "t") == ["tt", "tucker"]
     assert "bert-base" in complete.models("bert-b")
     assert set(recipe_names()) <= set(complete.recipes(""))
 

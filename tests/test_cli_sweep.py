@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tcompress.cli import progress
-from tcompress.cli.sweep_settings import recipe_of
 from tcompress.errors import FitError
-from tcompress.recipe.schema import Finetune, Recipe
+from tcompress.options import Finetune, Recipe
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import error, run
 from tests.support.evaluation import headed, one_thread, pairs_file
+from tests.support.typed import recipe_of
 
 FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
 STS = ("--task", "sts", "--data", "pairs.jsonl")

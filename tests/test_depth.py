@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from tcompress.anatomy import anatomy_of
 from tcompress.conversion.depth import block_losses, choose_blocks
 from tcompress.conversion.run import Converted, convert
+from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, spread, stacks_of
 from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tests.support.conversions import calibration, densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without

@@ -13,10 +13,9 @@ from torch import nn
 import tcompress
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError, RecipeError
+from tcompress.options import Convert, parse_recipe
+from tcompress.options.naming import short_name
 from tcompress.planning.planner import make_plan
-from tcompress.recipe import parse_recipe
-from tcompress.recipe.naming import short_name
-from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel
 from tests.support.conversions import densified, distance, outputs, structured

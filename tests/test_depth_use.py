@@ -13,12 +13,11 @@ from transformers import AutoModel
 import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.benching.baseline import baseline_of
-from tcompress.cli.settings import conversion, default_output
+from tcompress.cli.job import default_output
 from tcompress.errors import ArtifactError, FitError, PlanError, RecipeError
 from tcompress.exporting.dense import export_dense
+from tcompress.options import Convert, dump_recipe, parse_recipe
 from tcompress.planning.planner import make_plan
-from tcompress.recipe import dump_recipe, parse_recipe
-from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel, WeightStore
 from tcompress.training.setup import set_up
@@ -26,6 +25,7 @@ from tests.support.cli import run
 from tests.support.depth import deep
 from tests.support.model_folders import save_tokenizer
 from tests.support.training import settings, texts, train
+from tests.support.typed import conversion
 
 NONE: dict[str, Any] = {"calibration": {"source": "none"}}
 SVD: dict[str, Any] = {"method": {"name": "svd"}, "target": 0.5}

@@ -17,9 +17,9 @@ from tcompress.conversion.probe import probe_of
 from tcompress.conversion.run import Converted, convert
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import PlanError
+from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tests.support.conversions import calibration
 from tests.support.depth import change_of, deep, drawn

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 
-from tcompress.cli.settings import conversion, default_output
+from tcompress.cli.job import default_output
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError
+from tcompress.options import Convert
+from tcompress.options.methods import lookup_methods
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.methods import lookup_methods
-from tcompress.recipe.schema import Convert
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel
 from tests.support.cli import run
@@ -25,6 +25,7 @@ from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.model_folders import save_tokenizer
 from tests.support.tiny import build
 from tests.support.training import texts, train
+from tests.support.typed import conversion
 
 
 @pytest.mark.parametrize(

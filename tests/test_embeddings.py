@@ -21,8 +21,8 @@ from tcompress.conversion.embeddings import EMBEDDINGS, count_words, fit_table, 
 from tcompress.conversion.run import convert
 from tcompress.errors import SourceError
 from tcompress.exporting.dense import export_dense
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.structures import structure
 from tcompress.structures.embedding import LookupScale, StructuredEmbedding, TiedTable

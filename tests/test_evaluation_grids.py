@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy.stats import mannwhitneyu
 
+from tcompress.api import evaluate
 from tcompress.errors import DataError
 from tcompress.evaluation.console import score_table
-from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.statistics import Auc
 from tcompress.evaluation.tasks.forecasting import naive_errors
 from tcompress.hosts.grid import TCompressGridForForecasting, TCompressGridForImageClassification

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tcompress.api import evaluate
 from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
-from tcompress.evaluation.run import evaluate
 from tcompress.evaluation.scores import document, ratio_of
 from tcompress.evaluation.tasks import Prepared
 from tcompress.evaluation.threshold import Threshold

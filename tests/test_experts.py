@@ -19,7 +19,7 @@ from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.run import Converted, convert
 from tcompress.conversion.sums import SplitSums
 from tcompress.exporting import dense as exporting
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.source import SourceModel
 from tests.support.conversions import distance, outputs
 from tests.support.tiny import EXPERTS, TinyModel

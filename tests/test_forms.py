@@ -17,7 +17,7 @@ from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exporting.dense import export_dense
 from tcompress.integration.forms import SliceNorm
 from tcompress.linalg.positions import slice_positions, slice_scales
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel
 from tests.support.scratch import LPROD, architecture, config_folder, scratch

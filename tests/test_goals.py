@@ -18,10 +18,10 @@ import tcompress
 from tcompress.conversion.estimate import estimate
 from tcompress.conversion.run import Converted, convert
 from tcompress.errors import PlanError
+from tcompress.options import Convert
+from tcompress.options.budget import bytes_of, parameters_of
 from tcompress.planning.disk import disk_bytes
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.budget import bytes_of, parameters_of
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.structures.linear import StructuredLinear
 from tests.support.cli import run

@@ -25,8 +25,8 @@ from tcompress.hosts.grid import (
     rotations,
 )
 from tcompress.hosts.text import TCompressTextForSequenceClassification
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build

@@ -20,7 +20,7 @@ from tcompress.conversion.probe import OutputProbe
 from tcompress.conversion.run import convert
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.reporting.model import report_of
 from tcompress.source import SourceModel
 from tests.support.conversions import calibration

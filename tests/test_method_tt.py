@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.conversion.estimate import estimate
 from tcompress.linalg.ttcost import fit_bytes, fit_macs
+from tcompress.options import Convert, parse_recipe
+from tcompress.options.load import RecipeError
 from tcompress.planning.planner import make_plan
-from tcompress.recipe import Convert, parse_recipe
-from tcompress.recipe.load import RecipeError
 from tcompress.reporting.describe import describe_layout
 from tcompress.reporting.model import layer_report
 from tcompress.source import SourceModel

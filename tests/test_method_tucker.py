@@ -16,9 +16,9 @@ from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM
 
 from tcompress.linalg.curvature import fit_lowrank_curved
+from tcompress.options import Convert, find_recipe, parse_recipe
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.recipe import Convert, find_recipe, parse_recipe
 from tcompress.reporting.describe import describe_parts
 from tcompress.reporting.model import layer_report
 from tcompress.source import SourceModel

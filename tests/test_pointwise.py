@@ -21,7 +21,7 @@ from tcompress.anatomy import anatomy_of
 from tcompress.anatomy.projections import is_pointwise
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import convert
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.structures.pointwise import PointwiseConvolution, channels_last
 
 KERNELS = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import tcompress.recipe
-from tcompress.recipe import json_schema, method_names, reference_markdown
-from tcompress.recipe.words import describe
+import tcompress.options
+from tcompress.options import json_schema, method_names, reference_markdown
+from tcompress.options.words import describe
 
 TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
 
@@ -94,7 +94,7 @@ def test_words_for_types_that_future_keys_may_have(fragment: dict[str, Any], wor
 
 
 def test_package_exports_what_it_names() -> None:
-    for name in tcompress.recipe.__all__:
-        assert getattr(tcompress.recipe, name) is not None
+    for name in tcompress.options.__all__:
+        assert getattr(tcompress.options, name) is not None
     with pytest.raises(AttributeError, match="has no attribute `nothing`"):
-        _ = tcompress.recipe.nothing
+        _ = tcompress.options.nothing

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tcompress.errors import InputError
-from tcompress.recipe import (
+from tcompress.options import (
     copy_recipe,
     dump_recipe,
     find_recipe,
@@ -104,7 +104,7 @@ def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 def test_listing_does_not_import_torch() -> None:
     code = (
-        "import sys; from tcompress.recipe import recipe_names; "
+        "import sys; from tcompress.options import recipe_names; "
         "assert recipe_names(); assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tcompress.recipe import (
+from tcompress.options import (
     Calibration,
     Convert,
     LayerRule,
@@ -19,10 +19,10 @@ from tcompress.recipe import (
     load_recipe,
     method_names,
     parse_recipe,
-    structure_of,
 )
-from tcompress.recipe.document import Document, Problem
-from tcompress.recipe.explain import explain
+from tcompress.options.document import Document, Problem
+from tcompress.options.explain import explain
+from tcompress.planning.offers import structure_of
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.recipe import choose_variants, parse_recipe, recipe_names, recipe_text
+from tcompress.options import choose_variants, parse_recipe, recipe_names, recipe_text
 from tests.support.cli import run
 from tests.support.tiny import build
 

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 import tcompress  # noqa: F401 - lets Transformers load converted models
 from tcompress.conversion.run import convert
 from tcompress.errors import ArtifactError, InputError
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.reporting.model import ModelReport, report_of
 from tcompress.source import WeightStore
 from tcompress.source.shards import SafetensorsShard

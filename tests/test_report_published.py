@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tcompress.recipe.scratch import PaperRow
+from tcompress.options.scratch import PaperRow
 from tcompress.reporting.html import render_html
 from tcompress.reporting.model import ModelReport, report_of
 from tcompress.reporting.published import published

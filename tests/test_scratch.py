@@ -17,8 +17,8 @@ from tcompress.conversion import run as conversion
 from tcompress.conversion.start import generator_of, scaled
 from tcompress.errors import SourceError
 from tcompress.mechanisms.module import MechanismModule
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.schema import Convert
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel
 from tcompress.source.drawn import draw_model

@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from tcompress.errors import DataError, RecipeError, SourceError
-from tcompress.recipe import dump_recipe, parse_recipe
-from tcompress.recipe.schema import Convert
-from tcompress.recipe.scratch import Words
+from tcompress.options import Convert, dump_recipe, parse_recipe
+from tcompress.options.scratch import Words
 from tcompress.scratch.architecture import open_architecture
 from tcompress.scratch.words import word_tokenizer
 from tests.support.model_folders import model_folder, save_tokenizer
@@ -251,7 +250,7 @@ def test_texts_without_words_are_refused(tmp_path: Path) -> None:
 
 
 def _options(**given: Any) -> Convert:
-    from tcompress.cli.settings import conversion
+    from tests.support.typed import conversion
 
     return conversion(given)
 
@@ -271,7 +270,7 @@ def test_options_become_a_conversion() -> None:
 
 
 def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
-    from tcompress.cli.settings import conversion
+    from tests.support.typed import conversion
 
     text = "recipe_version: 1\nconvert: {method: {name: lprod}, calibration: {source: builtin}}\n"
     made = conversion({"init": "random"}, parse_recipe(text, "a"))

@@ -10,12 +10,10 @@ import torch
 import yaml
 
 from tcompress.artifact.manifest import read_manifest
-from tcompress.benching.run import Settings, bench
-from tcompress.cli.finetune import settings_of
+from tcompress.benching.run import bench
 from tcompress.errors import InputError
+from tcompress.options import Bench, Finetune, parse_recipe
 from tcompress.pipeline import run_recipe
-from tcompress.recipe import parse_recipe
-from tcompress.recipe.schema import Finetune
 from tcompress.reporting.model import report_of
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source.store import WeightStore
@@ -24,6 +22,7 @@ from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
 from tests.support.scratch import BERT, LPROD, architecture, scratch
+from tests.support.typed import settings_of
 
 WORDS = {"words": "builtin", "size": 100}
 
@@ -92,7 +91,7 @@ def test_the_learning_rate_depends_on_the_start() -> None:
 
 
 def test_times_are_compared_with_the_dense_model_of_the_same_sizes(place: Path) -> None:
-    settings = Settings(batches=(1,), lengths=(8,), repeats=1, device="cpu")
+    settings = Bench(batch=(1,), length=(8,), repeats=1, device="cpu")
     found = bench([str(place / "made")], settings=settings, save=False)[0]
     assert found.baseline == "dense, at random"
     assert found.speed[0].baseline_milliseconds > 0

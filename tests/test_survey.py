@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion import survey
 from tcompress.conversion.run import Converted, convert
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.conversions import calibration, make, outputs
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build

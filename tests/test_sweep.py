@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import tcompress
+from tcompress.api import evaluate
 from tcompress.conversion.run import convert
 from tcompress.errors import PlanError, RecipeError
-from tcompress.evaluation.run import evaluate
-from tcompress.recipe.schema import Recipe
+from tcompress.options import Recipe
 from tcompress.source import SourceModel
 from tcompress.sweeping.cells import Cell, cells_of, default_methods
 from tcompress.sweeping.outcome import fallback_metric

@@ -15,7 +15,7 @@ from tcompress.mechanisms.base import mechanism
 from tcompress.mechanisms.memory import add_context, gru_tensors, read_texts
 from tcompress.mechanisms.module import MechanismModule
 from tcompress.mechanisms.tam import TamSpec
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.mechanisms import TEXT, randn
 from tests.support.tiny import build
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tcompress.api import evaluate
 from tcompress.errors import DataError
-from tcompress.evaluation.run import evaluate
 from tcompress.reading.examples import Examples, Needs, load_examples
 from tcompress.source import SourceModel
 from tcompress.training.data import load_data

@@ -15,8 +15,8 @@ from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import MANIFEST, Rebuilt, check_format_version, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
+from tcompress.options.scratch import PaperRow
 from tcompress.planning.entries import Plan
-from tcompress.recipe.scratch import PaperRow
 
 
 class _Section(BaseModel):

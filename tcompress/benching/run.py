@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -15,47 +15,18 @@ from tcompress.benching import compiler
 from tcompress.benching.baseline import baseline_of
 from tcompress.benching.duel import Duel, Side
 from tcompress.benching.feed import Feed
-from tcompress.benching.grid import BATCHES, LENGTHS, Cell, Mode, cells
+from tcompress.benching.grid import LENGTHS, Cell, cells
 from tcompress.benching.machine import threads
 from tcompress.benching.record import save_speed
 from tcompress.benching.timing import Clock
 from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.integration.models import load_model
+from tcompress.options import Bench as BenchOptions
 from tcompress.progress import Progress, Silent
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
 from tcompress.structures.linear import keep_weights
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
-
-    Attributes:
-        batches: Sequences or pictures in a batch.
-        lengths: Tokens in a sequence; default those of `LENGTHS` that the models have positions
-            for. Pictures have a length of their own.
-        modes: `eager`, `compiled` or both.
-        repeats: Timed passes of each model.
-        device: Where to run; `auto` takes a GPU if there is one.
-        dtype: What to compute in; default as the baseline is stored, for both.
-        threads: Threads on a CPU; default as PyTorch chooses.
-        seed: Seed of the inputs.
-        keep_weights: Whether converted layers keep a dense weight; for eager passes only.
-        clock: Tells the time in seconds.
-    """
-
-    batches: tuple[int, ...] = BATCHES
-    lengths: tuple[int, ...] | None = None
-    modes: tuple[Mode, ...] = ("eager",)
-    repeats: int = 7
-    device: str = "auto"
-    dtype: str | None = None
-    threads: int | None = None
-    seed: int = 0
-    keep_weights: bool = False
-    clock: Clock = field(default=time.perf_counter, repr=False)
 
 
 class Bench(BaseModel):
@@ -81,9 +52,10 @@ class Bench(BaseModel):
 def bench(
     models: Sequence[str],
     against: str | None = None,
-    settings: Settings | None = None,
+    settings: BenchOptions | None = None,
     *,
     save: bool = True,
+    clock: Clock = time.perf_counter,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Bench, ...]:
@@ -94,6 +66,7 @@ def bench(
         against: The baseline; default the dense model that the manifest names.
         settings: How to measure.
         save: Keep the times in the manifests; what was measured before an error is kept too.
+        clock: Tells the time in seconds.
         progress: Hears how far it is.
         trust_remote_code: Whether Python code that comes with a model may run.
 
@@ -101,14 +74,14 @@ def bench(
         InputError: A model cannot be found or run, the baseline takes other inputs, the compiler
             does not work here, or weights are to be kept in compiled passes.
     """
-    settings = settings or Settings()
+    settings = settings or BenchOptions()
     device = pick_device(settings.device)
     pick_dtype(settings.dtype)
-    if settings.keep_weights and "compiled" in settings.modes:
+    if settings.keep_weights and "compiled" in settings.mode:
         raise InputError("compiled passes use no kept weights", "leave one of the two options out")
-    if "compiled" in settings.modes:
+    if "compiled" in settings.mode:
         compiler.require_compiler(device)
-    bencher = _Bencher(settings, device, save, progress or Silent(), trust_remote_code)
+    bencher = _Bencher(settings, device, save, clock, progress or Silent(), trust_remote_code)
     pairs = [bencher.pair(name, against) for name in models]  # all errors of names come first
     with threads(settings.threads) as count:
         return tuple(bencher.bench(*pair, count) for pair in pairs)
@@ -124,9 +97,10 @@ class _Opened:
 
 @dataclass
 class _Bencher:
-    settings: Settings
+    settings: BenchOptions
     device: torch.device
     save: bool
+    clock: Clock
     progress: Progress
     trust: bool
     baseline: Side | None = None  # the one that is loaded
@@ -139,12 +113,12 @@ class _Bencher:
         else:
             baseline = self._open(against)
         feed = Feed.of(model.source, baseline.source)
-        if not feed.has_length and self.settings.lengths is not None:
+        if not feed.has_length and self.settings.length:
             raise InputError(
                 f"`{name}` reads pictures or sounds, whose length is fixed", "leave `--length` out"
             )
-        if self.settings.lengths is not None:
-            feed.allowed(self.settings.lengths)
+        if self.settings.length:
+            feed.allowed(self.settings.length)
         return model, baseline, feed
 
     def bench(self, model: _Opened, baseline: _Opened, feed: Feed, count: int) -> Bench:
@@ -175,12 +149,12 @@ class _Bencher:
             self.progress.advance(1, note)
 
     def _cells(self, duel: Duel) -> list[Cell]:
-        asked, feed = self.settings.lengths, duel.feed
+        asked, feed = self.settings.length, duel.feed
         if not feed.has_length:
             lengths: tuple[int, ...] = (duel.own_length(),)
         else:
-            lengths = feed.fitting(LENGTHS) if asked is None else feed.allowed(asked)
-        return cells(self.settings.batches, lengths, self.settings.modes)
+            lengths = feed.allowed(asked) if asked else feed.fitting(LENGTHS)
+        return cells(self.settings.batch, lengths, self.settings.mode)
 
     def _open(self, name: str) -> _Opened:
         return _Opened(name, open_checked(name, trust=self.trust))
@@ -199,7 +173,7 @@ class _Bencher:
             count,
             self.settings.repeats,
             self.settings.seed,
-            self.settings.clock,
+            self.clock,
         )
 
     def _loaded(self, baseline: _Opened) -> Side:

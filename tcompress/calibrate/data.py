@@ -35,7 +35,7 @@ from tcompress.reading.volumes import as_input
 from tcompress.source import SourceModel
 
 if TYPE_CHECKING:
-    from tcompress.recipe.schema import Calibration
+    from tcompress.options import Calibration
 
 _Item = TypeVar("_Item", np.uint8, np.float32)
 

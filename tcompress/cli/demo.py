@@ -6,48 +6,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from tcompress.cli import complete
-from tcompress.cli import options as opt
+from tcompress.options.commands import Manner, Shown
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tcompress.demo import DemoReport
 
-EPILOG = opt.examples("tcompress demo", "tcompress demo --keep-dir demo-models")
+EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
 
-def demo(
-    keep_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Keep the converted models here.",
-            autocompletion=complete.folders,
-        ),
-    ] = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-) -> None:
-    """Convert a small language model that ships, in several ways; needs no network."""
+def demo(call: Shown, manner: Manner) -> None:
+    """Does what `tcompress demo` says."""
     from tcompress.cli.output import print_json, results, silence_libraries
     from tcompress.cli.progress import shown_progress
 
-    silence_libraries(verbose=verbose)
+    silence_libraries(verbose=manner.verbose)
     from tcompress.demo import run_demo, shipped_data
 
     with (
         shipped_data() as data,
-        _folder(keep_dir) as folder,
-        shown_progress(quiet=quiet) as progress,
+        _folder(call.keep_dir) as folder,
+        shown_progress(quiet=manner.quiet) as progress,
     ):
         report = run_demo(data, folder, progress=progress)
-    if json:
+    if manner.as_json:
         print_json(report.model_dump(mode="json"))
         return
     screen = results()
@@ -62,9 +47,9 @@ def demo(
 
 
 @contextmanager
-def _folder(kept: Path | None) -> Iterator[Path]:
+def _folder(kept: str | None) -> Iterator[Path]:
     if kept is not None:
-        yield kept
+        yield Path(kept)
         return
     with TemporaryDirectory(prefix="tcompress-demo-") as name:
         yield Path(name)

@@ -154,7 +154,7 @@ def _wrong_value(error: Any) -> str | None:
     """Says what was given for a number and what is allowed; None for other kinds of values."""
     from pydantic import ValidationError
 
-    from tcompress.recipe.words import describe
+    from tcompress.options.words import describe
 
     cause = error.__cause__
     if isinstance(cause, ValidationError):

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tcompress.cli import options as opt
-from tcompress.cli import training as given_as
 from tcompress.cli.errors import Interrupted
 from tcompress.errors import RecipeError
+from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
+from tcompress.options.read import Given
+from tcompress.options.training import Finetune
 
 if TYPE_CHECKING:
-    from tcompress.recipe.schema import Finetune
     from tcompress.training.run import Finetuned
 
-EPILOG = opt.examples(
+EXAMPLES = (
     "tcompress finetune minilm-lprod-p4 --data sentences.txt",
     "tcompress finetune small --task classification --data train.csv",
     "tcompress finetune small --data text.jsonl --max-minutes 30 -o healed",
@@ -36,163 +34,65 @@ _START_KEPT = (
     "No step did better than the start: give more steps (`--steps`), or a lower rate (`--lr`)."
 )
 
-# Options that only change a value of the recipe, and the field they change.
-_FIELDS = {
-    "task": "task",
-    "teacher": "teacher",
-    "temperature": "temperature",
-    "stage": "stage",
-    "block_steps": "block_steps",
-    "train": "train",
-    "steps": "steps",
-    "epochs": "epochs",
-    "max_minutes": "max_minutes",
-    "batch_size": "batch_size",
-    "accumulate": "accumulate",
-    "learning_rate": "learning_rate",
-    "evaluate_every": "evaluate_every",
-    "checkpoint_every": "checkpoint_every",
-    "patience": "patience",
-    "mixed_precision": "mixed_precision",
-    "track": "trackers",
-    "seed": "seed",
-    "device": "device",
-}
-_DATA_FIELDS = {
-    "data": "source",
-    "split": "split",
-    "samples": "samples",
-    "max_length": "max_length",
-    "validation": "validation",
-}
-_FLAGS = {
-    "learning_rate": "--lr",
-    "objectives": "--objective",
-    "trackers": "--track",
-    "source": "--data",
-}
-
 
 def finetune(
-    context: typer.Context,
-    model: given_as.ModelArgument,
-    recipe: opt.RecipeOption = None,
-    task: given_as.Task = None,
-    teacher: given_as.Teacher = None,
-    teacher_blocks: given_as.TeacherBlocks = None,
-    objective: given_as.Objective = None,
-    temperature: given_as.Temperature = None,
-    stage: given_as.Stage = None,
-    block_steps: given_as.BlockSteps = None,
-    train: given_as.Train = None,
-    data: given_as.Data = None,
-    split: given_as.Split = None,
-    columns: given_as.Columns = None,
-    samples: given_as.Samples = None,
-    max_length: given_as.MaxLength = None,
-    validation: given_as.Validation = None,
-    steps: given_as.Steps = None,
-    epochs: given_as.Epochs = None,
-    max_minutes: given_as.MaxMinutes = None,
-    batch_size: given_as.BatchSize = None,
-    accumulate: given_as.Accumulate = None,
-    learning_rate: given_as.LearningRate = None,
-    evaluate_every: given_as.EvaluateEvery = None,
-    checkpoint_every: given_as.CheckpointEvery = None,
-    patience: given_as.Patience = None,
-    mixed_precision: given_as.MixedPrecision = None,
-    gradient_checkpointing: given_as.GradientCheckpointing = False,
-    track: given_as.Track = None,
-    seed: given_as.Seed = None,
-    device: given_as.Device = None,
-    output: given_as.Output = None,
-    force: opt.Force = False,
-    token: opt.Token = None,
-    allow_remote_code: opt.AllowRemoteCode = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
+    one: OneModel,
+    call: FromRecipe,
+    said: Given[Finetune],
+    written: Written,
+    hub: Hub,
+    manner: Manner,
 ) -> None:
-    """Heal a converted model by imitating the dense one, or teach a model a task."""
+    """Does what `tcompress finetune` says."""
     from tcompress.cli.output import say, silence_libraries
     from tcompress.cli.progress import shown_progress
 
-    silence_libraries(verbose=verbose)
-    settings = settings_of(context.params)
-    folder = Path(output) if output else default_output(model, settings)
+    silence_libraries(verbose=manner.verbose)
+    settings = settings_of(said, call.recipe)
+    folder = Path(written.output) if written.output else default_output(one.model, settings)
     from tcompress.artifact.reader import open_checked
     from tcompress.artifact.workplace import check_output
     from tcompress.training.run import finetune as train_model
 
-    if not Path(model).exists():
-        check_output(folder, force=force)  # before a long download
-    quiet = quiet or not is_main_process()
+    if not Path(one.model).exists():
+        check_output(folder, force=written.force)  # before a long download
+    quiet = manner.quiet or not is_main_process()
     with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
-        source = open_checked(model, token=token, trust=allow_remote_code)
+        source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         done = train_model(
-            source, settings, folder, force=force, token=token, progress=progress, say=say
+            source,
+            settings,
+            folder,
+            force=written.force,
+            token=hub.token,
+            progress=progress,
+            say=say,
         )
     if is_main_process():
-        show_result(done, as_json=json)
+        show_result(done, as_json=manner.as_json)
 
 
-def settings_of(given: Mapping[str, Any]) -> Finetune:
-    """Settings of a run: the recipe's, changed by options.
+def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
+    """Settings of a run: those of a recipe, if one is named, changed by options.
 
     Raises:
-        RecipeError: An option has a value that is not allowed; names all of them.
+        RecipeError: The recipe trains nothing, or an option has a value that is not allowed.
     """
-    from pydantic import ValidationError
+    from tcompress.options import find_recipe, parse_recipe
 
-    from tcompress.cli.settings import refuse_huge
-    from tcompress.recipe import find_recipe, parse_recipe
-    from tcompress.recipe.schema import Finetune
-
-    data: dict[str, Any] = {}
-    if given.get("recipe") is not None:
-        text, origin = find_recipe(given["recipe"])
-        said = parse_recipe(text, origin).finetune
-        if said is None:
+    base = None
+    if name is not None:
+        text, origin = find_recipe(name)
+        base = parse_recipe(text, origin).finetune
+        if base is None:
             raise RecipeError(
                 f"recipe `{origin}` has no `finetune`", "choose another recipe, or leave it out"
             )
-        data = said.model_dump()
-    # A list that is not given is None or empty, by version of the parser.
-    said_now = {name: value for name, value in given.items() if value not in (None, [], ())}
-    refuse_huge(said_now)
-    if {"steps", "epochs"} <= said_now.keys():
+    if {("steps",), ("epochs",)} <= said.texts.keys():
         raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
-    if "epochs" in said_now:
-        data["steps"] = None  # the recipe's
-    data |= {field: said_now[name] for name, field in _FIELDS.items() if name in said_now}
-    inner = {field: said_now[name] for name, field in _DATA_FIELDS.items() if name in said_now}
-    if given.get("columns"):
-        inner["columns"] = pairs("--columns", given["columns"], "text=review")
-    data["data"] = {**data.get("data", {}), **inner}
-    if given.get("objective"):
-        data["objectives"] = pairs("--objective", given["objective"], "hidden=1")
-    if given.get("teacher_blocks"):
-        data["teacher_blocks"] = [word.strip() for word in given["teacher_blocks"].split(",")]
-    if given.get("gradient_checkpointing"):
-        data["gradient_checkpointing"] = True
-    try:
-        return Finetune.model_validate(data)
-    except ValidationError as error:
-        raise _in_words(error) from error
-
-
-def pairs(option: str, given: list[str], example: str) -> dict[str, str]:
-    """Reads `name=value`, repeated or with commas between."""
-    found = {}
-    for word in ",".join(given).split(","):
-        name, equals, value = word.partition("=")
-        if not (name.strip() and equals and value.strip()):
-            raise RecipeError(
-                f"`{option}` is `{word}`, expected a pair such as `{example}`",
-                f"write, for example, `{option} {example}`",
-            )
-        found[name.strip()] = value.strip()
-    return found
+    if base is not None and ("epochs",) in said.texts:
+        base = base.model_copy(update={"steps": None})
+    return said.over(base)
 
 
 def default_output(model: str, settings: Finetune) -> Path:
@@ -294,25 +194,3 @@ def _shown(curve: list[Any], most: int = 12) -> list[Any]:
     if len(curve) <= most:
         return curve
     return [curve[round(index * (len(curve) - 1) / (most - 1))] for index in range(most)]
-
-
-def _in_words(error: Any) -> RecipeError:
-    """Names options, where validation names fields, and says what they take."""
-    from tcompress.recipe import json_schema
-    from tcompress.recipe.words import describe, inside, meant
-
-    schema = json_schema()
-    lines = []
-    for item in error.errors(include_url=False):
-        if item["type"] == "value_error":  # it says itself what is wrong
-            lines.append(str(item["ctx"]["error"]))
-            continue
-        # Keys and indices inside a field come after it.
-        of_data = item["loc"][0] == "data" and len(item["loc"]) > 1
-        place, *steps = item["loc"][of_data:]
-        fields = schema["$defs"]["TrainingData" if of_data else "Finetune"]["properties"]
-        fragment = inside(fields[place], steps, schema)
-        allowed = describe(fragment, schema) + meant(item["input"], fragment, schema)
-        option = _FLAGS.get(place, "--" + place.replace("_", "-"))
-        lines.append(f"`{option}` is `{item['input']}`, allowed is {allowed}")
-    return RecipeError("; ".join(lines), "see `tcompress finetune --help`")

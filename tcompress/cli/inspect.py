@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from tcompress.cli import options as opt
+from tcompress.options.commands import Access, Inspected, Manner
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tcompress.inspection import Inspection, LayerFacts
 
-EPILOG = opt.examples(
+EXAMPLES = (
     "tcompress inspect bert-base",
     "tcompress inspect ./bert-base-lprod-p4 --layers",
     "tcompress inspect ./bert-base-lprod-p4 --verify",
@@ -22,40 +20,20 @@ EPILOG = opt.examples(
 )
 
 
-def inspect(
-    model: opt.Model,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="List every layer, not one row for equal ones.")
-    ] = False,
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan", help="Build the model and plan a conversion, where names would tell enough."
-        ),
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Read every file and compare it with the checksums that were written."
-        ),
-    ] = False,
-    revision: opt.Revision = None,
-    token: opt.Token = None,
-    allow_remote_code: opt.AllowRemoteCode = False,
-    json: opt.Json = False,
-    verbose: opt.Verbose = False,
-) -> None:
-    """Show the blocks and layers of a model, and what cannot be rewritten."""
+def inspect(call: Inspected, access: Access, manner: Manner) -> None:
+    """Does what `tcompress inspect` says."""
     from tcompress.cli.output import print_json, results, silence_libraries
 
-    silence_libraries(verbose=verbose)
-    if verify:
-        _verify(model, revision, token, as_json=json)
+    silence_libraries(verbose=manner.verbose)
+    if call.verify:
+        _verify(call.model, access.revision, access.token, as_json=manner.as_json)
         return
     from tcompress.inspection import inspect_model
 
-    found = inspect_model(model, revision, token, allow_remote_code, plan=plan)
-    if json:
+    found = inspect_model(
+        call.model, access.revision, access.token, access.allow_remote_code, plan=call.plan
+    )
+    if manner.as_json:
         print_json(found.model_dump(mode="json"))
         return
     screen = results()
@@ -69,7 +47,7 @@ def inspect(
         screen.print(f"attention: {found.attention}")
     for warning in found.warnings:
         screen.print(f"warning: {warning}", soft_wrap=True, style="yellow")
-    screen.print(_layer_table(found, each=layers))
+    screen.print(_layer_table(found, each=call.layers))
     if found.refused:
         screen.print(_refused_table(found))
 

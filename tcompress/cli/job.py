@@ -12,42 +12,13 @@ from typing import TYPE_CHECKING
 from tcompress.cli.errors import Interrupted
 from tcompress.cli.output import print_json, results, say, silence_libraries, typed
 from tcompress.cli.progress import shown_progress
+from tcompress.options.commands import Access, Manner
 
 if TYPE_CHECKING:
     from tcompress.conversion.run import Converted
-    from tcompress.recipe import Convert
-    from tcompress.recipe.scratch import Architecture
+    from tcompress.options import Convert
+    from tcompress.options.scratch import Architecture
     from tcompress.source import SourceModel
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a model is opened.
-
-    Attributes:
-        revision: Branch, tag or commit on the hub.
-        token: Access token for the hub.
-        allow_remote_code: Whether Python code that comes with a model may run.
-    """
-
-    revision: str | None = None
-    token: str | None = None
-    allow_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a command talks.
-
-    Attributes:
-        as_json: Print one JSON document.
-        quiet: Show no progress.
-        verbose: Let other libraries talk too.
-    """
-
-    as_json: bool = False
-    quiet: bool = False
-    verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +47,14 @@ class Job:
     def seed(self) -> int | None:
         """Seed of the weights, where they are drawn at random."""
         return self.convert.seed if self.convert.init == "random" else None
+
+
+def default_output(model: str, convert: Convert) -> str:
+    """Names the folder to write, such as `bert-base-lprod-p4`."""
+    from tcompress.options.naming import short_name
+    from tcompress.source import default_output_name
+
+    return default_output_name(model, short_name(convert))
 
 
 def open_job(job: Job) -> SourceModel:

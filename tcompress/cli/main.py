@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from tcompress.cli import (
-    bench,
-    convert,
-    demo,
-    evaluate,
-    export,
-    finetune,
-    inspect,
-    lm_eval,
-    methods,
-    recipes,
-    report,
-    run,
-    sweep,
-)
 from tcompress.cli.errors import INTERRUPTED, TERMINATED, report_failure
 from tcompress.cli.output import outliving_readers
 
@@ -43,29 +30,64 @@ _EPILOG = """\
   tcompress convert bert-base --method lprod --p 4
   tcompress report bert-base-lprod-p4"""
 
-app = typer.Typer(
-    name="tcompress",
-    help="Compress pretrained transformers with tensor methods.",
-    epilog=_EPILOG,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_COMPLETION = "_TCOMPRESS_COMPLETE"
+"""Environment variable by which shells ask what may be typed."""
 
-app.command("convert", epilog=convert.EPILOG)(convert.convert)
-app.command("finetune", epilog=finetune.EPILOG)(finetune.finetune)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("report", epilog=report.EPILOG)(report.report)
-app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command("bench", epilog=bench.EPILOG)(bench.bench)
-app.command("export", epilog=export.EPILOG)(export.export)
-app.command("run", epilog=run.EPILOG)(run.run)
-app.command("sweep", epilog=sweep.EPILOG)(sweep.sweep)
-app.command("methods", epilog=methods.EPILOG)(methods.methods)
-app.add_typer(recipes.app, name="recipes", help="List, show, copy, check and explain recipes.")
-app.command("lm-eval", epilog=lm_eval.EPILOG, context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
-app.command("demo", epilog=demo.EPILOG)(demo.demo)
+_COMMANDS = {
+    "convert": "Turn a model into a smaller one that `from_pretrained` loads: pretrained, or from "
+    "scratch.",
+    "finetune": "Heal a converted model by imitating the dense one, or teach a model a task.",
+    "inspect": "Show the blocks and layers of a model, and what cannot be rewritten.",
+    "report": "Show parameters, bytes, errors, quality and speed, side by side.",
+    "evaluate": "Measure models on the same examples, with intervals and paired differences.",
+    "bench": "Time a forward pass beside the dense model's, and record it.",
+    "export": "Write a converted model in another format.",
+    "run": "Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep.",
+    "sweep": "Compare methods and sizes: convert, heal, measure and time each, in one table.",
+    "methods": "List the methods and their options.",
+    "lm-eval": "Run lm-evaluation-harness so that it can load converted models.",
+    "demo": "Convert a small language model that ships, in several ways; needs no network.",
+    "recipes": "List, show, copy, check and explain recipes.",
+}
+
+
+def program(typed: Sequence[str] | None = None) -> typer.Typer:
+    """Makes the program.
+
+    Args:
+        typed: What was typed after its name: only the command that is asked for is imported, so
+            that help takes no time; default all are.
+    """
+    app = typer.Typer(
+        name="tcompress",
+        help="Compress pretrained transformers with tensor methods.",
+        epilog=_EPILOG,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    wanted = None if typed is None else next((word for word in typed if word[:1] != "-"), "")
+    for name, summary in _COMMANDS.items():
+        if wanted not in (None, name):
+            app.command(name, help=summary)(_nothing)
+            continue
+        module = import_module(f"tcompress.cli.{name.replace('-', '_')}")
+        if name == "recipes":
+            app.add_typer(module.app, name=name, help=summary)
+            continue
+        from tcompress.cli.flags import command
+
+        function = getattr(module, name.replace("-", "_"))
+        settings = getattr(module, "SETTINGS", {})
+        detail = "\n\n".join([summary, *getattr(module, "DETAIL", ())])
+        command(app, name, *module.EXAMPLES, help=detail, **settings)(function)
+    return app
+
+
+def _nothing() -> None:
+    """Stands for a command that is not asked for."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,7 +98,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -130,8 +151,8 @@ def _stoppable() -> Iterator[list[int]]:
 def _run(typed: list[str]) -> int:
     as_json = "--json" in typed
     try:
-        command = typer.main.get_command(app)
-        code = command.main(args=typed, prog_name="tcompress", standalone_mode=False)
+        whole = typer.main.get_command(program(None if _COMPLETION in os.environ else typed))
+        code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here, not when the program ends
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli import options as opt
+from tcompress.cli.errors import suggestion
+from tcompress.errors import InputError
+from tcompress.options.commands import Described, Json
+from tcompress.options.fields import Options, typed_fields
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tcompress.mechanisms import Mechanism
-    from tcompress.structures import Spec, Structure
+    from tcompress.structures import Structure
 
-EPILOG = opt.examples("tcompress methods", "tcompress methods --json")
+EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods --json")
 
 
-def methods(json: opt.Json = False) -> None:
-    """List the methods and their options."""
+def methods(call: Described, manner: Json) -> None:
+    """Does what `tcompress methods` says."""
     from tcompress.cli.output import print_json, results, silence_libraries
 
     silence_libraries(verbose=False)
     from tcompress.mechanisms import mechanisms
+    from tcompress.options.words import quoted
     from tcompress.structures import structures
 
     facts = [*(method_facts(item) for item in structures()), auto_facts()]
     facts += [method_facts(item) for item in mechanisms()]
-    if json:
+    known = [name for fact in facts for name in (fact["name"], *fact["aliases"])]
+    for name in call.names:
+        if name not in known:
+            hint = suggestion(name, known) or "see `tcompress methods`"
+            raise InputError(f"unknown method `{name}`; methods are {quoted(known)}", hint)
+    if call.names:
+        facts = [fact for fact in facts if {fact["name"], *fact["aliases"]} & {*call.names}]
+    if manner.as_json:
         print_json({"methods": facts})
         return
     screen = results()
@@ -44,26 +54,22 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
-    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
     from tcompress.structures import Structure
 
-    # An option of the command line that a structure and a mechanism have is the structure's.
-    options = METHOD_OPTIONS if isinstance(item, Structure) else MECHANISM_OPTIONS
-    names = item.spec.model_fields["name"].annotation.__args__
+    name, *others = item.spec.names()
     return {
-        "name": names[0],
-        "aliases": list(names[1:]),
+        "name": name,
+        "aliases": others,
         "structure" if isinstance(item, Structure) else "mechanism": item.name,
         "summary": item.summary,
         "reference": item.reference,
-        "options": _options(item.spec, options),
+        "options": _options(item.spec),
     }
 
 
 def auto_facts() -> dict[str, Any]:
     """Describes the method that chooses among others, in the same form."""
-    from tcompress.cli.names import METHOD_OPTIONS
-    from tcompress.recipe.methods import AUTO, AUTO_ABOUT, AutoSpec
+    from tcompress.options.methods import AUTO, AUTO_ABOUT, AutoSpec
 
     summary, _, reference = AUTO_ABOUT.partition(". ")
     return {
@@ -72,19 +78,19 @@ def auto_facts() -> dict[str, Any]:
         "structure": None,
         "summary": summary[:1].lower() + summary[1:],
         "reference": reference,
-        "options": _options(AutoSpec, METHOD_OPTIONS),
+        "options": _options(AutoSpec),
     }
 
 
-def _options(spec: type[Spec], options: Sequence[str]) -> list[dict[str, Any]]:
-    from tcompress.cli.names import flag
-    from tcompress.recipe.words import describe
+def _options(spec: type[Options]) -> list[dict[str, Any]]:
+    from tcompress.options.words import describe
 
     schema = spec.model_json_schema()
+    flags = {item.place[-1]: item.name for item in typed_fields(spec)}
     return [
         {
             "name": name,
-            "option": flag(name) if name in options else None,
+            "option": flags.get(name),
             "type": describe(fragment, schema),
             "default": fragment.get("default"),
             "description": fragment["description"],

@@ -3,104 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from tcompress.cli import complete
-from tcompress.cli import options as opt
 from tcompress.cli.errors import THRESHOLD
 from tcompress.cli.finetune import resumable
-from tcompress.cli.job import Access, Job, Manner, open_job, perform, relative, show_plan
+from tcompress.cli.job import Job, default_output, open_job, perform, relative, show_plan
 from tcompress.errors import RecipeError
+from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
 if TYPE_CHECKING:
-    from tcompress.recipe import Recipe
+    from tcompress.options import Recipe
 
-EPILOG = opt.examples(
+EXAMPLES = (
     "tcompress run encoder/minilm-lprod",
     "tcompress run recipe.yaml --model ./my-model -o small --dry-run",
     "tcompress run encoder/minilm-healed --set finetune.steps=200",
     "tcompress run scratch/ag-news-lprod --variant smoke",
 )
 
-RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        show_default=False,
-        help="File, or a name out of `tcompress recipes list`.",
-        autocompletion=complete.recipes,
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="Another model than the recipe's.",
-        rich_help_panel=opt.SOURCE,
-        autocompletion=complete.models,
-    ),
-]
 
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant",
-        metavar="NAME",
-        help="Run a variant of the recipe, such as `smoke`; what is written is named after it. "
-        "Repeatable.",
-        rich_help_panel=opt.METHOD,
-    ),
-]
-
-
-def run(
-    recipe: RecipeName,
-    model: ModelOption = None,
-    variants: Variants = None,
-    changes: opt.Changes = None,
-    output: opt.Output = None,
-    force: opt.Force = False,
-    revision: opt.Revision = None,
-    token: opt.Token = None,
-    allow_remote_code: opt.AllowRemoteCode = False,
-    dry_run: opt.DryRun = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
-) -> None:
-    """Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep."""
+def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
+    """Does what `tcompress run` says."""
     from tcompress.artifact.workplace import check_place
-    from tcompress.cli.settings import default_output
-    from tcompress.recipe import change_recipe, choose_variants, find_recipe, parse_recipe
+    from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
-    text, origin = find_recipe(recipe)
-    said = choose_variants(parse_recipe(text, origin), variants or [], origin)
-    said = change_recipe(said, changes or [], origin)
-    name = model or said.model
-    architecture = None if model else said.architecture
+    text, origin = find_recipe(call.recipe)
+    said = choose_variants(parse_recipe(text, origin), call.variants, origin)
+    said = change_recipe(said, call.changes, origin)
+    name = call.model or said.model
+    architecture = None if call.model else said.architecture
     if architecture is not None:
         name = said.name or architecture.model_type
     if name is None:
         raise RecipeError(f"recipe `{origin}` names no model", "add `--model MODEL`")
-    # A revision belongs to the model that it was written for.
-    revision = revision or (said.revision if model is None else None)
+    if access.revision is None and call.model is None:  # it belongs to the model it is written for
+        access = access.model_copy(update={"revision": said.revision})
     job = Job(
         model=name,
         convert=said.convert,
-        output=Path(output or said.output or default_output(name, said.convert)),
-        force=force,
-        access=Access(revision, token, allow_remote_code),
-        manner=Manner(json, quiet, verbose),
+        output=Path(written.output or said.output or default_output(name, said.convert)),
+        force=written.force,
+        access=access,
+        manner=manner,
         architecture=architecture,
     )
-    if not dry_run:
+    if not planned.dry_run:
         check_place(job.output)  # before a long download
     if said.sweep is not None:
-        _sweep(said, job, dry_run=dry_run)
-    elif dry_run:
+        _sweep(said, job, dry_run=planned.dry_run)
+    elif planned.dry_run:
         show_plan(job)
     elif said.finetune or said.evaluate or said.bench or said.report:
         _run_all(said, job)

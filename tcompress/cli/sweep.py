@@ -3,190 +3,154 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcompress.cli import complete
-from tcompress.cli import options as opt
 from tcompress.cli.errors import THRESHOLD, USAGE, Interrupted
-from tcompress.cli.job import Access, Manner, open_source, relative
+from tcompress.cli.flags import Only
+from tcompress.cli.job import open_source, relative
+from tcompress.errors import RecipeError
+from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
+from tcompress.options.convert import Convert
+from tcompress.options.measuring import Bench, Evaluate
+from tcompress.options.read import Given
+from tcompress.options.recipe import Recipe, Sweep
+from tcompress.options.training import Finetune
 
 if TYPE_CHECKING:
-    from tcompress.recipe import Recipe
     from tcompress.source import SourceModel
-    from tcompress.sweeping.outcome import Swept
+    from tcompress.sweeping.outcome import Swept as Outcome
 
-EPILOG = opt.examples(
+EXAMPLES = (
     "tcompress sweep minilm --dry-run",
     "tcompress sweep minilm --task sts --data pairs.csv --bench -o sweep",
     "tcompress sweep gpt2 --methods svd,lprod:p=8 --targets 0.5,0.25,0.1",
     "tcompress sweep minilm --task sts --data a.csv --finetune-steps 200",
     "tcompress sweep minilm --recipe encoder/minilm-sweep -o sweep",
 )
+DETAIL = (
+    "Started again with the same output, only what depends on changed settings is done again. A "
+    "cell that a model refuses is named with the reason and changes nothing else, the exit code "
+    "neither; it is 2 if no cell can be done or one fails, 3 if none reaches a threshold that a "
+    "recipe sets.",
+)
 
-CELLS, QUALITY = "Cells", "What is measured"
-
-Methods = Annotated[
-    str | None,
-    typer.Option(
-        "--methods",
-        metavar="NAME[:OPTION=VALUE]...,...",
-        show_default=False,
-        help="Methods, such as `svd,lprod:p=8,tt:order=3`; a name alone takes options that suit "
-        "the target. Default: one method of each structure.",
-        rich_help_panel=CELLS,
-        autocompletion=complete.method_lists,
-    ),
+Measured = Annotated[
+    Given[Evaluate],
+    Only("--task", "--data", "--split", "--columns", "--limit", panel="What is measured"),
 ]
-Targets = Annotated[
-    str | None,
-    typer.Option(
-        "--targets",
-        metavar="N,N,...",
-        show_default=False,
-        help="Kept fractions of the rewritten layers' parameters. Default 0.5,0.25.",
-        rich_help_panel=CELLS,
-    ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        show_default=False,
-        help="As `tcompress evaluate` takes it. Without it, models are compared by the held-out "
-        "error of the last layer.",
-        rich_help_panel=QUALITY,
-        autocompletion=complete.tasks,
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|FOLDER|DATASET",
-        show_default=False,
-        help="Data to measure on.",
-        rich_help_panel=QUALITY,
-        autocompletion=complete.data,
-    ),
-]
-Split = Annotated[
-    str | None,
-    typer.Option(help="Split of a folder or hub data set.", rich_help_panel=QUALITY),
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ROLE=NAME",
-        help="Columns by role: `text`, `pair`, `image`, `volume`, `shape`, `label`, `score`.",
-        rich_help_panel=QUALITY,
-    ),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="Most examples.", rich_help_panel=QUALITY)]
-BenchFlag = Annotated[
-    bool,
-    typer.Option(
-        "--bench", help="Time every model beside the dense one too.", rich_help_panel=QUALITY
-    ),
-]
-FinetuneSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        show_default=False,
-        help="Heal every model for so many steps, and measure it before and after.",
-        rich_help_panel=CELLS,
-    ),
-]
-TrainData = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE|FOLDER|DATASET",
-        help="Unlabelled data to heal on; repeatable. Default: text that ships.",
-        rich_help_panel=CELLS,
-        autocompletion=complete.data,
-    ),
-]
-KeepModels = Annotated[
-    bool | None,
-    typer.Option(
-        "--keep-models/--no-keep-models",
-        show_default=False,
-        help="Keep the models once they are measured (default), or their numbers only.",
-        rich_help_panel=opt.OUTPUT,
-    ),
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FOLDER",
-        help="Folder to write, or to go on with. Default: the model's name and `-sweep`.",
-        rich_help_panel=opt.OUTPUT,
-        autocompletion=complete.folders,
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Do all cells again, also in a folder that holds something else.",
-        rich_help_panel=opt.OUTPUT,
+OfAll = Annotated[
+    Given[Convert],
+    Only(
+        "--allocation",
+        "--keep",
+        "--calib",
+        "--calib-samples",
+        "--calib-columns",
+        "--dtype",
+        "--device",
     ),
 ]
 
 
 def sweep(
-    context: typer.Context,
-    model: opt.Model,
-    recipe: opt.RecipeOption = None,
-    methods: Methods = None,
-    targets: Targets = None,
-    finetune_steps: FinetuneSteps = None,
-    train_data: TrainData = None,
-    task: Task = None,
-    data: Data = None,
-    split: Split = None,
-    columns: Columns = None,
-    limit: Limit = None,
-    bench: BenchFlag = False,
-    allocation: opt.Allocation = None,
-    keep: opt.Keep = None,
-    changes: opt.Changes = None,
-    calib: opt.Calib = None,
-    calib_samples: opt.CalibSamples = None,
-    calib_columns: opt.CalibColumns = None,
-    output: Folder = None,
-    keep_models: KeepModels = None,
-    force: Force = False,
-    dtype: opt.DType = None,
-    device: opt.Device = None,
-    revision: opt.Revision = None,
-    token: opt.Token = None,
-    allow_remote_code: opt.AllowRemoteCode = False,
-    dry_run: opt.DryRun = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    verbose: opt.Verbose = False,
+    one: OneModel,
+    call: Swept,
+    cells: Given[Sweep],
+    measured: Measured,
+    said: OfAll,
+    written: Written,
+    planned: Planned,
+    access: Access,
+    manner: Manner,
 ) -> None:
-    """Compare methods and sizes: convert, heal, measure and time each, in one table.
-
-    Started again with the same output, only what depends on changed settings is done again. A cell
-    that a model refuses is named with the reason and changes nothing else, the exit code neither;
-    it is 2 if no cell can be done or one fails, 3 if none reaches a threshold that a recipe sets.
-    """
-    from tcompress.cli.sweep_settings import recipe_of
+    """Does what `tcompress sweep` says."""
     from tcompress.source import default_output_name
 
-    said = recipe_of(context.params)
-    folder = Path(output or said.output or default_output_name(model, "sweep"))
-    access, manner = Access(revision, token, allow_remote_code), Manner(json, quiet, verbose)
-    source = open_source(model, access, manner)
-    if dry_run:
-        show_cells(said, source, folder, manner)
+    recipe = recipe_of(call, cells, measured, said)
+    folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
+    source = open_source(one.model, access, manner)
+    if planned.dry_run:
+        show_cells(recipe, source, folder, manner)
     else:
-        perform_sweep(said, source, folder, manner, force=force, token=token)
+        perform_sweep(recipe, source, folder, manner, force=written.force, token=access.token)
+
+
+def recipe_of(
+    call: Swept, cells: Given[Sweep], measured: Given[Evaluate], said: Given[Convert]
+) -> Recipe:
+    """Makes a recipe of the options: that which is named, if any, with changes.
+
+    Raises:
+        RecipeError: An option has a value that is not allowed.
+    """
+    from tcompress.options import change_recipe, find_recipe, parse_recipe
+    from tcompress.options.choose import conversion
+    from tcompress.sweeping.cells import default_methods
+
+    text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
+    base = None if text is None else parse_recipe(text, origin)
+    settled = conversion(said.values(), base, typed=said)
+    made = base or Recipe(recipe_version=1, convert=settled)
+    changed: dict[str, Any] = {"convert": settled}
+    changed["sweep"] = cells.over(made.sweep or Sweep(methods=() if base else default_methods()))
+    changed["finetune"] = _finetune(call, made)
+    changed["evaluate"] = _evaluate(measured, made)
+    if call.bench and made.bench is None:
+        changed["bench"] = Bench()
+    whole = made.model_copy(update=changed)
+    if ("device",) in said.texts:
+        whole = _everywhere(whole, settled.device)
+    return change_recipe(whole, call.changes, origin)
+
+
+def _everywhere(recipe: Recipe, device: str) -> Recipe:
+    """Puts all that a recipe does on one device."""
+
+    def placed(section: Any) -> Any:
+        return section and section.model_copy(update={"device": device})
+
+    return recipe.model_copy(
+        update={
+            "convert": placed(recipe.convert),
+            "finetune": placed(recipe.finetune),
+            "evaluate": tuple(map(placed, recipe.evaluate)),
+            "bench": placed(recipe.bench),
+        }
+    )
+
+
+def _finetune(call: Swept, base: Recipe) -> Finetune | None:
+    steps, data = call.finetune_steps, call.train_data
+    if steps is None and data and base.finetune is None:
+        raise RecipeError(
+            "`--train-data` is what models are healed on, and nothing says for how long",
+            "add `--finetune-steps 200`",
+        )
+    if steps is None and not data:
+        return base.finetune
+    said = base.finetune or Finetune()
+    changed: dict[str, Any] = {} if steps is None else {"steps": steps}
+    if data:
+        changed["data"] = said.data.model_copy(update={"source": data})
+    return said.model_copy(update=changed)
+
+
+def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
+    given = {place[-1] for place in measured.texts}
+    if not given:
+        return base.evaluate
+    if not given & {"task", "data"}:
+        name = measured.fields[next(iter(measured.texts))].name
+        raise RecipeError(
+            f"`{name}` belongs to a measurement, and none is asked for",
+            "add `--task` and `--data`",
+        )
+    if not {"task", "data"} <= given:
+        there, lacking = ("--data", "--task") if "data" in given else ("--task", "--data")
+        raise RecipeError(f"`{there}` needs `{lacking}` too", "see `tcompress evaluate --help`")
+    return (measured.read(),)
 
 
 def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner) -> None:
@@ -249,7 +213,7 @@ def perform_sweep(
         raise typer.Exit(USAGE if done.failed else THRESHOLD)
 
 
-def _show(done: Swept, manner: Manner) -> None:
+def _show(done: Outcome, manner: Manner) -> None:
     from tcompress.cli.output import print_json, results
     from tcompress.reporting.front import front_table
 

@@ -22,9 +22,9 @@ from tcompress.conversion.outputs import Outputs
 from tcompress.conversion.shared import Banks
 from tcompress.errors import FitError, first_line
 from tcompress.linalg.curvature import damped_curvature
+from tcompress.options import Convert
 from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.progress import Progress
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.linear import bank_layouts

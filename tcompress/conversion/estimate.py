@@ -58,13 +58,14 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.conversion.depth import MOST_BYTES, SAMPLES
+from tcompress.options import Calibration, Convert
+from tcompress.options.methods import AutoSpec
 from tcompress.planning.depth import cut_to
 from tcompress.planning.disk import copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
 from tcompress.planning.goals import STAND_IN
+from tcompress.planning.offers import alone_of
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
-from tcompress.recipe.methods import AutoSpec, alone_of
-from tcompress.recipe.schema import Calibration, Convert
 from tcompress.source import SourceModel
 from tcompress.structures.base import Layout, Side, Structure, structure, svd_flops
 

@@ -15,8 +15,8 @@ from tcompress.artifact.manifest import CalibrationFacts, Manifest, SourceFacts,
 from tcompress.artifact.workplace import identity_of
 from tcompress.calibrate.data import CalibrationData
 from tcompress.files import write_text
+from tcompress.options import Convert
 from tcompress.planning.entries import Plan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.source.companions import carry_files, shorten_texts, stray_links
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from tcompress.conversion.kept import FitWorkplace
 from tcompress.conversion.weighing import ties
 from tcompress.errors import FitError, PlanError
+from tcompress.options import Convert
+from tcompress.options.methods import AutoSpec
 from tcompress.planning.entries import Plan
+from tcompress.planning.offers import alone_of, structure_of
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.methods import AutoSpec, alone_of, structure_of
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
 

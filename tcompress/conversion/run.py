@@ -42,12 +42,12 @@ from tcompress.conversion.survey import Survey
 from tcompress.conversion.weighing import weigh_depths
 from tcompress.errors import InputError
 from tcompress.integration.devices import pick_device, pick_dtype
+from tcompress.options import Convert
+from tcompress.options.scratch import PaperRow
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
-from tcompress.recipe.schema import Convert
-from tcompress.recipe.scratch import PaperRow
 from tcompress.source import SourceModel
 from tcompress.source.cut import fixed_blocks
 from tcompress.structures.embedding import StructuredEmbedding

@@ -13,6 +13,7 @@ from math import fsum
 
 from tcompress.conversion.allocate import Sized
 from tcompress.errors import PlanError
+from tcompress.options import Convert
 from tcompress.planning.budget import (
     DENSE,
     Allocation,
@@ -25,7 +26,6 @@ from tcompress.planning.budget import uniform as allocate_alike
 from tcompress.planning.entries import BudgetPlan, Plan
 from tcompress.planning.goals import out_of_reach, size_of
 from tcompress.planning.terms import Choice
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method

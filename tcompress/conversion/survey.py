@@ -23,13 +23,14 @@ from tcompress.conversion.probe import probe_of
 from tcompress.conversion.settle import Settler
 from tcompress.conversion.trial import Moment, Seen, Trials, trial_blocks
 from tcompress.errors import FitError, PlanError, first_line
+from tcompress.options import Convert
+from tcompress.options.methods import AutoSpec
 from tcompress.planning.disk import weight_bytes
 from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.offers import offered_by, structure_of
 from tcompress.planning.planner import follows_rules, make_plan
 from tcompress.planning.terms import Choices
 from tcompress.progress import Progress
-from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Spec
 

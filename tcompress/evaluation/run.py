@@ -21,10 +21,10 @@ from tcompress.evaluation.scores import ModelScores, store
 from tcompress.evaluation.tasks import Prepared, Task, find_task
 from tcompress.integration.devices import pick_device, pick_dtype
 from tcompress.integration.models import load_model
+from tcompress.options import Evaluate
 from tcompress.progress import Progress, Silent
 from tcompress.reading.examples import Examples, load_examples
 from tcompress.reading.tables import check_data
-from tcompress.recipe.schema import Evaluate
 from tcompress.source import SourceModel
 from tcompress.source.names import local_folder
 
@@ -33,14 +33,12 @@ from tcompress.source.names import local_folder
 class _Run:
     """What is the same for all models."""
 
+    wanted: Evaluate
     task: Task
     examples: Examples
     max_length: int | None
-    batch_size: int | None
     dtype: torch.dtype | None
     device: torch.device
-    seed: int
-    bootstrap: int
     split: str | None
     progress: Progress
 
@@ -53,11 +51,11 @@ class _Run:
             "split": self.split,
             "examples": len(self.examples),
             "max_length": self.max_length,
-            "batch_size": self.batch_size or prepared.batch_size,
+            "batch_size": self.wanted.batch_size or prepared.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "seed": self.seed,
-            "bootstrap": self.bootstrap,
+            "seed": self.wanted.seed,
+            "bootstrap": self.wanted.bootstrap,
             **prepared.facts,
             "versions": {"tcompress": tcompress.__version__, **environment()},
         }
@@ -65,21 +63,10 @@ class _Run:
 
 def evaluate(
     models: Sequence[str | Path],
-    task: str,
-    data: str | Path,
+    wanted: Evaluate,
     *,
-    split: str = "validation",
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    max_length: int | None = None,
     baseline: str | Path | Baseline | None = None,
-    dtype: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    bootstrap: int = 1000,
     save: bool = True,
-    options: Mapping[str, Any] | None = None,
     token: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -88,23 +75,12 @@ def evaluate(
 
     Args:
         models: Converted or dense models: folders, short names or hub ids.
-        task: Name of the task, see `evaluation.tasks.TASKS`.
-        data: File, folder or hub id.
-        split: Split of a folder or hub data set.
-        columns: Columns by role, where they should not be guessed.
-        limit: Most examples, drawn by the seed.
-        batch_size: Examples in a batch; default by task.
-        max_length: Longest text in tokens; default by task. The model with the fewest positions
-            decides for all.
+        wanted: What is measured. Of the longest text the model with the fewest positions decides
+            for all.
         baseline: Model to compare with; default the first one. One that is not among the models is
             measured before them; one that was measured before, as `ModelScores.baseline` has it,
             is not measured again.
-        dtype: `float32`, `float16` or `bfloat16`; default as each model is stored.
-        device: Where to compute.
-        seed: Seed of all random choices.
-        bootstrap: Number of resamples, 0 for no intervals.
         save: Write the numbers into the manifests of converted models in local folders.
-        options: Options of the task, such as `candidates`.
         token: Access token for the hub.
         trust_remote_code: Whether Python code that comes with a model may run.
         progress: Hears how far it is.
@@ -116,8 +92,6 @@ def evaluate(
         InputError: A model, the data or an option cannot be used; the message says what to do.
     """
     problems = Problems()
-    with problems.collected():
-        chosen = find_task(task, **(options or {}))
     names = [str(name) for name in models]
     known = baseline if isinstance(baseline, Baseline) else None
     first = names[0] if baseline is None or known else str(baseline)
@@ -127,29 +101,46 @@ def evaluate(
         with problems.collected():
             sources[name] = open_checked(name, token=token, trust=trust_remote_code)
     with problems.collected():
-        check_data([str(data)])
+        check_data([wanted.data])
     with problems.collected():
-        kind = pick_dtype(dtype)
+        kind = pick_dtype(wanted.dtype)
     with problems.collected():
-        where = pick_device(device)
+        where = pick_device(wanted.device)
     problems.report()
-    needs = chosen.needs_for([*sources.values()])
-    examples = load_examples(str(data), split, needs, columns=columns, limit=limit, seed=seed)
+    task = task_of(wanted)
+    examples = examples_of(wanted, task, [*sources.values()])
+    whole = examples.whole and Path(wanted.data).expanduser().is_file()
     run = _Run(
-        task=chosen,
+        wanted=wanted,
+        task=task,
         examples=examples,
-        max_length=_common_length(chosen, examples, sources.values(), max_length),
-        batch_size=batch_size,
+        max_length=_common_length(task, examples, sources.values(), wanted.max_length),
         dtype=kind,
         device=where,
-        seed=seed,
-        bootstrap=bootstrap,
-        split=None if examples.whole and Path(data).expanduser().is_file() else split,
+        split=None if whole else wanted.split,
         progress=progress or Silent(),
     )
     if known is not None:
         return [_measure(run, name, sources[name], known, save=save) for name in names]
     return _measure_all(run, names, sources, first, save=save)
+
+
+def task_of(wanted: Evaluate) -> Task:
+    """Returns the task of a measurement."""
+    return find_task(wanted.task, pack=wanted.pack, candidates=wanted.candidates)
+
+
+def examples_of(wanted: Evaluate, task: Task, sources: Sequence[SourceModel]) -> Examples:
+    """Reads the data of a measurement."""
+    needs = task.needs_for(sources)
+    return load_examples(
+        wanted.data,
+        wanted.split,
+        needs,
+        columns=wanted.columns,
+        limit=wanted.limit,
+        seed=wanted.seed,
+    )
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
@@ -164,11 +155,8 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
         InputError: The data, a device or an option cannot be used.
     """
     pick_device(item.device)
-    task = find_task(item.task, pack=item.pack, candidates=item.candidates)
-    needs = task.needs_for([source])
-    examples = load_examples(
-        item.data, item.split, needs, columns=item.columns, limit=item.limit, seed=item.seed
-    )
+    task = task_of(item)
+    examples = examples_of(item, task, [source])
     if heads:
         _common_length(task, examples, [source], item.max_length)
 
@@ -241,13 +229,15 @@ def _measure(
     run: _Run, name: str, source: SourceModel, baseline: Baseline | None, *, save: bool
 ) -> ModelScores:
     with _about(source):
-        prepared = run.task.prepare(source, run.examples, run.max_length, run.seed)
+        prepared = run.task.prepare(source, run.examples, run.max_length, run.wanted.seed)
         model = load_model(source, dtype=run.dtype, device=run.device)
         run.progress.stage(Path(name).name, prepared.work(model), "inputs")
         start = time.perf_counter()
         statistics = _statistics(run, model, prepared)
         seconds = time.perf_counter() - start
-    measured = Measured.of(name, statistics, prepared.signature, run.bootstrap, run.seed)
+    measured = Measured.of(
+        name, statistics, prepared.signature, run.wanted.bootstrap, run.wanted.seed
+    )
     metrics = measured.metrics(baseline, run.protocol(model, prepared))
     notes = list(prepared.notes)
     if baseline is not None and prepared.signature != baseline.signature:
@@ -269,10 +259,10 @@ def _measure(
 def _statistics(run: _Run, model: PreTrainedModel, prepared: Prepared) -> Any:
     try:
         return prepared.measure(
-            model, batch_size=run.batch_size, device=run.device, advance=run.progress.advance
+            model, batch_size=run.wanted.batch_size, device=run.device, advance=run.progress.advance
         )
     except torch.OutOfMemoryError as error:
-        size = run.batch_size or prepared.batch_size
+        size = run.wanted.batch_size or prepared.batch_size
         raise InputError(
             f"memory of {run.device} is too small for batches of {size}",
             f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",

@@ -30,15 +30,10 @@ from torch import Tensor
 
 from tcompress.errors import RecipeError
 from tcompress.mechanisms.visible import Visible
+from tcompress.options.attention import MechanismSpec as MechanismSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 NO_TENSORS: Mapping[str, Tensor] = {}
-
-
-class MechanismSpec(BaseModel):
-    """Options of a mechanism as a recipe gives them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,6 @@ class Mechanism(ABC, Generic[S, L]):
         windows: Whether it keeps to the window of a host.
         pairwise: Whether every query may see other keys; else all see all but padding.
         segments: Whether it tells the two texts of a pair apart, where the host does.
-        structure: Structure that goes with it where only a size is given, as in its paper.
-        structured: Roles of the weights that are stored in it; all where empty.
     """
 
     name: ClassVar[str]
@@ -141,8 +134,6 @@ class Mechanism(ABC, Generic[S, L]):
     windows: ClassVar[bool] = False
     pairwise: ClassVar[bool] = False
     segments: ClassVar[bool] = False
-    structure: ClassVar[str] = "lprod"
-    structured: ClassVar[tuple[str, ...]] = ()
 
     def layout(self, spec: S, host: Host) -> L:
         """Decides sizes for a host, or raises `Refusal`."""
@@ -220,11 +211,6 @@ class Mechanism(ABC, Generic[S, L]):
             DataError: The input has more tokens than the mechanism can take.
         """
 
-    @property
-    def only(self) -> tuple[str, ...]:
-        """Pattern of the layers that the paper stores in its structure; empty for all."""
-        return (f"re:^({'|'.join(self.structured)})$",) if self.structured else ()
-
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""
         return NO_TENSORS
@@ -255,8 +241,7 @@ def spec_name(spec: MechanismSpec) -> str:
 
 def spec_names(spec: type[MechanismSpec]) -> tuple[str, ...]:
     """Returns the names that select a mechanism."""
-    names: tuple[str, ...] = spec.model_fields["name"].annotation.__args__  # type: ignore[union-attr]
-    return names
+    return spec.names()
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:

@@ -6,7 +6,7 @@ from math import log
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -14,40 +14,12 @@ from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
-    MechanismSpec,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.visible import Visible, past
+from tcompress.options.attention import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
-
-SCRATCH_DECAY = 0.9
-"""First decay of the papers."""
-CONVERTED_DECAY = 0.05
-"""First decay of trained weights: their keys are long, and sums over neighbours are no averages, so
-that edges that reach far would drown each token's own values (docs/attention.md)."""
-
-
-class GraphSpec(MechanismSpec):
-    """Options of `tga` and `tsa`."""
-
-    name: Literal["tga", "tsa"] = "tga"
-    filter_order: int = Field(
-        2, ge=2, le=16, description="terms of the graph filter: powers 0 to this less one"
-    )
-    decay: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="first value of what a step of distance multiplies edges by; default "
-        f"{SCRATCH_DECAY}, as in the papers, and {CONVERTED_DECAY} in converted models",
-    )
-
-    @model_validator(mode="after")
-    def _check_order(self) -> GraphSpec:
-        if self.name == "tga" and self.filter_order != 2:
-            raise ValueError("`tga` has a filter of order 2; `tsa` takes `filter_order`")
-        return self
 
 
 class GraphLayout(MechanismLayout):
@@ -74,8 +46,6 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     causal = True
     windows = True
     pairwise = True
-    structure = "tt"
-    structured = ("k", "v", "qkv")
 
     def arrange(self, spec: GraphSpec, host: Host) -> GraphLayout:
         if host.window is not None and spec.filter_order > 2:

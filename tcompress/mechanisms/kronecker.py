@@ -10,7 +10,6 @@ from math import log, prod
 from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -19,41 +18,13 @@ from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
-    MechanismSpec,
     as_they_are,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.visible import Visible
+from tcompress.options.attention import Kernel, KroneckerSpec, Pool
 from tcompress.structures.base import Refusal, Shapes, Tensors
-
-Kernel = Literal["softmax", "favor", "smreg"]
-Pool = Literal["mean", "sum"]
-
-
-class KroneckerSpec(MechanismSpec):
-    """Options of `hot`."""
-
-    name: Literal["hot", "kronecker"] = "hot"
-    grid: tuple[PositiveInt, ...] | None = Field(
-        None, description="sizes of the axes; read from the config of image and video models"
-    )
-    fold: int | None = Field(
-        None, ge=2, description="for text: tokens in a row of the grid, instead of `grid`"
-    )
-    kernel: Kernel = Field(
-        "softmax",
-        description="`favor` and `smreg` need time linear in each axis: random features of the "
-        "softmax kernel, with directions as long as normal vectors, or all of length sqrt(width) "
-        "(the regularised kernel, which is the paper's)",
-    )
-    features: int | None = Field(
-        None, gt=0, description="number of random features; default twice the head's width"
-    )
-    pool: Pool = Field(
-        "mean", description="how the other axes are pooled; the paper's `sum` saturates softmax"
-    )
-    seed: int = Field(0, ge=0, description="seed of the random features")
 
 
 class KroneckerLayout(MechanismLayout):

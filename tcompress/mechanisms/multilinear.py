@@ -14,21 +14,12 @@ from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
-    MechanismSpec,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.visible import Visible
+from tcompress.options.attention import MultilinearSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
-
-
-class MultilinearSpec(MechanismSpec):
-    """Options of `multilinear`."""
-
-    name: Literal["multilinear"] = "multilinear"
-    length: int | None = Field(
-        None, gt=1, description="number of tokens; read from the config of image models"
-    )
 
 
 class MultilinearLayout(MechanismLayout):

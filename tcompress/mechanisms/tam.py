@@ -6,7 +6,6 @@ from math import log
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -15,49 +14,16 @@ from tcompress.mechanisms.base import (
     Host,
     Mechanism,
     MechanismLayout,
-    MechanismSpec,
     QueryKeyMoments,
     register,
     repeat_heads,
 )
 from tcompress.mechanisms.memory import add_context, gru_macs, gru_tensors, start_gru
 from tcompress.mechanisms.visible import Visible
+from tcompress.options.attention import Core, Memory, Normalize, TamSpec
 from tcompress.structures.base import Shapes, Tensors
 
 RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
-
-Core = Literal["aligned", "cp", "tucker"]
-Normalize = Literal["softmax", "none"]
-Memory = Literal["states", "gru"]
-
-
-class TamSpec(MechanismSpec):
-    """Options of `tam`."""
-
-    name: Literal["tam"] = "tam"
-    core: Core = Field(
-        "cp",
-        description="`aligned`: the paper's, along positions of queries; `cp`: along features, the "
-        "paper's without query alignment; `tucker`: a full core with factors",
-    )
-    cores: int = Field(
-        1,
-        gt=0,
-        le=64,
-        description="number of cores, which are averaged: several compute what one with their mean "
-        "does, and differ in training alone",
-    )
-    rank: int | None = Field(
-        None, gt=0, description="size of the core `tucker`; default the head's width"
-    )
-    semantic_rank: int = Field(8, gt=0, description="size of the core `tucker` along the semantics")
-    normalize: Normalize = Field("softmax", description="`none` uses scores as in the paper")
-    memory: Memory = Field(
-        "states",
-        description="where keys and values come from: the model's `states`, or also a `gru`: k + "
-        "g GRU(k) and v + h GRU(k) with gates g and h in every layer (the paper has GRU(e) W of "
-        "the word embeddings e in their place)",
-    )
 
 
 class TamLayout(MechanismLayout):
@@ -80,7 +46,6 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     reference = "Tensorized Attention Model (TAM)"
     spec = TamSpec
     layout_type = TamLayout
-    structure = "tucker"
     segments = True
 
     def arrange(self, spec: TamSpec, host: Host) -> TamLayout:

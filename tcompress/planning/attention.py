@@ -9,8 +9,8 @@ from tcompress.anatomy import Anatomy, Attention, Layer, attentions_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.mechanisms import Host, mechanism_of
 from tcompress.mechanisms.base import spec_name
+from tcompress.options import Convert
 from tcompress.planning.entries import AttentionPlan, DenseLayer, Left
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.structures import Refusal
 

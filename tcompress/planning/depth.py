@@ -7,9 +7,9 @@ from typing import Any
 
 from tcompress.anatomy import Anatomy, anatomy_of
 from tcompress.errors import PlanError
+from tcompress.options import Convert
 from tcompress.planning.entries import DepthPlan, Plan, StackPlan
 from tcompress.planning.goals import size_of
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 from tcompress.source.cut import cut_blocks, fixed_blocks
 from tcompress.source.text import listed

@@ -8,9 +8,10 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy
 from tcompress.errors import PlanError, SourceError
+from tcompress.options import Embeddings
+from tcompress.options.methods import lookup_methods
 from tcompress.planning.entries import LayerPlan
-from tcompress.recipe.methods import lookup_methods, structure_of
-from tcompress.recipe.schema import Embeddings
+from tcompress.planning.offers import structure_of
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site
 from tcompress.structures.embedding import LookupScale

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tcompress.mechanisms.base import AnyMechanismLayout, mechanism
 from tcompress.mechanisms.module import CHILD
+from tcompress.options.budget import BudgetKind
 from tcompress.planning.form import FormPlan as FormPlan
 from tcompress.planning.stacks import BlockLoss as BlockLoss
 from tcompress.planning.stacks import DepthPlan as DepthPlan
 from tcompress.planning.stacks import StackPlan as StackPlan
-from tcompress.recipe.budget import BudgetKind
 from tcompress.structures.bank import bank_module
 from tcompress.structures.base import Layout, Shapes, Side, structure
 from tcompress.structures.linear import PartLayout, bank_layouts, own_shapes, side_name

@@ -9,8 +9,8 @@ from torch import nn
 from tcompress.anatomy import Anatomy
 from tcompress.anatomy.positions import position_tables
 from tcompress.errors import PlanError, SourceError
+from tcompress.options import Convert
 from tcompress.planning.entries import FormPlan
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import cache
 
 from tcompress.errors import PlanError
+from tcompress.options import Convert
+from tcompress.options.budget import Budget
 from tcompress.planning.disk import disk_bytes
 from tcompress.planning.entries import BudgetPlan, Plan
-from tcompress.recipe.budget import Budget
-from tcompress.recipe.schema import Convert
 from tcompress.source import SourceModel
 
 STAND_IN = 0.5

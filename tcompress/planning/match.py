@@ -17,7 +17,7 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy, Layer, anatomy_of
 from tcompress.errors import PlanError, SourceError
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tcompress.source import SourceModel
 
 _LONGEST = 60  # characters of a layer's name, about

@@ -10,6 +10,8 @@ from torch import nn
 
 from tcompress.anatomy import Anatomy, Block, Layer, Part, anatomy_of
 from tcompress.errors import PlanError, SourceError
+from tcompress.options import Convert, LayerRule
+from tcompress.options.methods import AutoSpec
 from tcompress.planning.attention import plan_attention, with_guard
 from tcompress.planning.coverage import coverage_of, note_of_coverage
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
@@ -18,10 +20,9 @@ from tcompress.planning.entries import LayerPlan, Left, Plan
 from tcompress.planning.forms import plan_forms
 from tcompress.planning.goals import STAND_IN, plan_within
 from tcompress.planning.match import check_patterns, left_out, matches, named_outside, names_of
+from tcompress.planning.offers import offered_by, structure_of
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
-from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
-from tcompress.recipe.schema import Convert, LayerRule
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site, structure
 from tcompress.structures.linear import PartLayout

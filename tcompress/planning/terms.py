@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tcompress.planning.entries import LayerPlan
-from tcompress.recipe.methods import structure_of
+from tcompress.planning.offers import structure_of
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 

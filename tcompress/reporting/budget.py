@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tcompress.options.budget import Budget
 from tcompress.planning.entries import BudgetPlan
-from tcompress.recipe.budget import Budget
 from tcompress.reporting.rows import Row
 from tcompress.reporting.words import error_text, ratio_text, value_text
 

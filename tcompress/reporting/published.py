@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import fmean
 
-from tcompress.recipe.scratch import PaperRow
+from tcompress.options.scratch import PaperRow
 from tcompress.reporting.tree import ModelReport
 from tcompress.reporting.words import value_text
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
+from tcompress.options.scratch import PaperRow
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left
-from tcompress.recipe.scratch import PaperRow
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""

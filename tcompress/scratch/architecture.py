@@ -15,8 +15,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tcompress.errors import DataError, RecipeError, SourceError
+from tcompress.options.scratch import Architecture, Words
 from tcompress.reading.tokens import load_tokenizer
-from tcompress.recipe.scratch import Architecture, Words
 from tcompress.scratch.words import word_tokenizer
 from tcompress.source import SourceModel, resolve
 from tcompress.source.model import registered_classes

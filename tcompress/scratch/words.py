@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tcompress.errors import DataError
+from tcompress.options.scratch import Words
 from tcompress.reading import builtin
 from tcompress.reading.columns import columns_of, content, undecoded
 from tcompress.reading.tables import opened
-from tcompress.recipe.scratch import Words
 
 SPECIAL = {
     "pad_token": "[PAD]",

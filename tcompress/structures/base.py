@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tcompress.errors import RecipeError
 from tcompress.structures.terms import (
-    TOL,
     Layout,
     Refusal,
     Shapes,
@@ -34,7 +33,6 @@ from tcompress.structures.terms import (
 )
 
 __all__ = [
-    "TOL",
     "AnyLayout",
     "Layout",
     "Refusal",

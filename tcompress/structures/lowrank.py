@@ -12,14 +12,13 @@ from torch.nn.functional import embedding
 
 from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
+from tcompress.options.methods import LowRankSpec as LowRankSpec
 from tcompress.structures.base import (
-    TOL,
     Layout,
     Refusal,
     Shapes,
     Side,
     Site,
-    Spec,
     Structure,
     Target,
     Tensors,
@@ -27,22 +26,6 @@ from tcompress.structures.base import (
     register,
     svd_flops,
 )
-
-
-class LowRankSpec(Spec):
-    """Options of `svd`: two factors of a chosen rank."""
-
-    name: Literal["svd", "lowrank"] = "svd"
-    rank: int | None = Field(None, gt=0, description="rank r of every rewritten weight")
-    tol: float | None = TOL
-
-    @property
-    def has_size(self) -> bool:
-        return self.rank is not None
-
-    @property
-    def fixes_size(self) -> bool:
-        return self.has_size
 
 
 class LowRankLayout(Layout):

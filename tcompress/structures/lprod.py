@@ -23,13 +23,14 @@ from tcompress.linalg.slices import (
 )
 from tcompress.linalg.tdomain import expand_conjugate_slices, fit_conjugate_slices
 from tcompress.linalg.transforms import check_transform
+from tcompress.options.methods import LprodSpec as LprodSpec
+from tcompress.options.methods import Placement
 from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
     Side,
     Site,
-    Spec,
     Structure,
     Target,
     Tensors,
@@ -46,36 +47,11 @@ from tcompress.structures.transform import (
     transform_tensors,
 )
 
-Placement = Literal["in", "out", "both"]
-
 STEPS = 15
 """Conjugate gradients with output moments: nearly all of the gain."""
 
 MORE_STEPS = 4
 """From slices that were fitted before: sums fit a term often, to a target that hardly moves."""
-
-
-class LprodSpec(Spec):
-    """Options of `lprod`."""
-
-    name: Literal["lprod"] = "lprod"
-    p: int = Field(4, ge=1, description="number of slices; 1/p of the weights is kept")
-    transform: TransformKind | None = Field(
-        None,
-        description="transform of the features; default `fitted` with calibration, else `dct`",
-    )
-    block: int | None = Field(
-        None, ge=2, description="block size of the fitted transform; default width / 12, at most 32"
-    )
-    stages: int = Field(2, ge=1, le=8, description="stages of the fitted transform")
-    placement: Placement | None = Field(
-        None, description="where the transform sits; default by the role of the layer"
-    )
-    tubal_rank: int | None = Field(
-        None, gt=0, description="keep only this many singular tubes of the slices"
-    )
-    pad: bool = Field(False, description="pad widths that p does not divide, instead of refusing")
-    seed: int = Field(0, ge=0, description="seed of the `random` transform")
 
 
 class LprodLayout(Layout):

@@ -13,11 +13,11 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
-    model_validator,
 )
 from torch import Tensor
 
 from tcompress.linalg.curvature import curved_loss
+from tcompress.options.methods import Spec as Spec
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
@@ -35,47 +35,6 @@ class Refusal(Exception):
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
-
-
-TOL = Field(
-    None,
-    gt=0,
-    lt=1,
-    description="in place of a rank or budget: each weight gets the smallest rank whose predicted "
-    "error, squared and relative to leaving the weight out, is at most this",
-)
-
-
-class Spec(BaseModel):
-    """Options of a method as a recipe gives them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="after")
-    def _check_tol(self) -> Spec:
-        if getattr(self, "tol", None) is not None:
-            if getattr(self, "rank", None) is not None:
-                raise ValueError("`rank` and `tol` are both given; allowed is one")
-            if self.pools:
-                raise ValueError(
-                    "`tol` sizes weights one by one, which a bank cannot: give `rank` or a target"
-                )
-        return self
-
-    @property
-    def has_size(self) -> bool:
-        """Whether these options alone decide a size; else a budget has to."""
-        return True
-
-    @property
-    def fixes_size(self) -> bool:
-        """Whether these options leave nothing to a budget, not even a low-rank term beside them."""
-        return False
-
-    @property
-    def pools(self) -> bool:
-        """Whether layers share tensors of their cores, so that they are sized together."""
-        return False
 
 
 class Layout(BaseModel):

@@ -7,7 +7,7 @@ which is what the layer applies: a p x p matrix of the tubes, blocks of a staged
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +21,8 @@ from tcompress.linalg.rotation import (
     rotate_back,
 )
 from tcompress.linalg.transforms import fixed_transform
+from tcompress.options.methods import TransformKind as TransformKind
 from tcompress.structures.base import Shapes, Tensors
-
-TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
 
 
 class Operator(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from tcompress.linalg.curvature import whitened_product
@@ -32,14 +32,14 @@ from tcompress.linalg.ttmodes import (
     quantized_matrix_modes,
     rank_for_budget,
 )
+from tcompress.options.methods import Modes, Way
+from tcompress.options.methods import TTSpec as TTSpec
 from tcompress.structures.base import (
-    TOL,
     Layout,
     Refusal,
     Shapes,
     Side,
     Site,
-    Spec,
     Structure,
     Target,
     Tensors,
@@ -48,9 +48,6 @@ from tcompress.structures.base import (
     register,
     svd_flops,
 )
-
-Modes = tuple[PositiveInt, ...]
-Way = Literal["auto", "contract", "rebuild"]
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
 IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it moves data
@@ -66,37 +63,6 @@ FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
 
 PADDED = 0.01
 """Share of a weight that may be padding: the zeros there cost next to nothing to fit."""
-
-
-class TTSpec(Spec):
-    """Options of `tt` and `qtt`."""
-
-    name: Literal["tt", "qtt"] = "tt"
-    order: int | None = Field(
-        None, ge=2, le=16, description="number of cores; default 2, or as many as `modes` says"
-    )
-    modes: dict[PositiveInt, Modes] = Field(
-        {}, description="factors of a width, such as `768: [24, 32]`; default as even as possible"
-    )
-    rank: PositiveInt | Modes | None = Field(
-        None, description="inner ranks: one for all, or a list; `qtt` has 2 unless a budget says"
-    )
-    tol: float | None = TOL
-    apply: Way = Field(
-        "auto",
-        description="`contract` the cores with the input, `rebuild` the weight in each pass, or "
-        "`auto`: what costs less for the tokens at hand",
-    )
-
-    @property
-    def has_size(self) -> bool:
-        return self.rank is not None or self.name == "qtt"
-
-    @model_validator(mode="after")
-    def _without_modes_of_its_own(self) -> TTSpec:
-        if self.name == "qtt" and (self.order is not None or self.modes):
-            raise ValueError("the modes of `qtt` are 2: leave out `order` and `modes`")
-        return self
 
 
 class TTLayout(Layout):

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -32,14 +32,14 @@ from tcompress.linalg.tuckerbank import (
     mixed_cores,
     mixed_weight,
 )
+from tcompress.options.methods import Edges, Share
+from tcompress.options.methods import TuckerSpec as TuckerSpec
 from tcompress.structures.base import (
-    TOL,
     Layout,
     Refusal,
     Shapes,
     Side,
     Site,
-    Spec,
     Structure,
     Target,
     Tensors,
@@ -47,47 +47,6 @@ from tcompress.structures.base import (
     register,
     svd_flops,
 )
-
-Share = Literal["none", "heads", "layers", "model"]
-Edges = tuple[PositiveInt, PositiveInt]
-
-
-class TuckerSpec(Spec):
-    """Options of `tucker`."""
-
-    name: Literal["tucker"] = "tucker"
-    share: Share = Field(
-        "none",
-        description="what shares factors and cores: nothing (`svd` then needs fewer parameters), "
-        "the `heads` of an attention, the `layers` of a role, or the blocks of the whole `model`",
-    )
-    rank: PositiveInt | Edges | None = Field(
-        None, description="columns of the factors U and V; one number for both, or two if shared"
-    )
-    tol: float | None = TOL
-    cores: PositiveInt | None = Field(
-        None, description="number of shared cores; default as many as blocks, within a `target`"
-    )
-
-    @property
-    def has_size(self) -> bool:
-        return self.rank is not None
-
-    @property
-    def fixes_size(self) -> bool:
-        return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
-
-    @property
-    def pools(self) -> bool:
-        return self.share != "none"
-
-    @model_validator(mode="after")
-    def _without_what_is_shared(self) -> TuckerSpec:
-        if self.share == "none" and self.cores is not None:
-            raise ValueError("`cores` are shared: choose `share` heads, layers or model")
-        if self.share == "none" and isinstance(self.rank, tuple):
-            raise ValueError("with `share: none` both factors have one rank: give one number")
-        return self
 
 
 class TuckerLayout(Layout):

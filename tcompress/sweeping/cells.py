@@ -9,11 +9,12 @@ from typing import Any
 
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.errors import PlanError
+from tcompress.options import Convert, Recipe, Sweep
+from tcompress.options.methods import AutoSpec
+from tcompress.options.naming import short_name
 from tcompress.planning.entries import Plan
+from tcompress.planning.offers import structure_of
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.methods import AutoSpec, structure_of
-from tcompress.recipe.naming import short_name
-from tcompress.recipe.schema import Convert, Recipe, Sweep
 from tcompress.source import SourceModel
 from tcompress.structures import structures
 

@@ -11,8 +11,8 @@ import yaml
 
 import tcompress
 from tcompress.artifact.manifest import Metric
-from tcompress.recipe.load import dump_recipe
-from tcompress.recipe.schema import Recipe
+from tcompress.options import Recipe
+from tcompress.options.load import dump_recipe
 from tcompress.reporting.front import Candidate, FrontReport, front_of
 from tcompress.reporting.html import write_html
 from tcompress.reporting.tree import ModelReport

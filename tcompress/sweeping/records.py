@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import Metric, Speed
-from tcompress.recipe.schema import Bench, Convert, Evaluate, Finetune
+from tcompress.options import Bench, Convert, Evaluate, Finetune
 from tcompress.reporting.tree import ModelReport
 
 _Kept = TypeVar("_Kept", bound=BaseModel)

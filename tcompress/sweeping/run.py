@@ -24,10 +24,10 @@ from tcompress.errors import (
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.threshold import Threshold
 from tcompress.files import write_text
+from tcompress.options import Evaluate, Recipe
 from tcompress.pipeline import data_of, measure, run_recipe, teacher_of, time_passes
 from tcompress.progress import Progress, Silent
 from tcompress.reading.tables import check_data
-from tcompress.recipe.schema import Evaluate, Recipe
 from tcompress.reporting.html import check_target
 from tcompress.reporting.model import report_of
 from tcompress.reporting.tree import ModelReport

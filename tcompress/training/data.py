@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tcompress.errors import DataError
+from tcompress.options import TrainingData
 from tcompress.reading import builtin
 from tcompress.reading.collate import IGNORED
 from tcompress.reading.columns import Kind, Pool, columns_of, kinds_of, undecoded
@@ -20,7 +21,6 @@ from tcompress.reading.images import decode, image_reader
 from tcompress.reading.inputs import Inputs, frames_of, image_shape, inputs_of
 from tcompress.reading.tables import opened
 from tcompress.reading.tokens import TextEncoder
-from tcompress.recipe.schema import TrainingData
 from tcompress.source import SourceModel
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.examples import joined, split_off, with_classes

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tcompress.errors import DataError
+from tcompress.options import TrainingData
 from tcompress.reading.examples import Examples
 from tcompress.reading.volumes import Volumes
-from tcompress.recipe.schema import TrainingData
 from tcompress.source.text import listed
 
 

@@ -33,9 +33,9 @@ from tcompress.errors import InputError
 from tcompress.files import write_text
 from tcompress.integration.devices import pick_device
 from tcompress.integration.reopen import Reopened, differs, unloadable
+from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
-from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
 from tcompress.source.companions import carry_files, stray_links
 from tcompress.source.text import first_line, listed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tcompress.recipe.schema import Finetune
+from tcompress.options import Finetune
 
 HEALING_STEPS = 1000
 TASK_EPOCHS = 3.0

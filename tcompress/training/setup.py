@@ -18,9 +18,9 @@ from tcompress.errors import InputError, Problems
 from tcompress.integration.devices import pick_device
 from tcompress.integration.models import load_model
 from tcompress.mechanisms.module import MechanismModule
+from tcompress.options import Finetune
 from tcompress.planning.entries import DepthPlan
 from tcompress.reading.pooling import MEAN, Pooling
-from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
 from tcompress.source.text import listed
 from tcompress.structures.embedding import StructuredEmbedding

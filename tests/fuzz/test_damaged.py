@@ -68,7 +68,7 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _convert(folder: Path, options: dict[str, Any], **more: Any) -> Path:
-    from tcompress.recipe.schema import Convert
+    from tcompress.options import Convert
 
     recipe = Convert.model_validate({"calibration": {"source": "none"}, **options, **more})
     return convert(str(folder / "dense"), recipe, folder / "small").folder

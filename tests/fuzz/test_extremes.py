@@ -23,7 +23,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import convert
 from tcompress.errors import TCompressError
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.cli import run
 from tests.support.hosts import MECHANISMS
 from tests.support.model_folders import save_tokenizer

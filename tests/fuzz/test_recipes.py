@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tcompress.recipe import recipe_names, recipe_text
+from tcompress.options import recipe_names, recipe_text
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tcompress.recipe import parse_recipe, recipe_names, recipe_text
+from tcompress.options import parse_recipe, recipe_names, recipe_text
 from tests.support.cli import worked
 from tests.support.golden import Golden
 from tests.support.model_folders import model_folder

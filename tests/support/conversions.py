@@ -19,8 +19,8 @@ from tcompress.calibrate.data import CalibrationData
 from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
 from tcompress.linalg.ttfit import fit_tt
+from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.recipe.schema import Convert
 from tcompress.structures import lprod, tt
 from tcompress.structures.experts import StructuredExperts
 from tcompress.structures.linear import StructuredLinear

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from tcompress.conversion.run import Converted, convert
 from tcompress.linalg.slices import fit_rotation
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.tiny import build
 
 LPROD = {"name": "lprod", "p": 4}

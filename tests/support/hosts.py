@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.conversion.run import convert
+from tcompress.options import Convert
 from tcompress.planning.entries import Plan
-from tcompress.recipe.schema import Convert
 from tests.support.tiny import TINY, TinyModel, named
 
 MECHANISMS: dict[str, dict[str, Any]] = {

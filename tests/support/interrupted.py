@@ -20,7 +20,7 @@ from transformers import AutoModel
 
 from tcompress.conversion.run import Converted, Silent, convert
 from tcompress.files import _exchange
-from tcompress.recipe.schema import Convert
+from tcompress.options import Convert
 from tests.support.conversions import calibration, recipe
 
 MODULES = ["tests.support.interrupted", "transformers.models.auto.modeling_auto"]

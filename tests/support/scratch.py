@@ -8,8 +8,8 @@ from typing import Any
 import transformers
 
 from tcompress.conversion.run import Converted, convert
-from tcompress.recipe.schema import Convert
-from tcompress.recipe.scratch import Architecture
+from tcompress.options import Convert
+from tcompress.options.scratch import Architecture
 from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel
 from tests.support.tiny import TINY

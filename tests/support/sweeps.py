@@ -16,7 +16,7 @@ from tcompress import pipeline
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.scores import ModelScores
-from tcompress.recipe.schema import Recipe
+from tcompress.options import Recipe
 from tcompress.source import SourceModel
 from tcompress.sweeping.outcome import Swept
 from tcompress.sweeping.run import sweep

@@ -19,8 +19,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from tcompress.artifact.manifest import read_manifest
+from tcompress.options import Finetune
 from tcompress.progress import Silent
-from tcompress.recipe.schema import Finetune
 from tcompress.source import SourceModel
 from tcompress.training.batches import loader
 from tcompress.training.losses import Losses

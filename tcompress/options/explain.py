@@ -8,8 +8,8 @@ from typing import Any
 
 from yaml.nodes import MappingNode, ScalarNode
 
-from tcompress.recipe.document import Document, Key, Problem
-from tcompress.recipe.words import (
+from tcompress.options.document import Document, Key, Problem
+from tcompress.options.words import (
     Fragment,
     describe,
     did_you_mean,
@@ -58,17 +58,25 @@ class _Work:
             return
         if kind == "extra_forbidden":
             self._unknown_key(loc[:-1], loc[-1])
+        elif kind == "too_short" and any(key[: len(loc)] == loc for key in self.problems):
+            return  # what is wrong in a list is no part of it
         elif kind == "missing":
             key, fragment = _locate(loc[:-1], self.schema)
             allowed = fragment.get("properties", {}).get(loc[-1], {})
-            self._report((*key, loc[-1]), f"missing; allowed is {describe(allowed, self.schema)}")
+            said = describe(allowed, self.schema)
+            self._report((*key, loc[-1]), f"missing; allowed is {said}", "missing", said)
+        elif loc[-1] == "[key]":
+            key, fragment = _locate(loc, self.schema)
+            allowed = describe(fragment, self.schema) + meant(key[-1], fragment, self.schema)
+            text = f"`{key[-1]}`"
+            self._report(key, f"found the key {text}; allowed is {allowed}", text, allowed)
         elif kind.startswith("union_tag"):
             self._method_name(loc)
         elif kind in ("value_error", "assertion_error"):
             self._report(_locate(loc, self.schema)[0], str(error["ctx"]["error"]))
         else:
             key, fragment = _locate(loc, self.schema)
-            self._report(key, _wrong(self.document, key, fragment, self.schema))
+            self._wrong(key, fragment)
 
     def _about_other_member(self, kind: str, loc: tuple[str | int, ...]) -> bool:
         """Of a mapping where a name may stand too, its options are judged, not that it is none."""
@@ -78,9 +86,26 @@ class _Work:
             return True
         return kind == "literal_error" and mapping and options_of(fragment) is not fragment
 
-    def _report(self, key: Key, text: str) -> None:
+    def _report(
+        self, key: Key, text: str, found: str | None = None, allowed: str | None = None
+    ) -> None:
         if key not in self.misspelt and key not in self.problems:
-            self.problems[key] = Problem(self.document.line(key), text, key)
+            line = self.document.line(key)
+            self.problems[key] = Problem(line, text, key, found=found, allowed=allowed)
+
+    def _wrong(self, key: Key, fragment: Fragment) -> None:
+        allowed = describe(fragment, self.schema)
+        node = self.document.nodes.get(key)
+        if node is None:
+            self._report(key, f"missing; allowed is {allowed}", "missing", allowed)
+            return
+        ending = ""
+        if isinstance(node, ScalarNode):
+            ending = meant(node.value, fragment, self.schema)
+        if allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
+            ending = f': write `"{node.value}"`'
+        text, said = found(node), allowed + ending
+        self._report(key, f"found {text}; allowed is {said}", text, said)
 
     def _unknown_key(self, loc: Sequence[str | int], name: str) -> None:
         key, fragment = _locate(loc, self.schema)
@@ -103,7 +128,7 @@ class _Work:
         names = {"enum": list(methods_of(fragment))}
         if isinstance(self.document.nodes.get(parent), ScalarNode):  # the name alone
             key = parent
-        self._report(key, _wrong(self.document, key, names, self.schema))
+        self._wrong(key, names)
 
 
 def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
@@ -127,6 +152,10 @@ def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
         elif step in here.get("properties", {}):
             here = here["properties"][step]
             key.append(step)
+        elif isinstance(under := here.get("additionalProperties"), dict):
+            names = here.get("propertyNames", {"type": "integer"})  # text fits always
+            here = names if loc[-1] == "[key]" else under
+            key.append(step)
         here = resolve(here, schema)
     return tuple(key), here
 
@@ -135,16 +164,3 @@ def _sections_of(fragment: Fragment, schema: Fragment) -> dict[str, Fragment]:
     """Mappings that a value may be, by the names that validation calls them."""
     members = [resolve(item, schema) for item in fragment.get("anyOf", ())]
     return {item["title"]: item for item in members if "properties" in item}
-
-
-def _wrong(document: Document, key: Key, fragment: Fragment, schema: Fragment) -> str:
-    allowed = describe(fragment, schema)
-    node = document.nodes.get(key)
-    if node is None:
-        return f"missing; allowed is {allowed}"
-    ending = ""
-    if isinstance(node, ScalarNode):
-        ending = meant(node.value, fragment, schema)
-    if allowed == "text" and node.tag.endswith((":int", ":float", ":bool")):
-        ending = f': write `"{node.value}"`'
-    return f"found {found(node)}; allowed is {allowed}{ending}"

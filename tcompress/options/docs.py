@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tcompress.mechanisms import mechanisms
-from tcompress.recipe.methods import AUTO_ABOUT, AutoSpec
-from tcompress.recipe.schema import Recipe
-from tcompress.recipe.words import Fragment, describe, quoted, resolve
-from tcompress.structures import structures
+from tcompress.options.attention import MECHANISMS
+from tcompress.options.methods import AUTO_ABOUT, METHODS, AutoSpec
+from tcompress.options.recipe import Recipe
+from tcompress.options.words import Fragment, describe, quoted, resolve
 
 _INTRO = """\
 # Recipe reference
@@ -26,9 +25,7 @@ _HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
     schema = Recipe.model_json_schema()
-    specs: list[type[BaseModel]] = [*(item.spec for item in structures()), AutoSpec]
-    specs += [item.spec for item in mechanisms()]
-    for spec in specs:
+    for spec in (*METHODS, *MECHANISMS):
         options = schema["$defs"][spec.__name__]
         # The name may be left out where options are built in Python, but not in a file.
         options["required"] = ["name", *options.get("required", ())]
@@ -55,6 +52,9 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
 
 
 def _method_sections(root: Fragment) -> Iterator[str]:
+    from tcompress.mechanisms import mechanisms  # what they are about is said beside their code
+    from tcompress.structures import structures
+
     for item in structures():
         about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
         yield _options_section("Method", "convert.method", item.spec, about, root)

@@ -11,8 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
-from tcompress.mechanisms import MechanismSpec
-from tcompress.recipe.document import (
+from tcompress.options.document import (
     Document,
     Key,
     Problem,
@@ -20,11 +19,11 @@ from tcompress.recipe.document import (
     Unreadable,
     read_document,
 )
-from tcompress.recipe.explain import explain
-from tcompress.recipe.library import read_text
-from tcompress.recipe.schema import RECIPE_VERSION, Recipe
-from tcompress.recipe.words import found, quoted
-from tcompress.structures import Spec
+from tcompress.options.explain import explain
+from tcompress.options.fields import Options
+from tcompress.options.library import read_text
+from tcompress.options.recipe import RECIPE_VERSION, Recipe
+from tcompress.options.words import found, quoted
 
 COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 _NAMED = ("method", "attention")
@@ -130,7 +129,7 @@ def _sparse(value: Any) -> Any:
     for field, info in type(value).model_fields.items():
         item, name = getattr(value, field), info.alias or field
         # A method is told by its name, so that is written even where it is the default.
-        tag = isinstance(value, Spec | MechanismSpec) and name == "name"
+        tag = isinstance(value, Options) and name == "name"
         said = {"init": getattr(value, "init", None)}  # which decides on some defaults
         usual = info.get_default(call_default_factory=True, validated_data=said)
         if tag or info.is_required() or item != usual:

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from tcompress.errors import RecipeError
-from tcompress.recipe.document import Unreadable, read_document
-from tcompress.recipe.load import COMPARE, dump_recipe, failure, judged, parse_recipe
-from tcompress.recipe.schema import Recipe
-from tcompress.recipe.words import did_you_mean, quoted
+from tcompress.options.document import Unreadable, read_document
+from tcompress.options.load import COMPARE, dump_recipe, failure, judged, parse_recipe
+from tcompress.options.recipe import Recipe
+from tcompress.options.words import did_you_mean, quoted
 
 
 def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe") -> Recipe:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tcompress.recipe.methods import AutoSpec
-from tcompress.recipe.sections import DEPTH, Calibration, Section, tol_of
-
-Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
-Norm = Literal["host", "tensor"]
+from tcompress.options.fields import Section
 
 
 class Words(Section):
@@ -71,37 +66,3 @@ class PaperRow(Section):
     mean: bool = Field(
         False, description="whether it is a mean over several variants of the recipe"
     )
-
-
-def usual_calibration(said: Mapping[str, Any]) -> Calibration:
-    """Returns the calibration data of a conversion that says nothing of it.
-
-    Args:
-        said: What else it says.
-    """
-    return Calibration(source="none") if said.get("init") == "random" else Calibration()
-
-
-def needs_data(convert: Any) -> list[str]:
-    """Lists what a conversion asks for that only trained weights, or data, can give."""
-    problems = []
-    if convert.calibration.source != "none":
-        problems.append(
-            f"`calibration` is `{convert.calibration.source}`, but with `init: random` nothing is "
-            "fitted: leave it out"
-        )
-    if isinstance(convert.method, AutoSpec):
-        problems.append(
-            "`auto` compares what methods lose of trained weights: with `init: random` name one"
-        )
-    for name in DEPTH:
-        if getattr(convert, name) is not None:
-            problems.append(
-                f"`{name}` picks blocks of a trained model: with `init: random` give the number of "
-                "blocks in the configuration"
-            )
-    if convert.max_error is not None:
-        problems.append("`max_error` limits an error, and `init: random` has none: give a target")
-    if tol_of(convert.method) is not None:
-        problems.append("`tol` limits an error, and `init: random` has none: give a rank or target")
-    return problems

@@ -40,12 +40,16 @@ class Problem:
         text: What is wrong and what is allowed.
         key: The key it is about, empty for the file as a whole.
         column: Column, from 1, where the text could not be read at all.
+        found: What stands there, where the value is what is wrong.
+        allowed: What may stand there, and what was meant, if that can be told.
     """
 
     line: int
     text: str
     key: Key = ()
     column: int | None = None
+    found: str | None = None
+    allowed: str | None = None
 
 
 class Unreadable(Exception):

@@ -1,0 +1,245 @@
+"""Commands made of models of options: the one place where flags are declared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from tcompress.errors import RecipeError
+from tcompress.options import complete
+from tcompress.options.fields import Place, Typed, members, typed_fields, words_of
+from tcompress.options.read import Given
+
+_NUMBERS = {int: "N", float: "NUMBER"}
+
+
+def examples(*lines: str) -> str:
+    """Writes the end of a command's help."""
+    return "\n".join(["[bold]Examples[/bold]", *(f"  {line}" for line in lines)])
+
+
+class Only:
+    """Of a model's options those that a command takes.
+
+    Args:
+        *names: Their flags.
+        panel: Their heading in the help, where it is not their own.
+    """
+
+    def __init__(self, *names: str, panel: str | None = None) -> None:
+        self.names, self.panel = names, panel
+
+    def of(self, fields: Sequence[Typed]) -> list[Typed]:
+        """Picks them."""
+        found = [item for item in fields if item.flag.names[0] in self.names]
+        return [
+            replace(item, flag=replace(item.flag, panel=self.panel or item.flag.panel))
+            for item in found
+        ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter of a command's function: a model, or what was typed of it."""
+
+    name: str
+    kind: Any
+    raw: bool
+    fields: tuple[Typed, ...]
+
+
+def command(
+    app: typer.Typer, name: str, *lines: str, panels: Sequence[str] = (), **settings: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a command whose flags are the options of the models that a function takes.
+
+    A parameter `options: Evaluate` gets the model; `said: Given[Evaluate]` what was typed, to be
+    put over what a recipe says. Problems of all models are one error.
+
+    Args:
+        app: The program.
+        name: Name of the command.
+        *lines: Examples, for the end of its help.
+        panels: Headings of the help in their order, where there are so many flags that of each
+            only what stands before a semicolon is shown.
+        **settings: Passed on to Typer.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        run = flagged(function, name, panels)
+        app.command(name, epilog=examples(*lines), **settings)(run)
+        return function
+
+    return add
+
+
+def flagged(function: Callable[..., None], name: str, panels: Sequence[str] = ()) -> Any:
+    """Makes a function that takes flags out of one that takes models."""
+    parts = list(_parts(function))
+
+    def run(**given: Any) -> None:
+        function(**_bound(parts, given, name))
+
+    found = [(item, part) for part in parts for item in part.fields]
+    if panels:
+        found.sort(key=lambda pair: _rank(pair[0].flag.panel, panels))
+    # Python wants those that must be given first.
+    found.sort(key=lambda pair: not _required(*pair))
+    parameters = [_parameter(item, part, brief=bool(panels)) for item, part in found]
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _parts(function: Callable[..., None]) -> Iterator[_Part]:
+    taken: set[str] = set()
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name == "return":
+            continue
+        hint, *only = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        raw = get_origin(hint) is Given
+        kind = get_args(hint)[0] if raw else hint
+        fields = typed_fields(kind)
+        for some in only:
+            fields = some.of(fields)
+        fields = [item for item in fields if item.flag.names[0] not in taken]
+        taken |= {item.flag.names[0] for item in fields}
+        yield _Part(name, kind, raw, tuple(fields))
+
+
+def _bound(parts: Sequence[_Part], given: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Turns flags into the models that a function takes."""
+    found: dict[str, Any] = {}
+    wrong: list[RecipeError] = []
+    for part in parts:
+        texts = {item.place: given[_identifier(part, item)] for item in part.fields}
+        # A list that is not given is None or empty, by version of the parser.
+        typed = {
+            place: [value] if isinstance(value, str) else value
+            for place, value in texts.items()
+            if value is not None and value != [] and value != ()
+        }
+        fields = {item.place: item for item in part.fields}
+        said = Given(part.kind, command, _switched(typed, fields), fields)
+        try:
+            found[part.name] = said if part.raw else said.read()
+        except RecipeError as error:
+            wrong.append(error)
+    if wrong:
+        raise RecipeError("; ".join(error.message for error in wrong), wrong[0].hint)
+    return found
+
+
+def _switched(typed: dict[Place, Any], fields: Mapping[Place, Typed]) -> dict[Place, Any]:
+    """Turns off what `--no-...` alone turns off."""
+    return {
+        place: not value if value is True and _turns_off(fields[place]) else value
+        for place, value in typed.items()
+    }
+
+
+def _turns_off(item: Typed) -> bool:
+    return item.flag.names[0].startswith("--no-")
+
+
+def _identifier(part: _Part, item: Typed) -> str:
+    return "_".join((part.name, *item.place)).replace("-", "_")
+
+
+def _rank(panel: str | None, panels: Sequence[str]) -> int:
+    return panels.index(panel) if panel in panels else len(panels)
+
+
+def _required(item: Typed, part: _Part) -> bool:
+    return item.info.is_required() and not part.raw and len(item.place) == 1
+
+
+def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
+    """Declares one flag, or argument."""
+    flag, several = item.flag, _several(item)
+    required = _required(item, part)
+    shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
+    if not _switch(item):
+        shown["metavar"] = flag.metavar or _metavar(item)
+        shown["autocompletion"] = offers(item)
+    kind: Any = bool if _switch(item) else list[str] if several else str
+    declared = (
+        typer.Argument(**shown)
+        if flag.positional
+        else typer.Option(
+            *_spellings(item), rich_help_panel=flag.panel, envvar=flag.environment, **shown
+        )
+    )
+    return inspect.Parameter(
+        _identifier(part, item),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else None,
+        annotation=Annotated[kind if required else kind | None, declared],
+    )
+
+
+def _spellings(item: Typed) -> tuple[str, ...]:
+    """A switch that is on or of unknown state by default can be turned off too."""
+    names = item.flag.names
+    both = _switch(item) and item.info.default is not False and not _turns_off(item)
+    if both and not any("/" in name for name in names):
+        return (f"{names[0]}/--no-{names[0].removeprefix('--')}", *names[1:])
+    return names
+
+
+def _switch(item: Typed) -> bool:
+    return members(item.annotation) == [bool]
+
+
+def _several(item: Typed) -> bool:
+    return any(get_origin(part) in (tuple, dict) for part in members(item.annotation))
+
+
+def _metavar(item: Typed) -> str:
+    words = words_of(item.annotation)
+    if words:
+        return "|".join(words) if len(words) < 5 else "NAME"
+    parts = members(item.annotation)
+    return next((text for kind, text in _NUMBERS.items() if kind in parts), "TEXT")
+
+
+def help_of(item: Typed, *, brief: bool = False) -> str:
+    """Writes the help of a flag: what it is, whose it is, and its default."""
+    text = item.info.description or ""
+    text = text.partition(";")[0] if brief else text
+    words = words_of(item.annotation)
+    if not brief and len(words) > 4 and words[0] not in text:
+        text = f"{text}: {', '.join(f'`{word}`' for word in words)}"
+    text = text if text.startswith("`") else text[:1].upper() + text[1:]
+    default = _default(item)
+    said = f" Default {default}." if default and "default" not in text else ""
+    many = " Repeatable." if _several(item) and not item.flag.splits and not brief else ""
+    return f"{text}.{said}{many}"
+
+
+def _default(item: Typed) -> str:
+    value = item.info.default
+    if item.info.is_required() or value in (None, (), "") or isinstance(value, bool | dict):
+        return ""
+    listed = value if isinstance(value, tuple) else (value,)
+    return f"`{','.join(map(str, listed))}`"
+
+
+def offers(item: Typed) -> Callable[[str], list[str]] | None:
+    """Returns what shell completion asks."""
+    if item.flag.complete is not None:
+        found: Callable[[str], list[str]] = getattr(complete, item.flag.complete)
+        return found
+    words = words_of(item.annotation)
+    if not words:
+        return None
+
+    def offer(incomplete: str) -> list[str]:
+        return complete.listed(words, incomplete)
+
+    return offer

@@ -1,0 +1,305 @@
+"""What may be asked of commands beside what recipes say: models, folders, and how they talk."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tcompress.options.convert import METHOD
+from tcompress.options.fields import Section, option
+from tcompress.options.measuring import MEASUREMENT
+
+MODEL, OUTPUT, REPORT = "Model", "Output", "What is printed"
+_MODELS = {"metavar": "MODEL...", "complete": "models", "positional": True, "min_length": 1}
+
+
+class Manner(Section):
+    """How a command talks."""
+
+    panel = REPORT
+
+    as_json: bool = option(False, "print one JSON document to stdout, on failure too", "--json")
+    quiet: bool = option(False, "show no progress", "--quiet", "-q")
+    verbose: bool = option(False, "show what other libraries log")
+
+
+class Trust(Section):
+    """Whether code that comes with a model may run."""
+
+    panel = MODEL
+
+    allow_remote_code: bool = option(
+        False, "run Python code that comes with the model; read it before"
+    )
+
+
+class Hub(Trust):
+    """How the hub is asked."""
+
+    token: str | None = option(None, "access token for the hub", environment="HF_TOKEN")
+
+
+class Access(Hub):
+    """How a model is opened."""
+
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+
+
+class OneModel(Section):
+    """The model that a command is about."""
+
+    model: str = option(
+        ...,
+        "folder, short name (`bert-base`) or hub id",
+        metavar="MODEL",
+        complete="models",
+        positional=True,
+    )
+
+
+class Written(Section):
+    """Where a command writes."""
+
+    panel = OUTPUT
+
+    output: str | None = option(
+        None,
+        "folder to write; default a name made of the model and of what is done",
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        complete="folders",
+    )
+    force: bool = option(False, "replace the output if it is not empty")
+
+
+class Measured(Section):
+    """What `evaluate` measures, and where numbers go."""
+
+    models: tuple[str, ...] = option(
+        ..., "converted or dense models: folders, short names or hub ids", splits=False, **_MODELS
+    )
+    baseline: str | None = option(
+        None,
+        "model to compare with; default the first one",
+        panel=MEASUREMENT,
+        metavar="MODEL",
+        complete="models",
+    )
+    save: bool = option(True, "leave the manifests of converted models", "--no-save", panel=OUTPUT)
+
+
+class Timed(Section):
+    """What `bench` times, and where times go."""
+
+    models: tuple[str, ...] = option(
+        ..., "models: folders, short names or hub ids", splits=False, **_MODELS
+    )
+    against: str | None = option(
+        None,
+        "dense model to compare with; default the one that the model was made from",
+        panel=MODEL,
+        metavar="MODEL",
+        complete="models",
+    )
+    save: bool = option(
+        True, "do not keep the times in the models' `tcompress.json`", "--no-save", panel=OUTPUT
+    )
+
+
+class Exported(Section):
+    """What `export` writes."""
+
+    model: str = option(
+        ..., "folder of a converted model", metavar="FOLDER", complete="folders", positional=True
+    )
+    to: Literal["dense"] = option(
+        "dense", "`dense`: a plain model that computes the same, with dense weights"
+    )
+
+
+class Reported(Section):
+    """What `report` shows."""
+
+    models: tuple[str, ...] = option(
+        ..., "converted or dense models: folders, short names or hub ids", splits=False, **_MODELS
+    )
+    length: int = option(
+        128, "tokens to count multiply-adds for; images have their own", gt=0, le=10**9
+    )
+    layers: bool = option(False, "add a row for each layer")
+    html: str | None = option(
+        None,
+        "write a page too: one file with tables and charts that needs no network",
+        panel=OUTPUT,
+        metavar="FILE",
+    )
+
+
+class Inspected(OneModel):
+    """What `inspect` shows."""
+
+    layers: bool = option(False, "list every layer, not one row for equal ones")
+    plan: bool = option(
+        False, "build the model and plan a conversion, where names would tell enough"
+    )
+    verify: bool = option(
+        False, "read every file and compare it with the checksums that were written"
+    )
+
+
+class Shown(Section):
+    """Where `demo` keeps what it makes."""
+
+    keep_dir: str | None = option(
+        None, "keep the converted models here", metavar="FOLDER", complete="folders"
+    )
+
+
+class Passed(Section):
+    """What `lm-eval` passes on."""
+
+    arguments: tuple[str, ...] = option(
+        (), "passed on to lm-evaluation-harness", metavar="ARGS...", positional=True, splits=False
+    )
+
+
+class RecipeName(Section):
+    """A recipe that ships."""
+
+    name: str = option(
+        ...,
+        "a name out of `tcompress recipes list`",
+        metavar="NAME",
+        complete="shipped_recipes",
+        positional=True,
+    )
+
+
+class Copied(RecipeName):
+    """What `recipes copy` writes."""
+
+    target: str = option(".", "file or folder to write", metavar="FILE", positional=True)
+    force: bool = option(False, "overwrite a file")
+
+
+class Checked(Section):
+    """What `recipes validate` reads."""
+
+    files: tuple[str, ...] = option(
+        ...,
+        "recipes",
+        metavar="FILE...",
+        complete="recipes",
+        positional=True,
+        splits=False,
+        min_length=1,
+    )
+
+
+class Json(Section):
+    """How a command talks that takes no time."""
+
+    panel = REPORT
+
+    as_json: bool = option(False, "print one JSON document to stdout, on failure too", "--json")
+
+
+class FromRecipe(Section):
+    """A recipe that flags change."""
+
+    recipe: str | None = option(
+        None,
+        "start from a recipe; options override it",
+        panel=METHOD,
+        metavar="FILE|NAME",
+        complete="recipes",
+    )
+
+
+class Changes(Section):
+    """Changes of a recipe."""
+
+    changes: tuple[str, ...] = option(
+        (),
+        "change a value of the recipe, such as `finetune.steps=200`",
+        "--set",
+        panel=METHOD,
+        metavar="KEY=VALUE",
+        splits=False,
+    )
+
+
+class Planned(Section):
+    """Whether anything is done."""
+
+    panel = REPORT
+
+    dry_run: bool = option(
+        False, "print the plan and what it will cost; no weight is read, nothing is written"
+    )
+
+
+class Run(Changes):
+    """What `run` does, and with which model."""
+
+    recipe: str = option(
+        ...,
+        "file, or a name out of `tcompress recipes list`",
+        metavar="RECIPE",
+        complete="recipes",
+        positional=True,
+    )
+    model: str | None = option(
+        None, "another model than the recipe's", panel=MODEL, metavar="MODEL", complete="models"
+    )
+    variants: tuple[str, ...] = option(
+        (),
+        "run a variant of the recipe, such as `smoke`; what is written is named after it",
+        "--variant",
+        panel=METHOD,
+        metavar="NAME",
+        splits=False,
+    )
+
+
+class Converted(FromRecipe):
+    """What `convert` starts from, beside what recipes say of a conversion."""
+
+    structure: str | None = option(
+        None,
+        "with a mechanism, the structure of weights; default that of its paper where a size is "
+        "given (`--target`, `--rank`, `--p`, ...), else `none`",
+        panel=METHOD,
+        metavar="NAME",
+        complete="structures",
+    )
+
+
+class Swept(FromRecipe, Changes):
+    """What `sweep` measures, beside what recipes say of cells."""
+
+    finetune_steps: int | None = option(
+        None,
+        "heal every model for so many steps, and measure it before and after",
+        panel="Cells",
+        gt=0,
+    )
+    train_data: tuple[str, ...] = option(
+        (),
+        "unlabelled data to heal on; default text that ships",
+        panel="Cells",
+        metavar="FILE|FOLDER|DATASET",
+        complete="data",
+        splits=False,
+    )
+    bench: bool = option(
+        False, "time every model beside the dense one too", panel="What is measured"
+    )
+
+
+class Described(Section):
+    """What `methods` lists."""
+
+    names: tuple[str, ...] = option(
+        (), "methods; default all", metavar="[NAME...]", complete="methods", positional=True
+    )

@@ -1,0 +1,209 @@
+"""Values from flags, recipes and keywords into models, and what is wrong with them in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from tcompress.errors import RecipeError
+from tcompress.options.fields import DIGITS, Place, Typed
+from tcompress.options.typed import plain
+
+if TYPE_CHECKING:
+    from tcompress.options.document import Key, Problem
+
+M = TypeVar("M", bound=BaseModel)
+
+_NAMED = ("method", "attention")
+_TEXT = "the text "
+
+
+def read(
+    kind: type[M],
+    values: Mapping[str, Any],
+    *,
+    said: Callable[[Problem], str] | None = None,
+    hint: str | None = None,
+) -> M:
+    """Reads values into a model, by the rules of recipes wherever they come from.
+
+    Args:
+        kind: The model.
+        values: Values by name; models, tuples and paths are what a recipe would write for them.
+        said: Puts what is wrong into words; default by the names of keywords.
+        hint: What to do about it.
+
+    Raises:
+        RecipeError: Something is wrong; the message says all that is.
+    """
+    text = json.dumps(as_plain(values))
+    try:
+        return kind.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        from tcompress.options.document import read_document
+        from tcompress.options.explain import explain
+
+        errors = error.errors(include_url=False, include_input=False)
+        problems = explain(errors, read_document(text), _schema(kind))
+        words = [(said or _of_keywords)(problem) for problem in problems]
+        raise RecipeError("; ".join(dict.fromkeys(words)), hint) from error
+
+
+@cache
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema()
+
+
+def as_plain(value: Any) -> Any:
+    """Writes a value as a recipe would; what recipes cannot say becomes text, which is refused."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, Mapping):
+        return {str(key): _named(str(key), as_plain(item)) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool):
+        return value
+    if not isinstance(value, int | float) and callable(getattr(value, "item", None)):
+        value = value.item()  # a number of NumPy
+    if isinstance(value, int) and abs(value) < 10**DIGITS:
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _named(key: str, value: Any) -> Any:
+    """A bare name, as in `method: svd`, stands for a method without options."""
+    return {"name": value} if key in _NAMED and isinstance(value, str) else value
+
+
+def dotted(key: Key) -> str:
+    """Writes a key as in `layers[0].keep`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key)
+    return "".join(steps).removeprefix(".")
+
+
+def value_words(name: str, problem: Problem, typed: str | None = None) -> str:
+    """Says what is wrong with one value.
+
+    Args:
+        name: The flag, key or keyword.
+        problem: What is wrong.
+        typed: What was typed, where it was.
+    """
+    if problem.found is None:
+        return problem.text
+    if problem.found == "missing":
+        return f"`{name}` is missing; allowed is {problem.allowed}"
+    found = f"`{typed}`" if typed is not None else problem.found.removeprefix(_TEXT)
+    return f"`{name}` is {found}, allowed is {problem.allowed}"
+
+
+def _of_keywords(problem: Problem) -> str:
+    if problem.found is None and problem.text.startswith("unknown key"):
+        return f"`{dotted(problem.key)}`: {problem.text.replace(' key', ' option')}"
+    return value_words(dotted(problem.key), problem)
+
+
+@dataclass
+class Given(Generic[M]):
+    """What was typed of one model's options.
+
+    Attributes:
+        kind: The model.
+        command: The command, for hints.
+        texts: What was typed, by place; switches are booleans.
+        fields: How the model's fields are typed, by place.
+    """
+
+    kind: type[M]
+    command: str = ""
+    texts: dict[Place, Any] = field(default_factory=dict)
+    fields: dict[Place, Typed] = field(default_factory=dict)
+
+    @property
+    def hint(self) -> str:
+        """Where to look options up."""
+        return f"see `tcompress {self.command} --help`"
+
+    def values(self) -> dict[str, Any]:
+        """Returns what was typed as nested plain data.
+
+        Raises:
+            RecipeError: Something cannot be read; names all of it.
+        """
+        found: dict[str, Any] = {}
+        problems = []
+        for place, texts in self.texts.items():
+            item, inner = self.fields[place], found
+            for step in place[:-1]:
+                inner = inner.setdefault(step, {})
+            try:
+                inner[place[-1]] = texts if isinstance(texts, bool) else _read(item, texts)
+            except ValueError as error:
+                problems.append(f"`{item.name}` is `{','.join(texts)}`, {error}")
+        if problems:
+            raise RecipeError("; ".join(problems), self.hint)
+        return found
+
+    def read(self, values: Mapping[str, Any] | None = None) -> M:
+        """Reads what was typed, or what it was made part of, into the model.
+
+        Args:
+            values: Nested plain data; default what was typed.
+
+        Raises:
+            RecipeError: Something is not allowed; names flags and says all that is wrong.
+        """
+        data = self.values() if values is None else values
+        return read(self.kind, data, said=self._said, hint=self.hint)
+
+    def over(self, base: BaseModel | None) -> M:
+        """Reads what was typed over what a recipe says; lists and mappings of values replace."""
+        before = {} if base is None else base.model_dump(mode="json", by_alias=True)
+        return self.read(merged(before, self.values(), self.fields))
+
+    def _said(self, problem: Problem) -> str:
+        steps = tuple(step for step in problem.key if isinstance(step, str))
+        for length in range(len(steps), 0, -1):
+            item = self.fields.get(steps[:length])
+            if item is not None:
+                texts = self.texts.get(item.place)
+                whole = problem.key == item.place and isinstance(texts, list)
+                return value_words(item.name, problem, ",".join(texts) if whole and texts else None)
+        return value_words(dotted(problem.key), problem)
+
+
+def _read(item: Typed, texts: Sequence[str]) -> Any:
+    if not all(text.strip() for text in texts):  # a variable of the shell that is not set, probably
+        raise ValueError("which is no value: give one, or leave it out")
+    return plain(item, texts)
+
+
+def merged(
+    before: Mapping[str, Any],
+    said: Mapping[str, Any],
+    fields: Iterable[Place],
+    place: Place = (),
+) -> dict[str, Any]:
+    """Puts what was said over what was there, option by option.
+
+    Args:
+        before: Nested plain data.
+        said: The same, of what takes its place.
+        fields: Places of options; what is above them is merged, not replaced.
+        place: Where both sit.
+    """
+    known = set(fields)
+    found = dict(before)
+    for name, value in said.items():
+        here = (*place, name)
+        inside = isinstance(value, Mapping) and here not in known
+        old = found.get(name) or {}
+        found[name] = merged(old, value, known, here) if inside else value
+    return found

@@ -1,0 +1,116 @@
+"""What a recipe may say. Unknown keys are errors at every level."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tcompress.options.attention import mechanism_names
+from tcompress.options.convert import Convert, refuse_two_sizes
+from tcompress.options.fields import Section, option, typed_fields
+from tcompress.options.measuring import Bench, Evaluate
+from tcompress.options.methods import METHODS, AnyMethod, MethodName
+from tcompress.options.scratch import Architecture, PaperRow
+from tcompress.options.training import Finetune
+from tcompress.options.typed import plain
+
+RECIPE_VERSION = 1
+
+
+_NOT_IN_CELLS = ("name", "tol", "offer", "trials", "modes")
+
+
+def read_methods(texts: list[str]) -> list[Any]:
+    """Reads `svd,lprod:p=8`: names, and names with options."""
+    return [_read_method(word.strip()) for text in texts for word in text.split(",")]
+
+
+def _read_method(text: str) -> Any:
+    name, *pairs = [word.strip() for word in text.split(":")]
+    if name in mechanism_names():
+        raise ValueError(
+            "which is a mechanism of attention: a sweep compares structures of weights"
+        )
+    kind = next((spec for spec in METHODS if name in spec.names()), None)
+    if kind is None or not pairs:
+        return name
+    found: dict[str, Any] = {"name": name}
+    for pair in pairs:
+        option, equals, value = pair.partition("=")
+        field = option.strip().replace("-", "_")
+        own = {item.place[-1]: item for item in typed_fields(kind)}
+        own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
+        if not equals or field not in own:
+            has = ", ".join(f"`{key}`" for key in own)
+            raise ValueError(f"expected an option with its value; options of `{name}` are {has}")
+        # Commas separate methods.
+        found[field] = plain(own[field], [value.strip()])
+    return found
+
+
+class Sweep(Section):
+    """Cells to compare: this recipe with each method and each target in place of its own."""
+
+    panel = "Cells"
+
+    methods: tuple[AnyMethod | MethodName, ...] = option(
+        (),
+        "methods: a name alone takes options that suit the target; default `convert.method`",
+        metavar="NAME[:OPTION=VALUE]...,...",
+        complete="method_lists",
+        read=read_methods,
+    )
+    targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = option(
+        (0.5, 0.25),
+        "kept fractions of the rewritten layers' parameters",
+        metavar="N,N,...",
+        min_length=1,
+    )
+    keep_models: bool = option(
+        True, "whether models are kept once they are measured; numbers always are", panel="Output"
+    )
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    recipe_version: Literal[1] = Field(description="version of this schema")
+    name: str | None = Field(None, description="short name")
+    description: str | None = Field(None, description="what the recipe reaches, and on what")
+    model: str | None = Field(None, description="folder, short name or hub id of the source model")
+    architecture: Architecture | None = Field(
+        None, description="in place of `model`, with `init: random`: the model's configuration"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    output: str | None = Field(None, description="folder to write")
+    convert: Convert = Field(description="how to convert")
+    finetune: Finetune | None = Field(None, description="how to train what was converted")
+    evaluate: tuple[Evaluate, ...] = Field((), description="what to measure in the end")
+    bench: Bench | None = Field(None, description="how to time in the end")
+    sweep: Sweep | None = Field(None, description="methods and targets to compare")
+    report: str | None = Field(None, description="HTML file to write in the end")
+    paper: tuple[PaperRow, ...] = Field((), description="published numbers, to show beside ours")
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description="other ways to run it, by name: changes such as `finetune.steps: 20`"
+    )
+
+    @model_validator(mode="after")
+    def _check_architecture(self) -> Recipe:
+        if self.sweep is not None and self.convert.init == "random":
+            raise ValueError(
+                "`sweep` compares conversions of one trained model: with `init: random` run one "
+                "recipe for each method"
+            )
+        if self.sweep is not None:
+            for method in self.sweep.methods or (self.convert.method,):
+                refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
+        if self.architecture is None:
+            return self
+        if self.model is not None:
+            raise ValueError("`model` and `architecture` are both given; allowed is one")
+        if self.convert.init != "random":
+            raise ValueError(
+                "`architecture` describes a model without weights: it needs `convert.init: random`"
+            )
+        return self

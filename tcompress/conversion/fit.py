@@ -121,8 +121,7 @@ def _parts(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
-    main = entry.parts[0].terms[0]
-    regressors = structure(main.structure).regressors(main)
+    regressors = entry.parts[0].terms[0].regressors
     damped = [
         None if m.train is None else m.train.damped(damping * regressors / m.train.rows)
         for m in moments

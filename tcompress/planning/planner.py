@@ -152,9 +152,8 @@ class _Planner:
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""
             raise Refusal(reason, f"choose a smaller rank{larger}")
-        kind = structure_of(choice.method)
         for part in parts:
-            note = kind.clipped(choice.method, part.terms[0])
+            note = choice.method.clipped(part.terms[0])
             self.clipped |= {stored: note} if note else {}
         return entry
 

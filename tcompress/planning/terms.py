@@ -48,7 +48,7 @@ def plan_terms(
         Refusal: A structure cannot take these dimensions, or is larger than the target.
     """
     kind = structure_of(choice.method)
-    spec = kind.settle(choice.method, calibrated=calibrated)
+    spec = choice.method.settled(calibrated=calibrated)
     residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
     if choice.target is None or spec.fixes_size:
         main = kind.layout(spec, site)
@@ -57,7 +57,7 @@ def plan_terms(
     reserved = _reserved(choice.residual_rank, choice.target, site)
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
-    if kind.fills(spec):
+    if spec.fills:
         return (main,) if residual is None else (main, residual)
     cost = term_cost(main, readers, copies)
     if int(budget - cost) < 0:

@@ -30,6 +30,7 @@ from tcompress.structures.terms import (
     Spec,
     Target,
     Tensors,
+    clip_note,
     predicted_loss,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "Structure",
     "Target",
     "Tensors",
+    "clip_note",
     "predicted_loss",
     "register",
     "structure",
@@ -170,10 +172,6 @@ class Structure(ABC, Generic[S, L]):
         """
         return 0, self.core_macs(layout)
 
-    def fills(self, spec: S) -> bool:
-        """Whether `layout` spends a budget itself; if not, a low-rank term may take the rest."""
-        return False
-
     def fit_flops(self, layout: L, *, calibrated: bool) -> float:
         """Floating-point operations of `fit`, roughly."""
         return 2.0 * layout.out_features * layout.in_features**2 if calibrated else 0.0
@@ -181,33 +179,6 @@ class Structure(ABC, Generic[S, L]):
     def fit_bytes(self, layout: L, *, calibrated: bool) -> int:
         """Bytes that `fit` holds beyond a few copies of the weight and its moments, at most."""
         return 0
-
-    def regressors(self, layout: L) -> int:
-        """How many inputs every output sees: what calibration rows must suffice for."""
-        return layout.in_features
-
-    def clipped(self, spec: S, layout: L) -> str | None:
-        """Says which of a spec's numbers the layout has less of, since its shape admits no more."""
-        return None
-
-    def settle(self, spec: S, *, calibrated: bool) -> S:
-        """Fills options whose default depends on whether there is calibration data."""
-        return spec
-
-    def suited(self, spec: S, target: float) -> S:
-        """Changes sizes that are fixed by default to some that leave room in a kept fraction."""
-        return spec
-
-    def offered(self, spec: S, target: float) -> tuple[S, ...]:
-        """Options that `auto` tries on every layer, the first that its dimensions allow."""
-        return (self.suited(spec, target),)
-
-    def alone(self, spec: S, target: float) -> tuple[S, ...]:
-        """Options for a target with nothing else on offer, in the order of preference.
-
-        The first that all layers' dimensions allow is meant.
-        """
-        return (self.suited(spec, target),)
 
     def side_key(self, layout: L, side: Side) -> Hashable:
         """Identifies a side: layers that read one input share it where this is equal."""
@@ -292,17 +263,6 @@ class Structure(ABC, Generic[S, L]):
         u = self.core(z, tensors, layout)
         dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
         return dense.reshape(*u.shape[:-1], -1).mT
-
-
-def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
-    """Says what became of ranks, if they are not those asked for."""
-    if asked is None:
-        return None
-    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
-    if all(one <= other for one, other in zip(wanted, given, strict=True)):
-        return None
-    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
-    return f"{said} became {', '.join(map(str, given))}"
 
 
 def svd_flops(rows: int, columns: int) -> float:

@@ -44,6 +44,13 @@ class LowRankSpec(Spec):
     def fixes_size(self) -> bool:
         return self.has_size
 
+    @property
+    def fills(self) -> bool:
+        return True
+
+    def clipped(self, layout: LowRankLayout) -> str | None:
+        return clip_note(self.rank, (layout.rank,))
+
 
 class LowRankLayout(Layout):
     """A layer A B with A (out, rank) and B (rank, in)."""
@@ -77,9 +84,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
             rank=min(rank, site.in_features, site.out_features),
         )
 
-    def clipped(self, spec: LowRankSpec, layout: LowRankLayout) -> str | None:
-        return clip_note(spec.rank, (layout.rank,))
-
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {
             "a": (layout.out_features, layout.rank),
@@ -105,9 +109,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
         self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
     ) -> dict[str, Tensor]:
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
-
-    def fills(self, spec: LowRankSpec) -> bool:
-        return True
 
     def fit_flops(self, layout: LowRankLayout, *, calibrated: bool) -> float:
         return svd_flops(layout.out_features, layout.in_features)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from math import ceil, gcd, log2
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -77,6 +77,23 @@ class LprodSpec(Spec):
     pad: bool = Field(False, description="pad widths that p does not divide, instead of refusing")
     seed: int = Field(0, ge=0, description="seed of the `random` transform")
 
+    def settled(self, *, calibrated: bool) -> Self:
+        if self.transform is not None:
+            return self
+        return self.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        # A quarter for the slices: layers that get little of a budget need small ones.
+        return self._halvings(ceil(log2(4 / target)))
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
+        # the rest, and do better with it.
+        return self._halvings(max(3, ceil(log2(2 / target))))
+
+    def _halvings(self, most: int) -> tuple[Self, ...]:
+        return tuple(self.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
+
 
 class LprodLayout(Layout):
     """Slices of one weight; widths are padded to multiples of p where allowed."""
@@ -90,6 +107,10 @@ class LprodLayout(Layout):
     stages: int = 0
     tubal_rank: int | None = None
     seed: int = 0
+
+    @property
+    def regressors(self) -> int:
+        return self.padded_in // self.p
 
     @property
     def padded_in(self) -> int:
@@ -202,28 +223,6 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         if layout.tubal_rank is not None:
             return svd_flops(layout.out_features, layout.in_features)
         return super().fit_flops(layout, calibrated=calibrated)
-
-    def regressors(self, layout: LprodLayout) -> int:
-        return layout.padded_in // layout.p
-
-    def suited(self, spec: LprodSpec, target: float) -> LprodSpec:
-        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
-        # the rest, and do better with it.
-        return spec.model_copy(update={"p": max(8, 2 ** ceil(log2(2 / target)))})
-
-    def alone(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
-        most = round(log2(self.suited(spec, target).p))
-        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
-
-    def offered(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
-        # A quarter for the slices: layers that get little of a budget need small ones.
-        most = ceil(log2(4 / target))
-        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
-
-    def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
-        if spec.transform is not None:
-            return spec
-        return spec.model_copy(update={"transform": "fitted" if calibrated else "dct"})
 
     def quick_fit(self, target: Target, layout: LprodLayout) -> Tensor:
         """Fits slices behind a DCT in place of a transform that would take long to fit."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import (
@@ -22,6 +22,17 @@ from tcompress.linalg.curvature import curved_loss
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
 Tensors = Mapping[str, Tensor]
+
+
+def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
+    """Says what became of ranks, if they are not those asked for."""
+    if asked is None:
+        return None
+    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
+    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+        return None
+    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
+    return f"{said} became {', '.join(map(str, given))}"
 
 
 class Refusal(Exception):
@@ -73,9 +84,37 @@ class Spec(BaseModel):
         return False
 
     @property
+    def fills(self) -> bool:
+        """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
+        return False
+
+    @property
     def pools(self) -> bool:
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False
+
+    def settled(self, *, calibrated: bool) -> Self:
+        """Fills options whose default depends on whether there is calibration data."""
+        return self
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        """Options that `auto` tries on every layer, the first that its dimensions allow.
+
+        Args:
+            target: About which kept fraction the budget comes to.
+        """
+        return (self,)
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        """Options for a target with nothing else on offer, in the order of preference.
+
+        The first that all layers' dimensions allow is meant.
+        """
+        return (self,)
+
+    def clipped(self, layout: Any) -> str | None:
+        """Says which of these numbers a layout has less of, since its shape admits no more."""
+        return None
 
 
 class Layout(BaseModel):
@@ -92,6 +131,11 @@ class Layout(BaseModel):
     structure: str
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
+
+    @property
+    def regressors(self) -> int:
+        """How many inputs every output sees: what calibration rows must suffice for."""
+        return self.in_features
 
     @model_serializer(mode="wrap")
     def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -92,6 +92,13 @@ class TTSpec(Spec):
     def has_size(self) -> bool:
         return self.rank is not None or self.name == "qtt"
 
+    @property
+    def fills(self) -> bool:
+        return self.rank is None
+
+    def clipped(self, layout: TTLayout) -> str | None:
+        return clip_note(self.rank, layout.ranks)
+
     @model_validator(mode="after")
     def _without_modes_of_its_own(self) -> TTSpec:
         if self.name == "qtt" and (self.order is not None or self.modes):
@@ -146,9 +153,6 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
             apply=spec.apply,
         )
 
-    def clipped(self, spec: TTSpec, layout: TTLayout) -> str | None:
-        return clip_note(spec.rank, layout.ranks)
-
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)
         modes = zip(layout.out_modes, layout.in_modes, strict=True)
@@ -201,9 +205,6 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
 
     def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
-
-    def fills(self, spec: TTSpec) -> bool:
-        return spec.rank is None
 
     def fit(
         self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]

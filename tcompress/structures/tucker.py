@@ -78,8 +78,16 @@ class TuckerSpec(Spec):
         return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
 
     @property
+    def fills(self) -> bool:
+        return self.rank is None or (self.pools and self.cores is None)
+
+    @property
     def pools(self) -> bool:
         return self.share != "none"
+
+    def clipped(self, layout: TuckerLayout) -> str | None:
+        cores = None if layout.bank is None else clip_note(self.cores, (layout.cores,))
+        return clip_note(self.rank, layout.ranks) or cores
 
     @model_validator(mode="after")
     def _without_what_is_shared(self) -> TuckerSpec:
@@ -162,10 +170,6 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             turned=cut.turned,
         )
 
-    def clipped(self, spec: TuckerSpec, layout: TuckerLayout) -> str | None:
-        cores = None if layout.bank is None else clip_note(spec.cores, (layout.cores,))
-        return clip_note(spec.rank, layout.ranks) or cores
-
     def tensors(self, layout: TuckerLayout) -> Shapes:
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
@@ -217,9 +221,6 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             return tensors["u"] @ tensors["core"] @ tensors["v"].mT
         weight = mixed_weight(tensors["mix"], _bank(tensors))
         return weight.mT if layout.turned else weight
-
-    def fills(self, spec: TuckerSpec) -> bool:
-        return spec.rank is None or (spec.pools and spec.cores is None)
 
     def fit_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
         if layout.bank is None:

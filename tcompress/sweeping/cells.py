@@ -11,7 +11,7 @@ from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.errors import PlanError
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.recipe.methods import AutoSpec, structure_of
+from tcompress.recipe.methods import AutoSpec
 from tcompress.recipe.naming import short_name
 from tcompress.recipe.schema import Convert, Recipe, Sweep
 from tcompress.source import SourceModel
@@ -100,7 +100,7 @@ def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> 
     assert spec is not None
     if isinstance(spec, AutoSpec):
         return spec
-    specs = structure_of(spec).alone(spec, target)
+    specs = spec.alone(target)
     return min(specs, key=lambda item: _left(convert.at(target, item), source))
 
 

@@ -282,9 +282,9 @@ def test_dft_slices_are_the_t_product(p: int) -> None:
     kind = structure("lprod")
     layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, 2 * WIDTH, "in"))
     slices, x = randn(p, 2 * WIDTH // p, WIDTH // p), randn(5, WIDTH, seed=1)
-    operators = {side: kind.operator({}, layout, side, x) for side in ("in", "out")}
-    encoded = kind.encode(x, operators["in"], layout)
-    y = kind.decode(kind.core(encoded, {"slices": slices}, layout), operators["out"], layout)
+    turn_in, turn_out = (layout.transform_of(side).build({}, x) for side in ("in", "out"))
+    encoded = kind.encode(x, turn_in, layout)
+    y = kind.decode(kind.apply(encoded, {"slices": slices}, layout), turn_out, layout)
     dense = dense_reference(layout, {"slices": slices})
     blocks = torch.stack(dense[:, : WIDTH // p].chunk(p), -1)  # first block column: the tubes
     tensor = ten_p(x, p).transpose(0, 1)  # tokens are columns
@@ -300,7 +300,7 @@ def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
     (x, new), weight = _rows(), randn(WIDTH, WIDTH, seed=9)
     kind = structure("lprod")
     layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, WIDTH, "in"))
-    z = kind.operator({}, layout, "in", x).tubes
+    z = layout.transform_of("in").build({}, x).tubes
     turn = torch.kron(z, torch.eye(WIDTH // p, dtype=torch.float64))
     product, gram = _products(x, new, weight)
     slices = fit_conjugate_slices(turn @ product @ turn.T, turn @ gram @ turn.T, p)

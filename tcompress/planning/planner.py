@@ -23,7 +23,8 @@ from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.recipe.methods import AutoSpec, offered_by, structure_of
 from tcompress.recipe.schema import Convert, LayerRule
 from tcompress.source import SourceModel
-from tcompress.structures import Layout, Refusal, Site, structure
+from tcompress.structures import Layout, Refusal, Site
+from tcompress.structures.capabilities import SharesFactors, transform_of
 from tcompress.structures.linear import PartLayout
 
 KEPT = "kept dense by the recipe"
@@ -71,9 +72,11 @@ class _Planner:
                 except Refusal:
                     continue
                 kind = structure_of(choice.method)
-                for part in layer.parts if layer.kind != "experts" else ():
+                if layer.kind == "experts" or not isinstance(kind, SharesFactors):
+                    continue
+                for part in layer.parts:
                     site = _site(block, layer, part)
-                    key = kind.pool(choice.method, site)
+                    key = kind.sharing_group(choice.method, site)
                     if key is not None:
                         place = (f"{name}.{layer.parameter}", part.name)
                         own = (choice.method, choice.residual_rank, choice.target, key)
@@ -213,7 +216,7 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
     """Lets layers that read one input, through equal input sides, share the first one's."""
     owners: dict[object, list[int]] = {}
     for index, entry in enumerate(planned):
-        keys = [structure(term.structure).side_key(term, "in") for term in entry.parts[0].terms]
+        keys = [transform_of(term, "in") for term in entry.parts[0].terms]
         while keys and keys[-1] is None:  # a low-rank term at the end has no side
             keys.pop()
         # Side modules are found by their term, so all that is left has to agree.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from tcompress.structures import Spec, Structure, structures
+from tcompress.structures.capabilities import LooksUp
 
 AUTO = "auto"
 AUTO_ABOUT = (
@@ -28,13 +29,10 @@ def structure_names() -> tuple[str, ...]:
     return tuple(name for item in structures() for name in names_of(item))
 
 
-def _looks_up(item: Structure[Any, Any]) -> bool:
-    return type(item).rows is not Structure.rows
-
-
 def lookup_methods() -> tuple[str, ...]:
     """Returns the names of the methods that a table of embeddings may be stored with."""
-    return tuple(name for item in structures() if _looks_up(item) for name in names_of(item))
+    able = (item for item in structures() if isinstance(item, LooksUp))
+    return tuple(name for item in able for name in names_of(item))
 
 
 def method_names() -> tuple[str, ...]:
@@ -79,7 +77,7 @@ else:
     ]
     # The same of those that can look words up.
     TableMethod = Annotated[
-        reduce(operator.or_, (item.spec for item in structures() if _looks_up(item))),
+        reduce(operator.or_, (item.spec for item in structures() if isinstance(item, LooksUp))),
         Field(discriminator="name"),
     ]
     AnyMethod = Annotated[

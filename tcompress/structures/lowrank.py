@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +17,6 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
-    Side,
     Site,
     Spec,
     Structure,
@@ -25,8 +24,8 @@ from tcompress.structures.base import (
     Tensors,
     clip_note,
     register,
-    svd_flops,
 )
+from tcompress.structures.capabilities import LooksUp
 
 
 class LowRankSpec(Spec):
@@ -59,7 +58,7 @@ class LowRankLayout(Layout):
     rank: int = Field(gt=0)
 
 
-class LowRank(Structure[LowRankSpec, LowRankLayout]):
+class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
     """Two thin factors, fitted by the whitened truncated SVD."""
 
     name = "lowrank"
@@ -90,11 +89,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
             "b": (layout.rank, layout.in_features),
         }
 
-    def core_macs(self, layout: LowRankLayout) -> int:
-        return layout.rank * (layout.in_features + layout.out_features)
-
-    def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
-        return (z @ tensors["b"].mT) @ tensors["a"].mT
+    def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        return (x @ tensors["b"].mT) @ tensors["a"].mT
 
     def looks_up(self, layout: LowRankLayout) -> bool:
         return True
@@ -102,20 +98,12 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return embedding(index, tensors["a"]) @ tensors["b"]
 
-    def row_macs(self, layout: LowRankLayout) -> int:
-        return layout.rank * layout.in_features
-
     def scale_rows(
         self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
     ) -> dict[str, Tensor]:
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
-    def fit_flops(self, layout: LowRankLayout, *, calibrated: bool) -> float:
-        return svd_flops(layout.out_features, layout.in_features)
-
-    def fit(
-        self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]
-    ) -> dict[str, Tensor]:
+    def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         if target.curvature is not None:
             a, b = fit_lowrank_curved(
                 target.product, target.full_gram(), target.curvature, layout.rank

@@ -181,6 +181,7 @@ class Target:
         start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
             from; it then ends no worse. Empty for a first fit.
         bank: Tensors of the bank, float64, fitted before; none for terms without one.
+        operators: Built transforms of its sides; none for structures without.
     """
 
     product: Tensor
@@ -190,6 +191,7 @@ class Target:
     weight: Tensor | None = None
     start: Tensors = field(default_factory=dict)
     bank: Tensors = field(default_factory=dict)
+    operators: Mapping[Side, Any] = field(default_factory=dict)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

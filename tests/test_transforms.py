@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcompress.errors import InputError
-from tcompress.linalg import FIXED_TRANSFORMS, check_transform, complex_dft, fixed_transform
-from tests.support.lproduct import quick, randn
+from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
+from tests.support.numerics import quick, randn
 
 POWER_OF_TWO = ("haar", "hadamard")
 
@@ -144,22 +144,6 @@ def test_dft_coefficients_give_the_unitary_dft(size: int) -> None:
     near(spectrum, torch.fft.fft(x, norm="ortho"))
 
 
-@quick
-@given(size=st.integers(1, 40))
-def test_complex_dft(size: int) -> None:
-    expected = torch.from_numpy(scipy.linalg.dft(size))
-    near(complex_dft(size, unitary=False), expected)
-    unitary = complex_dft(size, unitary=True)
-    assert unitary.dtype == torch.complex128
-    near(unitary, expected / math.sqrt(size))
-    near(unitary @ unitary.mH, torch.eye(size, dtype=torch.complex128))
-
-
-def test_complex_dft_refuses_an_empty_size() -> None:
-    with pytest.raises(InputError, match="at least 1 slice, found 0"):
-        complex_dft(0, unitary=True)
-
-
 def test_random_depends_on_its_seed_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -186,4 +170,3 @@ def test_default_device_and_dtype_do_not_matter(kind: str) -> None:
     expected = fixed_transform(kind, 4)
     with torch.device("meta"):
         assert torch.equal(fixed_transform(kind, 4), expected)
-        assert complex_dft(4, unitary=True).device.type == "cpu"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import tcompress
 from tcompress.structures import Site, structure
+from tcompress.structures.counting import macs_of
 from tcompress.structures.linear import PartLayout, StructuredLinear
 
 KEPT = 4  # one in so many parameters
@@ -58,9 +59,10 @@ def make(way: str, d_in: int, d_out: int, order: int) -> nn.Module:
 
 
 def chosen(layer: nn.Module, tokens: int) -> str:
-    """The way that `auto` takes: only rebuilding does something once per pass."""
-    layout = layer.parts[0].terms[0]
-    return "rebuild" if structure("tt").pass_macs(layout, tokens)[0] else "contract"
+    """The way that `auto` takes."""
+    auto = layer.parts[0].terms[0]
+    rebuild = auto.model_copy(update={"apply": "rebuild"})
+    return "rebuild" if macs_of(auto, tokens) == macs_of(rebuild, tokens) else "contract"
 
 
 def alternate(

@@ -35,7 +35,7 @@ from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.interrupted import Interrupt, contents
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
 

@@ -25,6 +25,8 @@ from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tcompress.source import SourceModel
 from tcompress.structures import structure
+from tcompress.structures.capabilities import LooksUp
+from tcompress.structures.counting import lookup_macs
 from tcompress.structures.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tests.support.conversions import assert_wired, calibration, distance, make, outputs
 from tests.support.embeddings import ALONE, METHODS, made
@@ -55,7 +57,8 @@ def tables(model: nn.Module) -> list[StructuredEmbedding]:
 
 def _looks_up(case: Case) -> bool:
     layout = case.layout()
-    return structure(layout.structure).looks_up(layout)
+    kind = structure(layout.structure)
+    return isinstance(kind, LooksUp) and kind.looks_up(layout)
 
 
 @pytest.mark.parametrize("case", marked_cases(_looks_up), ids=str)
@@ -65,16 +68,17 @@ def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
     layer = make_layer(layout)
     index = torch.tensor([3, 0, layout.out_features - 1, 3])
     tensors = {name: tensor.double() for name, tensor in layer._tensors(0, 0).items()}
+    assert isinstance(kind, LooksUp)
     found = kind.rows(index, tensors, layout)
     assert_close(found, reference_of(layer)[index].double(), rtol=1e-5, atol=1e-6)
     with FlopCounterMode(display=False) as counted:
         kind.rows(torch.tensor([3]), tensors, layout)
-    assert counted.get_total_flops() == 2 * kind.row_macs(layout)
+    assert counted.get_total_flops() == 2 * lookup_macs(layout)
     scales = torch.rand(layout.out_features, dtype=torch.float64) + 0.5
     scaled = kind.scale_rows(tensors, scales, layout)
     if scaled is not None:
-        dense = kind.dense(tensors, layout, {})
-        assert_close(kind.dense(scaled, layout, {}), dense * scales[:, None])
+        dense = kind.dense(tensors, layout)
+        assert_close(kind.dense(scaled, layout), dense * scales[:, None])
 
 
 def _table(method: str = "svd") -> StructuredEmbedding:

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from tcompress.conversion.backward import Worth
 from tcompress.errors import FitError
-from tcompress.linalg import complex_dft, mat_p, t_product, ten_p
 from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
 from tcompress.linalg.moments import Moments, MomentSums, relative_error, safe_cholesky
 from tcompress.linalg.rotation import (
@@ -39,7 +38,7 @@ from tcompress.linalg.slices import (
 )
 from tcompress.linalg.tdomain import fit_conjugate_slices
 from tcompress.structures import Site, structure
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 from tests.support.structures import TUBES, dense_reference, randn
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
@@ -282,17 +281,18 @@ def test_dft_slices_are_the_t_product(p: int) -> None:
     kind = structure("lprod")
     layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, 2 * WIDTH, "in"))
     slices, x = randn(p, 2 * WIDTH // p, WIDTH // p), randn(5, WIDTH, seed=1)
-    operators = {side: kind.operator({}, layout, side, x) for side in ("in", "out")}
-    encoded = kind.encode(x, operators["in"], layout)
-    y = kind.decode(kind.core(encoded, {"slices": slices}, layout), operators["out"], layout)
+    turn_in, turn_out = (layout.transform_of(side).build({}, x) for side in ("in", "out"))
+    encoded = kind.encode(x, turn_in, layout)
+    y = kind.decode(kind.apply(encoded, {"slices": slices}, layout), turn_out, layout)
     dense = dense_reference(layout, {"slices": slices})
     blocks = torch.stack(dense[:, : WIDTH // p].chunk(p), -1)  # first block column: the tubes
-    tensor = ten_p(x, p).transpose(0, 1)  # tokens are columns
-    assert_close(y, mat_p(t_product(blocks, tensor).transpose(0, 1)))
-    spectrum = torch.einsum("cat,kt->kca", blocks.to(torch.complex128), complex_dft(p, False))
-    assert_close(spectrum[0].real, slices[0])
+    spectrum = torch.fft.fft(blocks)
+    inputs = torch.fft.fft(x.unflatten(1, (p, -1)), dim=1)
+    product = torch.fft.ifft(torch.einsum("cak,tka->tkc", spectrum, inputs), dim=1)
+    assert_close(y, product.real.flatten(1))
+    assert_close(spectrum[..., 0].real, slices[0])
     if p > 2:
-        assert_close(spectrum[1], torch.complex(slices[1], slices[2]))
+        assert_close(spectrum[..., 1], torch.complex(slices[1], slices[2]))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -300,7 +300,7 @@ def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
     (x, new), weight = _rows(), randn(WIDTH, WIDTH, seed=9)
     kind = structure("lprod")
     layout = kind.layout(kind.spec(p=p, transform="dft"), Site(WIDTH, WIDTH, "in"))
-    z = kind.operator({}, layout, "in", x).tubes
+    z = layout.transform_of("in").build({}, x).tubes
     turn = torch.kron(z, torch.eye(WIDTH // p, dtype=torch.float64))
     product, gram = _products(x, new, weight)
     slices = fit_conjugate_slices(turn @ product @ turn.T, turn @ gram @ turn.T, p)

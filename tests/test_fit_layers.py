@@ -18,6 +18,7 @@ from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
+from tcompress.structures.capabilities import dense_of, transform_of
 from tcompress.structures.linear import PartLayout, StructuredLinear, tensor_prefix
 from tests.support.structures import make_moments, randn
 
@@ -327,9 +328,11 @@ def test_experts_without_tokens_are_fitted_without_data(method: Method, silent: 
     free = {k: t for k, t in layer.named_parameters() if k.startswith("tc_in0")}
     kind, layout = structure("lprod"), entry.parts[0].terms[0]
     own = {name.rpartition(".")[2]: tensor.detach() for name, tensor in free.items()}
-    operators = {"in": kind.operator(own, layout, "in", weight)}
-    target = fitting.Target(weight[silent], None, 1.0)
-    wanted = kind.dense(kind.fit(target, layout, operators), layout, operators)
+    transform = transform_of(layout, "in")
+    assert transform is not None
+    operators = {"in": transform.build(own, weight)}
+    target = fitting.Target(weight[silent], None, 1.0, operators=operators)
+    wanted = dense_of(layout, kind.fit(target, layout), operators)
     assert_close(dense[silent], wanted)
 
 

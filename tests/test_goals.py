@@ -26,7 +26,7 @@ from tcompress.source import SourceModel
 from tcompress.structures.linear import StructuredLinear
 from tests.support.cli import run
 from tests.support.conversions import calibration
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

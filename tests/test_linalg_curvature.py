@@ -21,7 +21,7 @@ from tcompress.linalg.curvature import (
 )
 from tcompress.linalg.slices import fit_slices
 from tcompress.linalg.solve import conjugate_gradients
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 from tests.support.structures import randn
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60

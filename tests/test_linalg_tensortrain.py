@@ -37,7 +37,7 @@ from tcompress.linalg.ttmodes import (
     quantized_modes,
     rank_for_budget,
 )
-from tests.support.lproduct import near, quick, randn
+from tests.support.numerics import near, quick, randn
 
 # Input modes, output modes and inner ranks, from one core to five.
 SHAPES = [

@@ -24,7 +24,7 @@ from tcompress.linalg.ttfit import (
     tt_loss,
     update_core,
 )
-from tests.support.lproduct import near, quick, randn
+from tests.support.numerics import near, quick, randn
 
 # Input modes, output modes and inner ranks of a 12 x 18 matrix, and of a padded one.
 CASES = {

@@ -31,7 +31,7 @@ from tcompress.linalg.tucker import (
     tucker_parameters,
 )
 from tcompress.linalg.tuckerbank import Bank, User, fit_mixing, mixed_weight
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 from tests.support.structures import randn
 
 COUNT, ROWS, COLS = 6, 5, 7

@@ -22,6 +22,7 @@ from tcompress.reporting.describe import describe_layout
 from tcompress.reporting.model import layer_report
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Site, Target, structure
+from tcompress.structures.counting import macs_of
 from tcompress.structures.tt import TTLayout, TTSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn, target_of
@@ -66,7 +67,7 @@ def test_a_fit_to_data_is_never_worse_on_its_moments(
     target = Target(plain.product, plain.gram, curvature=half @ half.T if curved else None)
     losses = []
     for chosen in (target, target_of(weight, None)):
-        found = KIND.dense(KIND.fit(chosen, layout, {}), layout, {})
+        found = KIND.dense(KIND.fit(chosen, layout), layout)
         seen = found if target.curvature is None else target.curvature @ found
         losses.append(float((seen * (found @ target.full_gram() - 2 * target.product)).sum()))
     assert losses[0] <= losses[1] + 1e-9 * abs(losses[1])
@@ -123,24 +124,23 @@ def test_layouts_are_described(layout: TTLayout, text: str) -> None:
 
 def test_what_is_done_once_per_pass_is_shared_out_among_tokens() -> None:
     layout = layout_of(16, 24, rank=6, apply="rebuild")
-    assert KIND.pass_macs(layout, 10) == (6 * 16 * 24, 16 * 24)
+    assert macs_of(layout, 10).apply == 6 * 16 * 24 + 10 * 16 * 24
     contracted = layout_of(16, 24, rank=6, apply="contract")
-    assert KIND.pass_macs(contracted, 10) == (0, KIND.core_macs(contracted))
-    assert KIND.core_macs(layout) == 16 * 24
+    assert macs_of(contracted, 10).apply == 10 * macs_of(contracted, 1).apply
 
 
 def test_auto_is_one_of_the_two_ways_at_every_count() -> None:
     auto, contract, rebuild = (
         layout_of(768, 768, rank=96, apply=way) for way in ("auto", "contract", "rebuild")
     )
-    chosen = [KIND.pass_macs(auto, tokens) for tokens in (1, 4096)]
-    assert chosen == [KIND.pass_macs(contract, 1), KIND.pass_macs(rebuild, 4096)]
+    chosen = [macs_of(auto, tokens) for tokens in (1, 4096)]
+    assert chosen == [macs_of(contract, 1), macs_of(rebuild, 4096)]
 
 
 def test_a_tiny_rank_is_contracted_for_any_number_of_tokens() -> None:
     layout = layout_of(1024, 1024, name="qtt", rank=1)
-    assert KIND.pass_macs(layout, 10**6) == (0, KIND.core_macs(layout))
-    assert KIND.core_macs(layout) < 1024 * 1024 / 10
+    assert macs_of(layout, 10**6).apply == 10**6 * macs_of(layout, 1).apply
+    assert macs_of(layout, 1).apply < 1024 * 1024 / 10
 
 
 def test_gradients_make_contracting_dearer() -> None:
@@ -149,11 +149,10 @@ def test_gradients_make_contracting_dearer() -> None:
     products = []
     for grad in (False, True):
         with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counter:
-            KIND.core(randn(12, 768), tensors, layout)
+            KIND.apply(randn(12, 768), tensors, layout)
         products.append(counter.get_total_flops())
     ways = [layout_of(768, 768, rank=96, apply=way) for way in ("contract", "rebuild")]
-    costs = [KIND.pass_macs(way, 12) for way in ways]
-    assert products == [2 * (once + 12 * each) for once, each in costs]
+    assert products == [2 * macs_of(way, 12).apply for way in ways]
 
 
 @pytest.fixture(scope="module")

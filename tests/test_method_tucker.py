@@ -52,9 +52,9 @@ def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
     layout, weight, half = layout_of(16, 24, rank=5), randn(24, 16), randn(24, 24, seed=1)
     gram, curvature = make_moments(16, 40).gram, half @ half.T
     target = Target(weight @ gram, gram, curvature=curvature)
-    found = KIND.fit(target, layout, {})
+    found = KIND.fit(target, layout)
     a, b = fit_lowrank_curved(target.product, gram, curvature, 5)
-    assert_close(KIND.dense(found, layout, {}), a @ b)
+    assert_close(KIND.dense(found, layout), a @ b)
     for name in ("u", "v"):
         assert_close(found[name].T @ found[name], torch.eye(5).double())
 
@@ -86,10 +86,10 @@ def test_options_of_banks_alone(options: dict[str, Any], text: str) -> None:
 def test_a_bank_and_what_uses_it_fill_a_budget(share: str, target: float) -> None:
     peers, dense = 6, 64 * 192
     layout = layout_of(64, 192, peers, int(target * dense), share=share)
-    bank = sum(torch.Size(shape).numel() for shape in KIND.bank_tensors(layout).values())
+    bank = sum(torch.Size(shape).numel() for shape in KIND.shared(layout).shapes.values())
     total = bank + peers * parameters(layout)
     assert 0.75 * target * dense * peers < total <= target * dense * peers
-    assert KIND.bank_share(layout) == pytest.approx(1 / peers)
+    assert KIND.shared(layout).share == pytest.approx(1 / peers)
 
 
 def test_cores_fill_what_given_ranks_leave() -> None:
@@ -147,11 +147,11 @@ def targets_of(
 
 def missed(targets: list[Target], fitted: list[Target], layouts: list[TuckerLayout]) -> float:
     """The loss on some moments of what was fitted to others."""
-    bank = KIND.fit_bank(fitted, layouts)
+    bank = KIND.fit_shared(fitted, layouts)
     total = 0.0
     for judge, target, layout in zip(targets, fitted, layouts, strict=True):
-        own = KIND.fit(replace(target, bank=bank), layout, {})
-        gap = judge.weight - KIND.dense({**own, **bank}, layout, {})
+        own = KIND.fit(replace(target, bank=bank), layout)
+        gap = judge.weight - KIND.dense({**own, **bank}, layout)
         seen = gap if judge.curvature is None else judge.curvature @ gap
         scale = judge.scale if judge.curvature is None else 1.0
         total += float((seen @ judge.full_gram()).mul(gap).sum()) / scale

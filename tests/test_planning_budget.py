@@ -19,7 +19,7 @@ from tcompress.planning.budget import (
     allocate_for_loss,
     uniform,
 )
-from tests.support.lproduct import quick
+from tests.support.numerics import quick
 
 
 def _site(

@@ -23,6 +23,7 @@ from tcompress.scratch.architecture import open_architecture
 from tcompress.source import SourceModel
 from tcompress.source.drawn import draw_model
 from tcompress.source.keymap import read_parameter
+from tcompress.structures.capabilities import dense_of
 from tests.support.conversions import OPTIONS, dense_weight, outputs, structured
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 from tests.support.structure_cases import Case, marked_cases
@@ -101,11 +102,11 @@ def test_a_weight_is_linear_in_each_tensor_that_is_scaled(case: Case) -> None:
     layout, kind = case.layout(), case.kind
     drawn = {k: t.double() for k, t in kind.start(layout, torch.Generator()).items()}
     bank, operators = random_bank(layout), random_operators(layout)
-    dense = kind.dense({**drawn, **bank}, layout, operators)
-    larger = kind.dense({**scaled(drawn, 3.0), **bank}, layout, operators)
+    dense = dense_of(layout, {**drawn, **bank}, operators)
+    larger = dense_of(layout, {**scaled(drawn, 3.0), **bank}, operators)
     torch.testing.assert_close(larger, 3 * dense)
     nothing = scaled(drawn, 0.0)
-    assert not kind.dense({**nothing, **bank}, layout, operators).any()
+    assert not dense_of(layout, {**nothing, **bank}, operators).any()
     assert sum(bool(tensor.any()) for tensor in nothing.values()) == len(nothing) - 1
 
 

@@ -27,6 +27,7 @@ from tcompress.planning.entries import BankKey, LayerPlan
 from tcompress.progress import Progress
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Layout, Target, structure
+from tcompress.structures.capabilities import SharesFactors, shared_of
 from tcompress.structures.linear import bank_layouts
 
 
@@ -94,9 +95,9 @@ class BankFitter:
             for part in entry.parts:
                 stop = start + part.out_features
                 for layout in part.terms:
-                    name = structure(layout.structure).bank_name(layout)
-                    if name is not None:
-                        key = (entry.bank_of.get(name, entry.name), name)
+                    shared = shared_of(layout)
+                    if shared is not None:
+                        key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                         found.setdefault(key, []).append(_Use(entry, layout, start, stop))
                 start = stop
         return found
@@ -122,11 +123,12 @@ class BankFitter:
     def _fit(self, used: Sequence[_Use], dtype: torch.dtype) -> dict[str, Tensor]:
         targets = [self._target(use) for use in used]
         kind = structure(used[0].layout.structure)
+        assert isinstance(kind, SharesFactors)
         names = ", ".join(f"`{use.entry.name}`" for use in used[:3])
         where = f"what {names} and {len(used) - 3} more share" if len(used) > 3 else names
         try:
             with torch.no_grad():
-                found = kind.fit_bank(targets, [use.layout for use in used])
+                found = kind.fit_shared(targets, [use.layout for use in used])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise FitError(
                 f"the fit of {where} failed: {first_line(error)}",

@@ -26,6 +26,7 @@ from tcompress.planning.embeddings import tied_to
 from tcompress.planning.entries import LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Target, structure
+from tcompress.structures.capabilities import LooksUp
 from tcompress.structures.embedding import StructuredEmbedding
 
 EMBEDDINGS = "embeddings"
@@ -135,17 +136,18 @@ def fit_table(
     exact = weight.double()
     scales = (frequencies(counts) * len(counts)).sqrt()
     scaled = exact * scales[:, None]
-    fitted = kind.fit(Target(scaled, None), layout, {})
+    assert isinstance(kind, LooksUp)  # no other is planned for a table
+    fitted = kind.fit(Target(scaled, None), layout)
     found = kind.scale_rows(fitted, 1 / scales, layout)
     if found is None:  # its rows cannot be weighted afterwards, so they all count alike
-        found = kind.fit(Target(exact, None), layout, {})
+        found = kind.fit(Target(exact, None), layout)
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
     if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
         raise FitError(
             f"the fit of `{entry.name}` is not finite in {dtype}",
             f"{WIDER}, or leave the word embedding as it is",
         )
-    dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout, {})
+    dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
     errors = {"calibration": _error(exact, dense, frequencies(counts))}
     if bool(held_out.any()):
         errors["held_out"] = _error(exact, dense, held_out)

@@ -50,7 +50,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -67,7 +66,16 @@ from tcompress.planning.goals import STAND_IN
 from tcompress.planning.offers import alone_of
 from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
 from tcompress.source import SourceModel
-from tcompress.structures.base import Layout, Side, Structure, structure, svd_flops
+from tcompress.structures.base import Layout, structure
+from tcompress.structures.capabilities import (
+    SIDES,
+    FitCost,
+    SharesFactors,
+    fit_cost,
+    svd_flops,
+    transform_shapes,
+)
+from tcompress.structures.counting import macs_of
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
@@ -173,7 +181,7 @@ class _Work:
         largest = max(entry.in_features * entry.out_features for entry in group)
         total = (24 if terms == 1 else 48) * largest
         total += max(
-            structure(layout.structure).fit_bytes(layout, calibrated=self.rows > 0)
+            fit_cost(layout, calibrated=self.rows > 0).bytes
             for entry in group
             for part in entry.parts
             for layout in part.terms
@@ -189,20 +197,20 @@ class _Work:
 
     def bank_memory(self) -> list[int]:
         """One bank is fitted at a time, with all weights that use it."""
-        aware = self.rows > 0
-        return [0, *(kind.bank_bytes(layout, calibrated=aware) for kind, layout in self._banks())]
+        return [0, *(cost.bytes for cost in self._banks())]
 
     def bank_flops(self, *, walks: bool) -> float:
-        aware = self.rows > 0
-        flops = [kind.bank_flops(layout, calibrated=aware) for kind, layout in self._banks()]
-        if flops and aware and walks:  # for the moments of their inputs
+        flops = [cost.flops for cost in self._banks()]
+        if flops and self.rows and walks:  # for the moments of their inputs
             flops.append(2.0 * _parameters(self.model) * self.rows)
         return sum(flops)
 
-    def _banks(self) -> list[tuple[Structure[Any, Any], Layout]]:
-        layers = [entry for group in self.groups for entry in group]
-        banks = [layout for entry in layers for layout in entry.own_banks.values()]
-        return [(structure(layout.structure), layout) for layout in banks]
+    def _banks(self) -> Iterator[FitCost]:
+        for entry in (entry for group in self.groups for entry in group):
+            for layout in entry.own_banks.values():
+                kind = structure(layout.structure)
+                assert isinstance(kind, SharesFactors)
+                yield kind.shared_cost(layout, calibrated=self.rows > 0)
 
     def stream_memory(self) -> int:
         inside = [self.model.get_submodule(path) for path, _ in self.blocks.values()]
@@ -295,30 +303,23 @@ def _groups(layers: Sequence[LayerPlan]) -> Iterator[Group]:
 
 
 def _fits_side(group: Group) -> bool:
-    sides: tuple[Side, Side] = ("in", "out")
     terms = [layout for entry in group for part in entry.parts for layout in part.terms]
-    return any(_side_size(layout, side) for layout in terms for side in sides)
-
-
-def _side_size(layout: Layout, side: Side) -> int:
-    shapes = structure(layout.structure).side_tensors(layout, side)
-    return sum(prod(shape) for shape in shapes.values())
+    return any(transform_shapes(layout, side) for layout in terms for side in SIDES)
 
 
 def _term_flops(layout: Layout, calibrated: bool) -> float:
     """Fit of one term to one weight of m x n."""
     m, n = layout.out_features, layout.in_features
     measured = 4 * m * n * n if calibrated else 2 * m * n * 64
-    return measured + structure(layout.structure).fit_flops(layout, calibrated=calibrated)
+    return measured + fit_cost(layout, calibrated=calibrated).flops
 
 
 def _side_flops(layout: Layout) -> float:
     """Fit of the transforms of one term."""
-    kind = structure(layout.structure)
-    sides: tuple[Side, Side] = ("in", "out")
-    macs = sum(kind.side_macs(layout, side) for side in sides if _side_size(layout, side))
-    rows = layout.out_features
-    return STEPS * 6 * (rows * macs + kind.core_macs(layout) ** 2 / rows) if macs else 0.0
+    macs, rows = macs_of(layout, 1), layout.out_features
+    sides = zip(SIDES, (macs.encode, macs.decode), strict=True)
+    turned = sum(own for side, own in sides if transform_shapes(layout, side))
+    return STEPS * 6 * (rows * turned + macs.apply**2 / rows) if turned else 0.0
 
 
 def _parameters(module: nn.Module) -> int:

@@ -22,6 +22,12 @@ from tcompress.linalg.curvature import damped_curvature
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Target, structure
 from tcompress.structures.base import Side
+from tcompress.structures.capabilities import (
+    Transformed,
+    dense_of,
+    transform_of,
+    transform_shapes,
+)
 from tcompress.structures.linear import side_name, tensor_prefix
 
 ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
@@ -121,8 +127,7 @@ def _parts(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
-    main = entry.parts[0].terms[0]
-    regressors = structure(main.structure).regressors(main)
+    regressors = entry.parts[0].terms[0].regressors
     damped = [
         None if m.train is None else m.train.damped(damping * regressors / m.train.rows)
         for m in moments
@@ -176,25 +181,24 @@ def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequenc
 def _fit_sides(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> None:
     """Fits and builds both sides of a term; the input side is one for all parts."""
     layout = parts[0].terms[term]
-    kind = structure(layout.structure)
-    if kind.has_side(layout, "in"):
+    if transform_of(layout, "in") is not None:
         _install(parts, term, "in", _side_tensors(parts, term, "in"), dtype)
     by_part: dict[str, list[FittedPart]] = {}
     for part in parts:
         by_part.setdefault(f"{part.entry.name}/{part.index}", []).append(part)
     for group in by_part.values():
         layout = group[0].terms[term]
-        if kind.has_side(layout, "out"):
+        if transform_of(layout, "out") is not None:
             _install(group, term, "out", _side_tensors(group, term, "out"), dtype)
 
 
 def _side_tensors(parts: Sequence[FittedPart], term: int, side: Side) -> dict[str, Tensor]:
     layout = parts[0].terms[term]
     kind = structure(layout.structure)
-    if not kind.side_tensors(layout, side):
+    if not isinstance(kind, Transformed) or not transform_shapes(layout, side):
         return {}  # a fixed transform
     targets = [_scaled(part, term) for part in parts]
-    return kind.fit_side(_pooled(targets) if side == "in" else targets, layout, side)
+    return kind.fit_transform(_pooled(targets) if side == "in" else targets, layout, side)
 
 
 def _scaled(part: FittedPart, term: int) -> Target:
@@ -232,7 +236,9 @@ def _install(
     layout = parts[0].terms[term]
     exact = {name: tensor.double() for name, tensor in stored.items()}
     like = torch.empty(0, dtype=torch.float64, device=parts[0].stored.device)
-    operator = structure(layout.structure).operator(exact, layout, side, like)
+    transform = transform_of(layout, side)
+    assert transform is not None  # there is one to install
+    operator = transform.build(exact, like)
     for part in parts:
         part.operators[term][side] = operator
         part.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
@@ -242,7 +248,7 @@ def _fit_terms(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> No
     for part in parts:
         layout = part.terms[term]
         kind = structure(layout.structure)
-        fitted = kind.fit(part.target(term), layout, part.operators[term])
+        fitted = kind.fit(part.target(term), layout)
         if not all(map(_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
@@ -252,7 +258,7 @@ def _fit_terms(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> No
         if len(part.terms) > 1 or part.moments is not None:
             exact = {name: tensor.double() for name, tensor in stored.items()}
             tensors = exact | part.banks[term]
-            part.dense[term] = kind.dense(tensors, layout, part.operators[term])
+            part.dense[term] = dense_of(layout, tensors, part.operators[term])
 
 
 def _collect(

@@ -78,7 +78,8 @@ class FittedPart:
                 product = weight if m is None else product - dense @ m.gram
         gram = None if m is None else m.gram
         last, bank = self._fitted(term), self.banks[term]
-        return Target(product, gram, 1.0, self.curvature, weight, last, bank)
+        operators = self.operators[term]
+        return Target(product, gram, 1.0, self.curvature, weight, last, bank, operators)
 
     def _fitted(self, term: int) -> dict[str, Tensor]:
         """The term's own tensors of the last round, as they are stored."""

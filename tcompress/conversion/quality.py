@@ -12,6 +12,7 @@ from tcompress.conversion.parts import FittedPart, LayerMoments
 from tcompress.linalg.curvature import curved_constant
 from tcompress.linalg.moments import relative_error
 from tcompress.structures import structure
+from tcompress.structures.capabilities import decoded, encoded
 
 
 @dataclass(frozen=True)
@@ -99,5 +100,6 @@ def _applied(part: FittedPart, term: int, x: Tensor) -> Tensor:
     kind = structure(layout.structure)
     tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
     tensors |= part.banks[term]
-    z = kind.encode(x.double(), part.operators[term].get("in"), layout)
-    return kind.decode(kind.core(z, tensors, layout), part.operators[term].get("out"), layout)
+    operators = part.operators[term]
+    z = encoded(layout, x.double(), operators.get("in"))
+    return decoded(layout, kind.apply(z, tensors, layout), operators.get("out"))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tcompress.planning.entries import BankKey, LayerPlan
-from tcompress.structures import Layout, structure
+from tcompress.structures import Layout
 from tcompress.structures.bank import bank_module
+from tcompress.structures.capabilities import shared_of
 
 Banks = Mapping[BankKey, Mapping[str, Tensor]]
 """Tensors of banks as they are stored, by owner and name of the bank."""
@@ -21,10 +22,10 @@ def bank_of(
     entry: LayerPlan, layout: Layout, banks: Banks, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns the bank that a term of a layer uses, in float64; nothing if it uses none."""
-    name = structure(layout.structure).bank_name(layout)
-    if name is None:
+    shared = shared_of(layout)
+    if shared is None:
         return {}
-    found = banks[entry.bank_of.get(name, entry.name), name]
+    found = banks[entry.bank_of.get(shared.name, entry.name), shared.name]
     return {key: tensor.to(device).double() for key, tensor in found.items()}
 
 

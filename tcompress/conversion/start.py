@@ -28,9 +28,14 @@ from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.source import SourceModel, read_finite
 from tcompress.structures import Layout, structure
 from tcompress.structures.base import Side
+from tcompress.structures.capabilities import (
+    SIDES,
+    SharesFactors,
+    dense_of,
+    first_operators,
+    transform_of,
+)
 from tcompress.structures.linear import bank_layouts, side_name, tensor_prefix
-
-SIDES: tuple[Side, Side] = ("in", "out")
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -68,9 +73,10 @@ def start_banks(
     for entry in layers:
         layouts = bank_layouts(entry.parts)
         for name in entry.own_banks:
-            drawn = structure(layouts[name].structure).start_bank(
-                layouts[name], generator_of(seed, f"{entry.name}/{name}")
-            )
+            kind = structure(layouts[name].structure)
+            assert isinstance(kind, SharesFactors)
+            generator = generator_of(seed, f"{entry.name}/{name}")
+            drawn = kind.start_shared(layouts[name], generator)
             found[entry.name, name] = {key: t.to(dtype_of(entry)) for key, t in drawn.items()}
     return found
 
@@ -146,26 +152,16 @@ class _Term:
 
     @classmethod
     def of(cls, entry: LayerPlan, layout: Layout, banks: Banks) -> _Term:
-        kind = structure(layout.structure)
-        like = torch.empty(0, dtype=torch.float64)
-        present = [side for side in SIDES if kind.has_side(layout, side)]
-        sides = {side: kind.start_side(layout, side) for side in present}
-        operators = {
-            side: kind.operator(
-                {k: t.double() for k, t in own.items()} | dict(kind.constants(layout, side)),
-                layout,
-                side,
-                like,
-            )
-            for side, own in sides.items()
-        }
+        found = {side: transform_of(layout, side) for side in SIDES}
+        sides = {side: item.first() for side, item in found.items() if item is not None}
+        operators = first_operators(layout, torch.empty(0, dtype=torch.float64))
         return cls(layout, sides, operators, bank_of(entry, layout, banks, torch.device("cpu")))
 
     def draw(self, generator: torch.Generator, power: float) -> dict[str, Tensor]:
         """Draws tensors whose dense weight has a given mean square."""
         kind = structure(self.layout.structure)
         drawn = {k: t.double() for k, t in kind.start(self.layout, generator).items()}
-        dense = kind.dense({**drawn, **self.bank}, self.layout, self.operators)
+        dense = dense_of(self.layout, {**drawn, **self.bank}, self.operators)
         own = float(dense.square().mean())
         return scaled(drawn, (power / own) ** 0.5)
 

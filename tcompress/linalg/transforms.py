@@ -35,7 +35,7 @@ def fixed_transform(kind: str, size: int, seed: int = 0) -> Tensor:  # (p, p)
     last row cos p/2 carry sqrt(1/p). With c_k and s_k the coefficients of a real tube, its unitary
     DFT is c_0 at 0, (c_k - i s_k) / sqrt(2) at k, the conjugate of that at p - k, and c_{p/2} at
     p/2. As a *real* Z it defines its own L-product; the t-product multiplies the complex numbers
-    (see `complex_dft`).
+    (see `tdomain.py`).
 
     Args:
         kind: One of `FIXED_TRANSFORMS`.
@@ -83,29 +83,6 @@ def check_transform(kind: str, size: int) -> str | None:
     if kind in _POWER_OF_TWO and size.bit_count() != 1:
         return f"transform `{kind}` needs a power of two as number of slices, found {size}"
     return None
-
-
-def complex_dft(size: int, unitary: bool) -> Tensor:  # (p, p) complex
-    """Build the complex DFT matrix F with F[j, k] = exp(-2 pi i j k / p).
-
-    As Z of the L-product the unnormalised matrix gives the t-product; the unitary one gives the
-    t-product divided by sqrt(p).
-
-    Args:
-        size: The number of slices p.
-        unitary: Whether to divide by sqrt(p).
-
-    Returns:
-        F of shape (p, p), complex128, on the CPU.
-
-    Raises:
-        InputError: The size is less than 1.
-
-    Reference: arXiv:2603.05727, section 4.5 and appendix A.4.
-    """
-    if size < 1:
-        raise InputError(f"a transform needs at least 1 slice, found {size}")
-    return torch.from_numpy(np.fft.fft(np.eye(size), norm="ortho" if unitary else "backward"))
 
 
 def _dct(size: int, seed: int) -> Matrix:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from math import ceil, log2
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -35,6 +37,17 @@ TOL = option(
 )
 
 
+def _clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
+    """Says what became of ranks, if they are not those asked for."""
+    if asked is None:
+        return None
+    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
+    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+        return None
+    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
+    return f"{said} became {', '.join(map(str, given))}"
+
+
 class Spec(Options):
     """Options of a method as a recipe gives them."""
 
@@ -63,9 +76,37 @@ class Spec(Options):
         return False
 
     @property
+    def fills(self) -> bool:
+        """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
+        return False
+
+    @property
     def pools(self) -> bool:
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False
+
+    def settled(self, *, calibrated: bool) -> Self:
+        """Fills options whose default depends on whether there is calibration data."""
+        return self
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        """Options that `auto` tries on every layer, the first that its dimensions allow.
+
+        Args:
+            target: About which kept fraction the budget comes to.
+        """
+        return (self,)
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        """Options for a target with nothing else on offer, in the order of preference.
+
+        The first that all layers' dimensions allow is meant.
+        """
+        return (self,)
+
+    def clipped(self, layout: Any) -> str | None:
+        """Says which of these numbers a layout has less of, since its shape admits no more."""
+        return None
 
 
 class LowRankSpec(Spec):
@@ -84,6 +125,13 @@ class LowRankSpec(Spec):
     @property
     def fixes_size(self) -> bool:
         return self.has_size
+
+    @property
+    def fills(self) -> bool:
+        return True
+
+    def clipped(self, layout: Any) -> str | None:
+        return _clip_note(self.rank, (layout.rank,))
 
 
 class LprodSpec(Spec):
@@ -106,6 +154,23 @@ class LprodSpec(Spec):
     seed: int = Field(
         0, ge=0, description="seed of the `random` transform", json_schema_extra=NO_FLAG
     )
+
+    def settled(self, *, calibrated: bool) -> Self:
+        if self.transform is not None:
+            return self
+        return self.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        # A quarter for the slices: layers that get little of a budget need small ones.
+        return self._halvings(ceil(log2(4 / target)))
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
+        # the rest, and do better with it.
+        return self._halvings(max(3, ceil(log2(2 / target))))
+
+    def _halvings(self, most: int) -> tuple[Self, ...]:
+        return tuple(self.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
 
 
 class TTSpec(Spec):
@@ -138,6 +203,13 @@ class TTSpec(Spec):
     @property
     def has_size(self) -> bool:
         return self.rank is not None or self.name == "qtt"
+
+    @property
+    def fills(self) -> bool:
+        return self.rank is None
+
+    def clipped(self, layout: Any) -> str | None:
+        return _clip_note(self.rank, layout.ranks)
 
     @model_validator(mode="after")
     def _without_modes_of_its_own(self) -> TTSpec:
@@ -176,8 +248,16 @@ class TuckerSpec(Spec):
         return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
 
     @property
+    def fills(self) -> bool:
+        return self.rank is None or (self.pools and self.cores is None)
+
+    @property
     def pools(self) -> bool:
         return self.share != "none"
+
+    def clipped(self, layout: Any) -> str | None:
+        cores = None if layout.bank is None else _clip_note(self.cores, (layout.cores,))
+        return _clip_note(self.rank, layout.ranks) or cores
 
     @model_validator(mode="after")
     def _without_what_is_shared(self) -> TuckerSpec:

@@ -14,6 +14,7 @@ from tcompress.planning.entries import LayerPlan
 from tcompress.planning.offers import structure_of
 from tcompress.source import SourceModel
 from tcompress.structures import Layout, Refusal, Site
+from tcompress.structures.capabilities import LooksUp
 from tcompress.structures.embedding import LookupScale
 from tcompress.structures.linear import PartLayout
 
@@ -90,7 +91,7 @@ def _layout(options: Embeddings, site: Site) -> Layout:
     dense = site.in_features * site.out_features
     budget = None if options.target is None else int(options.target * dense)
     layout: Layout = kind.layout(options.method, site, budget)
-    if not kind.looks_up(layout):
+    if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
         known = ", ".join(f"`{name}`" for name in lookup_methods())
         raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
     return layout

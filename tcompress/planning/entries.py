@@ -16,7 +16,9 @@ from tcompress.planning.stacks import BlockLoss as BlockLoss
 from tcompress.planning.stacks import DepthPlan as DepthPlan
 from tcompress.planning.stacks import StackPlan as StackPlan
 from tcompress.structures.bank import bank_module
-from tcompress.structures.base import Layout, Shapes, Side, structure
+from tcompress.structures.base import Layout, Shapes, Side
+from tcompress.structures.capabilities import shared_of, transform_shapes
+from tcompress.structures.counting import lookup_macs, macs_of
 from tcompress.structures.linear import PartLayout, bank_layouts, own_shapes, side_name
 
 SIDES: tuple[Side, Side] = ("in", "out")
@@ -110,11 +112,13 @@ class LayerPlan(_Entry):
                     if side == "in" and (index or self.input_of):
                         continue
                     module = side_name(self.parts, side, index, term)
-                    tensors = structure(layout.structure).side_tensors(layout, side)
+                    tensors = transform_shapes(layout, side)
                     shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
         for bank, layout in self.own_banks.items():
-            tensors = structure(layout.structure).bank_tensors(layout)
-            shapes |= {f"{bank_module(bank)}.{name}": shape for name, shape in tensors.items()}
+            shared = shared_of(layout)
+            assert shared is not None  # that is how it was found
+            module = bank_module(bank)
+            shapes |= {f"{module}.{name}": shape for name, shape in shared.shapes.items()}
         return shapes
 
     @property
@@ -132,18 +136,16 @@ class LayerPlan(_Entry):
     def row_macs(self) -> int:
         """Multiply-adds of looking one word up, of a table of embeddings."""
         terms = self.parts[0].terms
-        return sum(structure(layout.structure).row_macs(layout) for layout in terms)
+        return sum(map(lookup_macs, terms))
 
     def macs(self, tokens: int) -> int:
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
         total = 0
         for index, part in enumerate(self.parts):
             for layout in part.terms:
-                kind = structure(layout.structure)
-                once, each = kind.pass_macs(layout, tokens)
-                total += once + (each + kind.side_macs(layout, "out")) * tokens
-                if not index and not self.input_of:
-                    total += kind.side_macs(layout, "in") * tokens
+                macs = macs_of(layout, tokens)
+                reads = not index and not self.input_of
+                total += macs.apply + macs.decode + (macs.encode if reads else 0)
         return total
 
 

@@ -33,7 +33,7 @@ def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
     found: dict[str, tuple[Spec, ...]] = {}
     for name in dict.fromkeys(names):
         kind = next(item for item in structures() if name in names_of(item))
-        found[name] = kind.offered(kind.spec(name=name), target)
+        found[name] = kind.spec(name=name).offered(target)
     return found
 
 
@@ -54,5 +54,5 @@ def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
     found: dict[str, tuple[Spec, ...]] = {}
     for name in dict.fromkeys(names):
         kind = next(item for item in structures() if name in names_of(item))
-        found[name] = kind.alone(kind.spec(name=name), target)
+        found[name] = kind.spec(name=name).alone(target)
     return found

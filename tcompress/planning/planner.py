@@ -24,7 +24,8 @@ from tcompress.planning.offers import offered_by, structure_of
 from tcompress.planning.pools import Pools, note_of
 from tcompress.planning.terms import Choice, Choices, kept_share, plan_terms
 from tcompress.source import SourceModel
-from tcompress.structures import Layout, Refusal, Site, structure
+from tcompress.structures import Layout, Refusal, Site
+from tcompress.structures.capabilities import SharesFactors, transform_of
 from tcompress.structures.linear import PartLayout
 
 KEPT = "kept dense by the recipe"
@@ -72,9 +73,11 @@ class _Planner:
                 except Refusal:
                     continue
                 kind = structure_of(choice.method)
-                for part in layer.parts if layer.kind != "experts" else ():
+                if layer.kind == "experts" or not isinstance(kind, SharesFactors):
+                    continue
+                for part in layer.parts:
                     site = _site(block, layer, part)
-                    key = kind.pool(choice.method, site)
+                    key = kind.sharing_group(choice.method, site)
                     if key is not None:
                         place = (f"{name}.{layer.parameter}", part.name)
                         own = (choice.method, choice.residual_rank, choice.target, key)
@@ -153,9 +156,8 @@ class _Planner:
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""
             raise Refusal(reason, f"choose a smaller rank{larger}")
-        kind = structure_of(choice.method)
         for part in parts:
-            note = kind.clipped(choice.method, part.terms[0])
+            note = choice.method.clipped(part.terms[0])
             self.clipped |= {stored: note} if note else {}
         return entry
 
@@ -215,7 +217,7 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
     """Lets layers that read one input, through equal input sides, share the first one's."""
     owners: dict[object, list[int]] = {}
     for index, entry in enumerate(planned):
-        keys = [structure(term.structure).side_key(term, "in") for term in entry.parts[0].terms]
+        keys = [transform_of(term, "in") for term in entry.parts[0].terms]
         while keys and keys[-1] is None:  # a low-rank term at the end has no side
             keys.pop()
         # Side modules are found by their term, so all that is left has to agree.

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tcompress.planning.entries import LayerPlan
-from tcompress.structures import Site, structure
+from tcompress.structures import Site
+from tcompress.structures.capabilities import shared_of
 from tcompress.structures.linear import bank_layouts
 
 Place = tuple[str, str]
@@ -53,10 +54,10 @@ class Pools:
         owners: dict[Hashable, str] = {}
         for entry in layers:
             used: Mapping[str, Hashable] = {
-                name: self._keys[f"{entry.name}.{entry.parameter}", part.name]
+                shared.name: self._keys[f"{entry.name}.{entry.parameter}", part.name]
                 for part in entry.parts
                 for layout in part.terms
-                if (name := structure(layout.structure).bank_name(layout)) is not None
+                if (shared := shared_of(layout)) is not None
             }
             found = {name: owners.setdefault(key, entry.name) for name, key in used.items()}
             borrowed = {name: owner for name, owner in found.items() if owner != entry.name}

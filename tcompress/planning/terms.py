@@ -9,6 +9,7 @@ from math import prod
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.offers import structure_of
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
+from tcompress.structures.capabilities import shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 
@@ -48,7 +49,7 @@ def plan_terms(
         Refusal: A structure cannot take these dimensions, or is larger than the target.
     """
     kind = structure_of(choice.method)
-    spec = kind.settle(choice.method, calibrated=calibrated)
+    spec = choice.method.settled(calibrated=calibrated)
     residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
     if choice.target is None or spec.fixes_size:
         main = kind.layout(spec, site)
@@ -57,7 +58,7 @@ def plan_terms(
     reserved = _reserved(choice.residual_rank, choice.target, site)
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
-    if kind.fills(spec):
+    if spec.fills:
         return (main,) if residual is None else (main, residual)
     cost = term_cost(main, readers, copies)
     if int(budget - cost) < 0:
@@ -97,7 +98,7 @@ def kept_share(entry: LayerPlan, sharing: int) -> float:
     inputs = sum(
         prod(shape)
         for term in entry.parts[0].terms
-        for shape in structure(term.structure).side_tensors(term, "in").values()
+        for shape in transform_shapes(term, "in").values()
     )
     terms = [term for part in entry.parts for term in part.terms]
     banks = sum(map(bank_cost, terms)) - sum(map(bank_size, entry.own_banks.values()))
@@ -106,19 +107,19 @@ def kept_share(entry: LayerPlan, sharing: int) -> float:
 
 def bank_size(layout: Layout) -> int:
     """Parameters of the bank that a term uses."""
-    shapes = structure(layout.structure).bank_tensors(layout)
-    return sum(prod(shape) for shape in shapes.values())
+    shared = shared_of(layout)
+    return 0 if shared is None else sum(map(prod, shared.shapes.values()))
 
 
 def bank_cost(layout: Layout) -> float:
     """What a term answers for of its bank, in parameters."""
-    return bank_size(layout) * structure(layout.structure).bank_share(layout)
+    shared = shared_of(layout)
+    return 0.0 if shared is None else bank_size(layout) * shared.share
 
 
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one weight, with its share of sides and banks that others use too."""
-    kind = structure(layout.structure)
-    own = sum(prod(shape) for shape in kind.tensors(layout).values())
-    after = sum(prod(shape) for shape in kind.side_tensors(layout, "out").values())
-    before = sum(prod(shape) for shape in kind.side_tensors(layout, "in").values())
+    own = sum(map(prod, structure(layout.structure).tensors(layout).values()))
+    after = sum(map(prod, transform_shapes(layout, "out").values()))
+    before = sum(map(prod, transform_shapes(layout, "in").values()))
     return own + bank_cost(layout) + after / writers + before / readers

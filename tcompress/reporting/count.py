@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tcompress.anatomy import Anatomy, Block, Layer, attentions_of
 from tcompress.mechanisms.base import mechanism
 from tcompress.planning.entries import AttentionPlan, LayerPlan
-from tcompress.structures.base import structure
+from tcompress.structures.counting import macs_of
 
 Planned = Mapping[tuple[str, str], LayerPlan]
 """Rewritten layers by module path and parameter."""
@@ -136,13 +136,13 @@ def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
     total = 0
     for index, part in enumerate(entry.parts):
         for layout in part.terms:
-            kind = structure(layout.structure)
-            rows = -(-length * runs // entry.copies)  # of one expert
-            prepare, each = kind.pass_macs(layout, rows)
-            total += prepare * entry.copies + each * runs * length
-            total += kind.side_macs(layout, "out") * length * (1 if once == "out" else runs)
+            rows, more = divmod(length * runs, entry.copies)  # some experts get one more
+            total += (entry.copies - more) * macs_of(layout, rows).apply
+            total += more * macs_of(layout, rows + 1).apply
+            macs = macs_of(layout, length)
+            total += macs.decode * (1 if once == "out" else runs)
             if not index:
-                total += kind.side_macs(layout, "in") * length * (1 if once == "in" else runs)
+                total += macs.encode * (1 if once == "in" else runs)
     return total
 
 

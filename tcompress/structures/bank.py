@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tcompress.structures.base import Layout, structure
+from tcompress.structures.base import Layout
+from tcompress.structures.capabilities import shared_of
 
 
 def bank_module(name: str) -> str:
@@ -32,7 +33,8 @@ class BankModule(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, shape in structure(layout.structure).bank_tensors(layout).items():
+        shared = shared_of(layout)
+        for name, shape in (shared.shapes if shared else {}).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
 

@@ -1,17 +1,14 @@
 """What a structure is: pure functions of a layout, and the registry of all structures.
 
-A structure answers four questions (layout, cost, fit, dense form) and applies itself in three
-steps. ``encode`` acts on the input and ``decode`` on the output; their tensors may be shared by
-several layers (all weights that read one input, or a whole model). ``core`` is a layer's own part.
-
-    y = decode(core(encode(x)))
+Eight methods say all that every structure has to: its sizes, how it is applied and what fits it.
+What only some can do, such as sharing tensors between layers, stands in `capabilities.py`.
 """
 
 from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -47,7 +44,6 @@ __all__ = [
     "register",
     "structure",
     "structures",
-    "svd_flops",
 ]
 
 S = TypeVar("S", bound=Spec)
@@ -57,8 +53,7 @@ L = TypeVar("L", bound=Layout)
 class Structure(ABC, Generic[S, L]):
     """One way of storing and applying a weight. Stateless; tensors are passed in.
 
-    The tensors of `core` may carry leading dimensions (experts); `z` then carries them too. Where
-    a layout uses a bank, its tensors stand among those of `core` and `dense`.
+    The tensors of `apply` may carry leading dimensions (experts); `x` then carries them too.
     """
 
     name: ClassVar[str]
@@ -86,42 +81,30 @@ class Structure(ABC, Generic[S, L]):
         """Shapes of the layer's own tensors."""
 
     @abstractmethod
-    def core_macs(self, layout: L) -> int:
-        """Multiply-adds of `core` for one token, in a pass over many."""
+    def apply(self, x: Tensor, tensors: Tensors, layout: L) -> Tensor:
+        """Multiplies rows by the weight.  # (..., tokens, in) -> (..., tokens, out)."""
 
     @abstractmethod
-    def core(self, z: Tensor, tensors: Tensors, layout: L) -> Tensor:
-        """Applies the layer's own tensors.  # (..., tokens, in) -> (..., tokens, out)."""
-
-    @abstractmethod
-    def fit(self, target: Target, layout: L, operators: Mapping[Side, Any]) -> dict[str, Tensor]:
-        """Fits the layer's own tensors, float64, given the built operators of its sides."""
+    def fit(self, target: Target, layout: L) -> dict[str, Tensor]:
+        """Fits the layer's own tensors, float64."""
 
     @abstractmethod
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
         """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+
+    def dense(self, tensors: Tensors, layout: L) -> Tensor:
+        """Returns the dense weight of these tensors.  # (..., out, in)."""
+        like = next(iter(tensors.values()))
+        eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
+        return self.apply(eye, tensors, layout).mT
 
     def quick_fit(self, target: Target, layout: L) -> Tensor:
         """Returns a dense weight that the layout can hold, cheaply: the fit is at least as good.
 
         This is what a budget judges a structure by.  # (out, in)
         """
-        sides: tuple[Side, Side] = ("in", "out")
-        operators = {
-            side: self.operator(
-                {
-                    **{k: t.double() for k, t in self.start_side(layout, side).items()},
-                    **self.constants(layout, side),
-                },
-                layout,
-                side,
-                target.product,
-            )
-            for side in sides
-            if self.has_side(layout, side)
-        }
-        fitted = self.fit(replace(target, curvature=None), layout, operators)
-        return self.dense({**fitted, **target.bank}, layout, operators)
+        fitted = self.fit(replace(target, curvature=None), layout)
+        return self.dense({**fitted, **target.bank}, layout)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of layouts that differ in size.
@@ -137,176 +120,6 @@ class Structure(ABC, Generic[S, L]):
                 dense = self.quick_fit(target, layout)
                 seen[layout] = predicted_loss(dense, target, constant)
         return [seen[layout] for layout in layouts]
-
-    def looks_up(self, layout: L) -> bool:
-        """Whether `rows` can be asked for, so that a table of embeddings may be stored so."""
-        return False
-
-    def rows(self, index: Tensor, tensors: Tensors, layout: L) -> Tensor:
-        """Builds rows of the dense weight, where `looks_up` says so.  # (n,) -> (n, in)."""
-        raise NotImplementedError
-
-    def row_macs(self, layout: L) -> int:
-        """Multiply-adds of `rows` for one row."""
-        return 0
-
-    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: L) -> dict[str, Tensor] | None:
-        """Multiplies the rows of the dense weight, if these tensors can say so.
-
-        Args:
-            tensors: The layer's own tensors.
-            scales: A factor for each row.  # (out,)
-            layout: Their layout.
-        """
-        return None
-
-    def pass_macs(self, layout: L, tokens: int) -> tuple[int, int]:
-        """Multiply-adds of `core` in a pass over so many tokens.
-
-        Returns:
-            Those done once in the pass, and those done for each token.
-        """
-        return 0, self.core_macs(layout)
-
-    def fills(self, spec: S) -> bool:
-        """Whether `layout` spends a budget itself; if not, a low-rank term may take the rest."""
-        return False
-
-    def fit_flops(self, layout: L, *, calibrated: bool) -> float:
-        """Floating-point operations of `fit`, roughly."""
-        return 2.0 * layout.out_features * layout.in_features**2 if calibrated else 0.0
-
-    def fit_bytes(self, layout: L, *, calibrated: bool) -> int:
-        """Bytes that `fit` holds beyond a few copies of the weight and its moments, at most."""
-        return 0
-
-    def regressors(self, layout: L) -> int:
-        """How many inputs every output sees: what calibration rows must suffice for."""
-        return layout.in_features
-
-    def clipped(self, spec: S, layout: L) -> str | None:
-        """Says which of a spec's numbers the layout has less of, since its shape admits no more."""
-        return None
-
-    def settle(self, spec: S, *, calibrated: bool) -> S:
-        """Fills options whose default depends on whether there is calibration data."""
-        return spec
-
-    def suited(self, spec: S, target: float) -> S:
-        """Changes sizes that are fixed by default to some that leave room in a kept fraction."""
-        return spec
-
-    def offered(self, spec: S, target: float) -> tuple[S, ...]:
-        """Options that `auto` tries on every layer, the first that its dimensions allow."""
-        return (self.suited(spec, target),)
-
-    def alone(self, spec: S, target: float) -> tuple[S, ...]:
-        """Options for a target with nothing else on offer, in the order of preference.
-
-        The first that all layers' dimensions allow is meant.
-        """
-        return (self.suited(spec, target),)
-
-    def side_key(self, layout: L, side: Side) -> Hashable:
-        """Identifies a side: layers that read one input share it where this is equal."""
-        return None
-
-    def side_tensors(self, layout: L, side: Side) -> Shapes:
-        """Shapes of the tensors of `encode` ("in") or `decode` ("out")."""
-        return {}
-
-    def side_macs(self, layout: L, side: Side) -> int:
-        """Multiply-adds of `encode` or `decode` for one token."""
-        return 0
-
-    def has_side(self, layout: L, side: Side) -> bool:
-        """Tells whether the structure does anything on this side."""
-        return False
-
-    def fit_side(self, targets: Sequence[Target], layout: L, side: Side) -> dict[str, Tensor]:
-        """Fits the tensors of one side for all layers that share them, float64."""
-        return {}
-
-    def start_side(self, layout: L, side: Side) -> dict[str, Tensor]:
-        """Returns the tensors of one side for training from scratch, float32."""
-        return {name: torch.zeros(shape) for name, shape in self.side_tensors(layout, side).items()}
-
-    def pool(self, spec: S, site: Site) -> Hashable:
-        """Identifies the bank that a site would use: sites of a model with equal ones share it."""
-        return None
-
-    def bank_name(self, layout: L) -> str | None:
-        """Names the bank that a layout uses, uniquely within a layer."""
-        return None
-
-    def bank_tensors(self, layout: L) -> Shapes:
-        """Shapes of the tensors of the bank that a layout uses."""
-        return {}
-
-    def bank_share(self, layout: L) -> float:
-        """What part of its bank a layer of this layout answers for; the users' add up to one."""
-        return 0.0
-
-    def fit_bank(self, targets: Sequence[Target], layouts: Sequence[L]) -> dict[str, Tensor]:
-        """Fits a bank, float64, to what all its users aim at; every target has its weight."""
-        return {}
-
-    def bank_flops(self, layout: L, *, calibrated: bool) -> float:
-        """Floating-point operations of `fit_bank`, roughly."""
-        return 0.0
-
-    def bank_bytes(self, layout: L, *, calibrated: bool) -> int:
-        """Bytes that `fit_bank` holds, with all weights and moments that it looks at."""
-        return 0
-
-    def start_bank(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws random tensors of a bank, as `start` does."""
-        return {}
-
-    def constants(self, layout: L, side: Side) -> Tensors:
-        """Fixed tensors that an operator is built from: made once, neither stored nor trained.
-
-        They come back in the `tensors` of `operator`, beside what is stored.
-        """
-        return {}
-
-    def operator(self, tensors: Tensors, layout: L, side: Side, like: Tensor) -> Any:
-        """Builds what a side applies from what it stores, in the dtype and device of `like`."""
-        return None
-
-    def encode(self, x: Tensor, operator: Any, layout: L) -> Tensor:
-        """Takes the input to the core's coordinates.  # (tokens, in) -> (tokens, in')."""
-        return x
-
-    def decode(self, u: Tensor, operator: Any, layout: L) -> Tensor:
-        """Takes the core's result to the host's coordinates.  # (tokens, out') -> (tokens, out)."""
-        return u
-
-    def dense(self, tensors: Tensors, layout: L, operators: Mapping[Side, Any]) -> Tensor:
-        """Returns the dense weight of these tensors.  # (..., out, in)."""
-        like = next(iter(tensors.values()))
-        eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
-        z = self.encode(eye, operators.get("in"), layout)
-        u = self.core(z, tensors, layout)
-        dense = self.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
-        return dense.reshape(*u.shape[:-1], -1).mT
-
-
-def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
-    """Says what became of ranks, if they are not those asked for."""
-    if asked is None:
-        return None
-    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
-    if all(one <= other for one, other in zip(wanted, given, strict=True)):
-        return None
-    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
-    return f"{said} became {', '.join(map(str, given))}"
-
-
-def svd_flops(rows: int, columns: int) -> float:
-    """Floating-point operations of a truncated SVD and of the products around it, roughly."""
-    least = min(rows, columns)
-    return 20.0 * least**3 + 4.0 * rows * columns * least
 
 
 def _parse_layout(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tcompress.structures.base import structure
+from tcompress.structures.capabilities import LooksUp
 from tcompress.structures.linear import PartLayout, StructuredLinear
 
 _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
@@ -96,7 +97,9 @@ class StructuredEmbedding(StructuredLinear):
             return scale(functional.embedding(x, weight))
         total: Tensor | None = None
         for term, layout in enumerate(self.parts[0].terms):
-            rows = structure(layout.structure).rows(x.flatten(), self._tensors(0, term), layout)
+            kind = structure(layout.structure)
+            assert isinstance(kind, LooksUp)  # no other is planned for a table
+            rows = kind.rows(x.flatten(), self._tensors(0, term), layout)
             total = rows if total is None else total + rows
         assert total is not None
         stored = next(self.parameters(recurse=False)).dtype

@@ -13,6 +13,14 @@ from torch.nn.functional import linear
 from tcompress.errors import refuse_replica
 from tcompress.structures.bank import BankModule, bank_module
 from tcompress.structures.base import AnyLayout, Layout, Shapes, Side, structure
+from tcompress.structures.capabilities import (
+    SIDES,
+    decoded,
+    dense_of,
+    encoded,
+    shared_of,
+    transform_of,
+)
 from tcompress.structures.keeping import KeptWeight
 from tcompress.structures.side import SideModule, compute_dtype
 
@@ -69,9 +77,9 @@ def bank_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
     found: dict[str, Layout] = {}
     for part in parts:
         for layout in part.terms:
-            name = structure(layout.structure).bank_name(layout)
-            if name is not None:
-                found.setdefault(name, layout)
+            shared = shared_of(layout)
+            if shared is not None:
+                found.setdefault(shared.name, layout)
     return found
 
 
@@ -149,10 +157,9 @@ class StructuredLinear(nn.Module):
     ) -> None:
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
-                kind = structure(layout.structure)
-                for side in ("in", "out"):
+                for side in SIDES:
                     own = side == "out" or (index == 0 and input_of is None)
-                    if own and kind.has_side(layout, side):
+                    if own and transform_of(layout, side) is not None:
                         count = readers if side == "in" else 1
                         module = SideModule(layout, side, count, dtype, device)
                         self.add_module(side_name(self.parts, side, index, term), module)
@@ -164,41 +171,40 @@ class StructuredLinear(nn.Module):
         layout = self.parts[part].terms[term]
         kind = structure(layout.structure)
         own: dict[str, Tensor] = {k: getattr(self, prefix + k) for k in kind.tensors(layout)}
-        bank = kind.bank_name(layout)
-        if bank is not None:
+        shared = shared_of(layout)
+        if shared is not None:
             device = next(iter(own.values())).device
-            own |= {name: tensor.to(device) for name, tensor in self.banks[bank]().items()}
+            own |= {name: t.to(device) for name, t in self.banks[shared.name]().items()}
         return own
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
         owner = self._input_owner[0]
         rows: Tensor | None = None
-        encoded = []
+        found = []
         for term in range(len(self.parts[0].terms)):
             module = owner._modules.get(side_name(owner.parts, "in", 0, term))
             if module is not None:
-                encoded.append(module(x, id(self)))
+                found.append(module(x, id(self)))
                 continue
             if rows is None:
                 stored = next(self.parameters(recurse=False)).dtype
                 rows = x.to(compute_dtype(x.device, stored)).reshape(-1, self.in_features)
-            layout = self.parts[0].terms[term]
-            encoded.append(structure(layout.structure).encode(rows, None, layout))
-        return encoded
+            found.append(encoded(self.parts[0].terms[term], rows))
+        return found
 
-    def core(self, encoded: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
+    def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
         results = []
         for index, part in enumerate(self.parts):
             row = []
             for term, layout in enumerate(part.terms):
-                z = encoded[term]
+                z = inputs[term]
                 own = self._tensors(index, term)
                 if expert is not None:
                     own = {name: stack[expert] for name, stack in own.items()}
                 tensors = {name: tensor.to(z.dtype) for name, tensor in own.items()}
-                row.append(structure(layout.structure).core(z, tensors, layout))
+                row.append(structure(layout.structure).apply(z, tensors, layout))
             results.append(row)
         return results
 
@@ -209,8 +215,7 @@ class StructuredLinear(nn.Module):
             total: Tensor | None = None
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
                 module = self._modules.get(side_name(self.parts, "out", index, term))
-                kind = structure(layout.structure)
-                y = module(u) if module is not None else kind.decode(u, None, layout)
+                y = module(u) if module is not None else decoded(layout, u)
                 total = y if total is None else total + y
             outputs.append(total)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]
@@ -304,7 +309,6 @@ class StructuredLinear(nn.Module):
         parts: list[Tensor] = []
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
-                kind = structure(layout.structure)
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
                 like = next(iter(tensors.values()))
                 modules: Mapping[Side, nn.Module | None] = {
@@ -316,7 +320,7 @@ class StructuredLinear(nn.Module):
                     for side, module in modules.items()
                     if module is not None
                 }
-                weight = kind.dense(tensors, layout, operators)
+                weight = dense_of(layout, tensors, operators)
                 if term:
                     parts[-1] = parts[-1] + weight
                 else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -17,15 +17,13 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
-    Side,
     Site,
     Structure,
     Target,
     Tensors,
-    clip_note,
     register,
-    svd_flops,
 )
+from tcompress.structures.capabilities import LooksUp
 
 
 class LowRankLayout(Layout):
@@ -35,7 +33,7 @@ class LowRankLayout(Layout):
     rank: int = Field(gt=0)
 
 
-class LowRank(Structure[LowRankSpec, LowRankLayout]):
+class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
     """Two thin factors, fitted by the whitened truncated SVD."""
 
     name = "lowrank"
@@ -60,20 +58,14 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
             rank=min(rank, site.in_features, site.out_features),
         )
 
-    def clipped(self, spec: LowRankSpec, layout: LowRankLayout) -> str | None:
-        return clip_note(spec.rank, (layout.rank,))
-
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {
             "a": (layout.out_features, layout.rank),
             "b": (layout.rank, layout.in_features),
         }
 
-    def core_macs(self, layout: LowRankLayout) -> int:
-        return layout.rank * (layout.in_features + layout.out_features)
-
-    def core(self, z: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
-        return (z @ tensors["b"].mT) @ tensors["a"].mT
+    def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        return (x @ tensors["b"].mT) @ tensors["a"].mT
 
     def looks_up(self, layout: LowRankLayout) -> bool:
         return True
@@ -81,23 +73,12 @@ class LowRank(Structure[LowRankSpec, LowRankLayout]):
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return embedding(index, tensors["a"]) @ tensors["b"]
 
-    def row_macs(self, layout: LowRankLayout) -> int:
-        return layout.rank * layout.in_features
-
     def scale_rows(
         self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
     ) -> dict[str, Tensor]:
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
-    def fills(self, spec: LowRankSpec) -> bool:
-        return True
-
-    def fit_flops(self, layout: LowRankLayout, *, calibrated: bool) -> float:
-        return svd_flops(layout.out_features, layout.in_features)
-
-    def fit(
-        self, target: Target, layout: LowRankLayout, operators: Mapping[Side, Any]
-    ) -> dict[str, Tensor]:
+    def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         if target.curvature is not None:
             a, b = fit_lowrank_curved(
                 target.product, target.full_gram(), target.curvature, layout.rank

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from math import ceil, gcd, log2
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd, log2
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,13 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     register,
+)
+from tcompress.structures.capabilities import (
+    CostsOther,
+    FitCost,
+    Transformed,
+    dense_of,
+    first_operators,
     svd_flops,
 )
 from tcompress.structures.transform import (
@@ -42,9 +50,6 @@ from tcompress.structures.transform import (
     TransformLayout,
     apply_inverse,
     apply_transform,
-    build_operator,
-    transform_macs,
-    transform_tensors,
 )
 
 STEPS = 15
@@ -66,6 +71,10 @@ class LprodLayout(Layout):
     stages: int = 0
     tubal_rank: int | None = None
     seed: int = 0
+
+    @property
+    def regressors(self) -> int:
+        return self.padded_in // self.p
 
     @property
     def padded_in(self) -> int:
@@ -109,7 +118,7 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-class Lprod(Structure[LprodSpec, LprodLayout]):
+class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
     name = "lprod"
@@ -170,66 +179,24 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
         rank = layout.tubal_rank
         return {"left": (layout.p, rows, rank), "right": (layout.p, rank, cols)}
 
-    def core_macs(self, layout: LprodLayout) -> int:
-        macs = sum(a * b * c for a, b, c in self.tensors(layout).values())
-        return 2 * macs if layout.transform == "dft" else macs
-
-    def fit_flops(self, layout: LprodLayout, *, calibrated: bool) -> float:
+    def fit_cost(self, layout: LprodLayout, *, calibrated: bool) -> FitCost:
+        rows, columns = layout.out_features, layout.in_features
         if layout.tubal_rank is not None:
-            return svd_flops(layout.out_features, layout.in_features)
-        return super().fit_flops(layout, calibrated=calibrated)
-
-    def regressors(self, layout: LprodLayout) -> int:
-        return layout.padded_in // layout.p
-
-    def suited(self, spec: LprodSpec, target: float) -> LprodSpec:
-        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
-        # the rest, and do better with it.
-        return spec.model_copy(update={"p": max(8, 2 ** ceil(log2(2 / target)))})
-
-    def alone(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
-        most = round(log2(self.suited(spec, target).p))
-        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
-
-    def offered(self, spec: LprodSpec, target: float) -> tuple[LprodSpec, ...]:
-        # A quarter for the slices: layers that get little of a budget need small ones.
-        most = ceil(log2(4 / target))
-        return tuple(spec.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
-
-    def settle(self, spec: LprodSpec, *, calibrated: bool) -> LprodSpec:
-        if spec.transform is not None:
-            return spec
-        return spec.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+            return FitCost(svd_flops(rows, columns))
+        return FitCost(2.0 * rows * columns**2 if calibrated else 0.0)
 
     def quick_fit(self, target: Target, layout: LprodLayout) -> Tensor:
         """Fits slices behind a DCT in place of a transform that would take long to fit."""
         if layout.transform == "fitted":
             fixed = {"transform": "dct", "block_in": 0, "block_out": 0, "stages": 0}
             layout = layout.model_copy(update=fixed)
-        return super().quick_fit(target, layout)
+        operators = first_operators(layout, target.product)
+        fitted = self.fit(replace(target, curvature=None, operators=operators), layout)
+        return dense_of(layout, fitted, operators)
 
-    def side_key(self, layout: LprodLayout, side: Side) -> Hashable:
-        return layout.transform_of(side) if self.has_side(layout, side) else None
-
-    def has_side(self, layout: LprodLayout, side: Side) -> bool:
-        return layout.transform != "identity" and layout.placement in (side, "both")
-
-    def side_tensors(self, layout: LprodLayout, side: Side) -> Shapes:
-        return transform_tensors(layout.transform_of(side)) if self.has_side(layout, side) else {}
-
-    def side_macs(self, layout: LprodLayout, side: Side) -> int:
-        return transform_macs(layout.transform_of(side)) if self.has_side(layout, side) else 0
-
-    def constants(self, layout: LprodLayout, side: Side) -> Tensors:
-        """The fixed part of the side's transform."""
-        if not self.has_side(layout, side):
-            return {}
-        return {"tubes": layout.transform_of(side).tube_matrix()}
-
-    def operator(self, tensors: Tensors, layout: LprodLayout, side: Side, like: Tensor) -> Any:
-        if not self.has_side(layout, side):
-            return None
-        return build_operator(tensors, layout.transform_of(side), like)
+    def transform(self, layout: LprodLayout, side: Side) -> TransformLayout | None:
+        has_one = layout.transform != "identity" and layout.placement in (side, "both")
+        return layout.transform_of(side) if has_one else None
 
     def encode(self, x: Tensor, operator: Any, layout: LprodLayout) -> Tensor:
         if layout.padded_in != layout.in_features:
@@ -243,30 +210,28 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
             u = apply_inverse(u, operator)
         return u[..., : layout.out_features]
 
-    def core(self, z: Tensor, tensors: Tensors, layout: LprodLayout) -> Tensor:
+    def apply(self, x: Tensor, tensors: Tensors, layout: LprodLayout) -> Tensor:
         if layout.transform == "dft":
-            return self._conjugate_core(z, tensors["slices"])
+            return self._conjugate_product(x, tensors["slices"])
         late = layout.transform == "fitted" and layout.placement == "out"
         if layout.tubal_rank is None:
-            return _facewise(z, tensors["slices"], feature_major=late)
-        inner = _facewise(z, tensors["right"], feature_major=False)
+            return _facewise(x, tensors["slices"], feature_major=late)
+        inner = _facewise(x, tensors["right"], feature_major=False)
         return _facewise(inner, tensors["left"], feature_major=late)
 
     @staticmethod
-    def _conjugate_core(z: Tensor, slices: Tensor) -> Tensor:
+    def _conjugate_product(z: Tensor, slices: Tensor) -> Tensor:
         own, partner, swap = expand_conjugate_slices(slices)
         width = slices.shape[-1]
         swapped = z.unflatten(-1, (slices.shape[-3], width))[..., swap, :].flatten(-2)
         return _facewise(z, own) + _facewise(swapped, partner)
 
-    def fit(
-        self, target: Target, layout: LprodLayout, operators: Mapping[Side, Any]
-    ) -> dict[str, Tensor]:
+    def fit(self, target: Target, layout: LprodLayout) -> dict[str, Tensor]:
         product = _padded(target.product, layout)
         gram = target.gram
         if gram is not None or layout.padded_in != layout.in_features:
             gram = _padded_gram(target.full_gram(), layout.padded_in)
-        turn_in, turn_out = operators.get("in"), operators.get("out")
+        turn_in, turn_out = target.operators.get("in"), target.operators.get("out")
         if turn_in is not None:
             product = apply_transform(product, turn_in)
             if gram is not None:
@@ -292,12 +257,12 @@ class Lprod(Structure[LprodSpec, LprodLayout]):
             return {"slices": diagonal_blocks(product, layout.p).contiguous()}
         return {"slices": fit_slices(product, gram, layout.p)}
 
-    def fit_side(
+    def fit_transform(
         self, targets: Sequence[Target], layout: LprodLayout, side: Side
     ) -> dict[str, Tensor]:
         shape = layout.transform_of(side)
         if layout.transform != "fitted":
-            return self.start_side(layout, side)
+            return shape.first()
         problems = [
             Problem(
                 _padded(target.product, layout),

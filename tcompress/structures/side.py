@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.base import Layout, Side, structure
+from tcompress.structures.base import Layout, Side
+from tcompress.structures.capabilities import decoded, encoded, transform_of
 
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -55,13 +56,15 @@ class SideModule(nn.Module):
         self.layout = layout
         self.side = side
         self.readers = readers
-        self._structure = structure(layout.structure)
-        for name, shape in self._structure.side_tensors(layout, side).items():
+        transform = transform_of(layout, side)
+        assert transform is not None  # there would be no module
+        self._transform = transform
+        for name, shape in transform.shapes.items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
         # Not a buffer: loading fills buffers that no file has with whatever memory holds.
         with torch.device("cpu"):  # models are built on the meta device before they are loaded
-            self._constants = dict(self._structure.constants(layout, side))
+            self._constants = dict(transform.constants())
         self._built: tuple[Any, dict[str, Tensor], Any] | None = None
         self._last: tuple[weakref.ref[Tensor], Any, Tensor, set[int]] | None = None
 
@@ -77,13 +80,13 @@ class SideModule(nn.Module):
         if training and not compiling:
             self.changes += 1
         if training or compiling:
-            return self._structure.operator(tensors, self.layout, self.side, like)
+            return self._transform.build(tensors, like)
         stamp = (like.dtype, like.device)
         last = self._built
         if last is None or last[0] != stamp or not _same(last[1], tensors):
             with torch.inference_mode(False), torch.no_grad():
                 copies = {name: tensor.clone() for name, tensor in tensors.items()}
-                built = self._structure.operator(copies, self.layout, self.side, like)
+                built = self._transform.build(copies, like)
             last = self._built = (stamp, copies, built)
         return last[2]
 
@@ -115,8 +118,8 @@ class SideModule(nn.Module):
         operator = self.operator(rows)
         if self.side == "in":
             rows = rows.reshape(-1, rows.shape[-1])
-            return self._structure.encode(rows, operator, self.layout)
-        return self._structure.decode(rows, operator, self.layout)
+            return encoded(self.layout, rows, operator)
+        return decoded(self.layout, rows, operator)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.changes += 1  # a cast may find the address that its first tensor left

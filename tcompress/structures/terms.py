@@ -52,6 +52,11 @@ class Layout(BaseModel):
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
 
+    @property
+    def regressors(self) -> int:
+        """How many inputs every output sees: what calibration rows must suffice for."""
+        return self.in_features
+
     @model_serializer(mode="wrap")
     def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Keeps the name in dumps without defaults: it selects the class on reading."""
@@ -96,6 +101,7 @@ class Target:
         start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
             from; it then ends no worse. Empty for a first fit.
         bank: Tensors of the bank, float64, fitted before; none for terms without one.
+        operators: Built transforms of its sides; none for structures without.
     """
 
     product: Tensor
@@ -105,6 +111,7 @@ class Target:
     weight: Tensor | None = None
     start: Tensors = field(default_factory=dict)
     bank: Tensors = field(default_factory=dict)
+    operators: Mapping[Side, Any] = field(default_factory=dict)
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""

@@ -23,6 +23,7 @@ from tcompress.linalg.rotation import (
 from tcompress.linalg.transforms import fixed_transform
 from tcompress.options.methods import TransformKind as TransformKind
 from tcompress.structures.base import Shapes, Tensors
+from tcompress.structures.capabilities import Transform
 
 
 class Operator(NamedTuple):
@@ -38,7 +39,7 @@ class Operator(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransformLayout:
+class TransformLayout(Transform):
     """Kind and sizes of one transform."""
 
     kind: TransformKind
@@ -58,44 +59,29 @@ class TransformLayout:
         kind = "dct" if self.kind in ("learned", "fitted") else self.kind
         return fixed_transform(kind, self.p, self.seed)
 
+    @property
+    def shapes(self) -> Shapes:
+        if self.kind == "learned":
+            return {"generators": (self.p * (self.p - 1) // 2,)}
+        return {"generators": self.rotation.generators_shape} if self.kind == "fitted" else {}
 
-def transform_tensors(layout: TransformLayout) -> Shapes:
-    """Shapes of what is stored."""
-    if layout.kind == "learned":
-        return {"generators": (layout.p * (layout.p - 1) // 2,)}
-    if layout.kind == "fitted":
-        return {"generators": layout.rotation.generators_shape}
-    return {}
+    def constants(self) -> Tensors:
+        # Compilers cannot trace into scipy, so a module makes the fixed part beforehand.
+        return {"tubes": self.tube_matrix()}
 
-
-def transform_macs(layout: TransformLayout) -> int:
-    """Multiply-adds for one token."""
-    tubes = layout.features * layout.p
-    if layout.kind != "fitted":
-        return tubes
-    return layout.rotation.macs + (0 if merges_with(layout.rotation, layout.p) else tubes)
-
-
-def build_operator(tensors: Tensors, layout: TransformLayout, like: Tensor) -> Operator:
-    """Builds the operator; gradients flow to the generators.
-
-    Args:
-        tensors: What is stored, and `tubes`, the fixed part, where it was made before.
-        layout: Kind and sizes.
-        like: Tensor whose dtype and device the operator takes.
-    """
-    # Compilers cannot trace into scipy, so a module makes the fixed part beforehand.
-    fixed = tensors["tubes"] if "tubes" in tensors else layout.tube_matrix()
-    fixed = fixed.to(like.device)
-    if layout.kind == "learned":
-        turn = build_blocks(tensors["generators"], layout.p)
-        return Operator(None, (turn @ fixed.to(turn)).to(like.dtype))
-    if layout.kind != "fitted":
-        return Operator(None, fixed.to(like.dtype))
-    blocks = build_blocks(tensors["generators"], layout.block)
-    if merges_with(layout.rotation, layout.p):
-        return Operator(fold_tube_transform(blocks, fixed).to(like.dtype), None)
-    return Operator(blocks.to(like.dtype), fixed.to(like.dtype))
+    def build(self, tensors: Tensors, like: Tensor) -> Operator:
+        """Builds the operator; gradients flow to the generators."""
+        fixed = tensors["tubes"] if "tubes" in tensors else self.tube_matrix()
+        fixed = fixed.to(like.device)
+        if self.kind == "learned":
+            turn = build_blocks(tensors["generators"], self.p)
+            return Operator(None, (turn @ fixed.to(turn)).to(like.dtype))
+        if self.kind != "fitted":
+            return Operator(None, fixed.to(like.dtype))
+        blocks = build_blocks(tensors["generators"], self.block)
+        if merges_with(self.rotation, self.p):
+            return Operator(fold_tube_transform(blocks, fixed).to(like.dtype), None)
+        return Operator(blocks.to(like.dtype), fixed.to(like.dtype))
 
 
 def apply_transform(x: Tensor, operator: Operator) -> Tensor:

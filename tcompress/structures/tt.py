@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import inf, prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,16 +38,14 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
-    Side,
     Site,
     Structure,
     Target,
     Tensors,
-    clip_note,
     predicted_loss,
     register,
-    svd_flops,
 )
+from tcompress.structures.capabilities import CostsOther, FitCost, LooksUp, svd_flops
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
 IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it moves data
@@ -91,7 +89,7 @@ class TTLayout(Layout):
         return self.in_modes, self.out_modes, self.ranks
 
 
-class TensorTrain(Structure[TTSpec, TTLayout]):
+class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     """A chain of cores, started by the TT-SVD and fitted by alternating least squares."""
 
     name = "tt"
@@ -112,42 +110,25 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
             apply=spec.apply,
         )
 
-    def clipped(self, spec: TTSpec, layout: TTLayout) -> str | None:
-        return clip_note(spec.rank, layout.ranks)
-
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)
         modes = zip(layout.out_modes, layout.in_modes, strict=True)
         return {f"core{n}": (bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
 
-    def core_macs(self, layout: TTLayout) -> int:
-        return self._each(layout, contract=_contracts(layout, None))
-
-    def pass_macs(self, layout: TTLayout, tokens: int) -> tuple[int, int]:
-        contract = _contracts(layout, tokens)
-        once = 0 if contract else rebuild_macs(*layout.shape)
-        return once, self._each(layout, contract=contract)
-
-    @staticmethod
-    def _each(layout: TTLayout, *, contract: bool) -> int:
-        return (
-            contract_macs(*layout.shape) if contract else layout.in_features * layout.out_features
-        )
-
-    def core(self, z: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
+    def apply(self, x: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         cores = _cores(tensors, layout)
         lead = cores[0].dim() - 4
         price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
-        if _contracts(layout, prod(z.shape[lead:-1]), price):
-            return tt_apply(z, cores)[..., : layout.out_features]
-        return z @ _matrix(cores, layout).mT
+        if _contracts(layout, prod(x.shape[lead:-1]), price):
+            return tt_apply(x, cores)[..., : layout.out_features]
+        return x @ _matrix(cores, layout).mT
 
     def looks_up(self, layout: TTLayout) -> bool:
         return True
 
     def rows(self, index: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         cores = _cores(tensors, layout)
-        if torch.compiler.is_compiling():  # it cannot know how many different words there are
+        if torch.compiler.is_compiling() or index.is_meta:  # nobody knows how many differ
             return tt_rows(index, cores)[:, : layout.in_features]
         words, places = index.unique(return_inverse=True)
         if words.device.type == "cpu" and words.numel():  # sorted; elsewhere it would have to wait
@@ -158,22 +139,13 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
                 )
         return tt_rows(words, cores)[:, : layout.in_features][places]
 
-    def row_macs(self, layout: TTLayout) -> int:
-        bonds, done, total = (1, *layout.ranks, 1), 1, 0
-        for index, mode in enumerate(layout.in_modes):
-            total += done * bonds[index] * mode * bonds[index + 1]
-            done *= mode
-        return total
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: TTLayout) -> None:
+        return None  # a row is made of what other rows are made of too
 
-    def dense(self, tensors: Tensors, layout: TTLayout, operators: Mapping[Side, Any]) -> Tensor:
+    def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
         return _matrix(_cores(tensors, layout), layout)
 
-    def fills(self, spec: TTSpec) -> bool:
-        return spec.rank is None
-
-    def fit(
-        self, target: Target, layout: TTLayout, operators: Mapping[Side, Any]
-    ) -> dict[str, Tensor]:
+    def fit(self, target: Target, layout: TTLayout) -> dict[str, Tensor]:
         cores = self._fitted(target, layout, CURVED_SWEEPS)
         return {f"core{n}": core for n, core in enumerate(cores)}
 
@@ -223,14 +195,12 @@ class TensorTrain(Structure[TTSpec, TTLayout]):
         scales = np.interp(np.arange(len(layouts)), places, ratios) if places else 0.0 * cuts
         return [min(constant, float(loss)) for loss in scales * cuts]
 
-    def fit_flops(self, layout: TTLayout, *, calibrated: bool) -> float:
+    def fit_cost(self, layout: TTLayout, *, calibrated: bool) -> FitCost:
         sweeps = int(calibrated) + int(not _is_settled(layout))
         separates = prod(layout.out_modes) == layout.out_features
         start = svd_flops(layout.out_features, layout.in_features)
-        return start + 2.0 * sweeps * fit_macs(*layout.shape, separates=separates)
-
-    def fit_bytes(self, layout: TTLayout, *, calibrated: bool) -> int:
-        return 0 if _is_settled(layout) and not calibrated else fit_bytes(*layout.shape)
+        flops = start + 2.0 * sweeps * fit_macs(*layout.shape, separates=separates)
+        return FitCost(flops, fit_bytes(*layout.shape) if sweeps else 0)
 
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)

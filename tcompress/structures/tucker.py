@@ -10,9 +10,9 @@ of a role (`layers`), or a whole stack of blocks (`model`).
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import PositiveInt
@@ -38,13 +38,18 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
-    Side,
     Site,
     Structure,
     Target,
     Tensors,
-    clip_note,
     register,
+)
+from tcompress.structures.capabilities import (
+    CostsOther,
+    FitCost,
+    LooksUp,
+    Shared,
+    SharesFactors,
     svd_flops,
 )
 
@@ -88,7 +93,7 @@ class _Cut(NamedTuple):
     turned: bool = False
 
 
-class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
+class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, CostsOther):
     """Cores between two factors, of one weight or of all that share a bank."""
 
     name = "tucker"
@@ -121,10 +126,6 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             turned=cut.turned,
         )
 
-    def clipped(self, spec: TuckerSpec, layout: TuckerLayout) -> str | None:
-        cores = None if layout.bank is None else clip_note(spec.cores, (layout.cores,))
-        return clip_note(spec.rank, layout.ranks) or cores
-
     def tensors(self, layout: TuckerLayout) -> Shapes:
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
@@ -135,61 +136,42 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             "v": (layout.in_features, right),
         }
 
-    def core_macs(self, layout: TuckerLayout) -> int:
-        (rows, columns), (left, right), (a, b) = layout.grid, layout.ranks, _edges(layout)
-        return columns * b * right + rows * left * columns * right + rows * left * a
-
-    def pass_macs(self, layout: TuckerLayout, tokens: int) -> tuple[int, int]:
-        once = prod((*layout.grid, layout.cores, *layout.ranks)) if layout.bank else 0
-        return once, self.core_macs(layout)
-
     def looks_up(self, layout: TuckerLayout) -> bool:
         return layout.bank is None
 
     def rows(self, index: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
 
-    def row_macs(self, layout: TuckerLayout) -> int:
-        left, right = layout.ranks
-        return left * right + right * layout.in_features
-
     def scale_rows(
         self, tensors: Tensors, scales: Tensor, layout: TuckerLayout
     ) -> dict[str, Tensor]:
         return {**tensors, "u": tensors["u"] * scales[:, None]}
 
-    def core(self, z: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
+    def apply(self, x: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         u, v = tensors["u"], tensors["v"]
         if layout.bank is None:
-            return z @ v @ tensors["core"].mT @ u.mT
+            return x @ v @ tensors["core"].mT @ u.mT
         middles = mixed_cores(tensors["mix"], tensors["cores"])  # (..., m, q, left, right)
         middle = middles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         if layout.turned:
             u, v, middle = v, u, middle.mT
-        seen = (z.unflatten(-1, (-1, len(v))) @ v).flatten(-2)
+        seen = (x.unflatten(-1, (-1, len(v))) @ v).flatten(-2)
         return ((seen @ middle.mT).unflatten(-1, (-1, u.shape[-1])) @ u.mT).flatten(-2)
 
-    def dense(
-        self, tensors: Tensors, layout: TuckerLayout, operators: Mapping[Side, Any]
-    ) -> Tensor:
+    def dense(self, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         if layout.bank is None:
             return tensors["u"] @ tensors["core"] @ tensors["v"].mT
         weight = mixed_weight(tensors["mix"], _bank(tensors))
         return weight.mT if layout.turned else weight
 
-    def fills(self, spec: TuckerSpec) -> bool:
-        return spec.rank is None or (spec.pools and spec.cores is None)
-
-    def fit_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
+    def fit_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
         if layout.bank is None:
-            return svd_flops(layout.out_features, layout.in_features)
+            return FitCost(svd_flops(layout.out_features, layout.in_features))
         (rows, columns), middle = layout.grid, prod(layout.ranks)
         each = layout.cores * middle * (sum(layout.ranks) + layout.cores)
-        return 2.0 * each * (rows * columns) ** 2
+        return FitCost(2.0 * each * (rows * columns) ** 2)
 
-    def fit(
-        self, target: Target, layout: TuckerLayout, operators: Mapping[Side, Any]
-    ) -> dict[str, Tensor]:
+    def fit(self, target: Target, layout: TuckerLayout) -> dict[str, Tensor]:
         if layout.bank is not None:
             return {"mix": _fit_mixing(target, layout)}
         gram, rank = target.gram, layout.ranks[0]
@@ -224,7 +206,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             for name, shape in self.tensors(layout).items()
         }
 
-    def pool(self, spec: TuckerSpec, site: Site) -> Hashable:
+    def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
         cut = _cut(spec.share, site)
         if cut is None:
             return None
@@ -233,19 +215,14 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
             return site.block, site.role.startswith("cross_"), cut.block
         return stack, site.role if spec.share == "layers" else None, cut.block
 
-    def bank_name(self, layout: TuckerLayout) -> str | None:
-        return layout.bank
-
-    def bank_tensors(self, layout: TuckerLayout) -> Shapes:
+    def shared(self, layout: TuckerLayout) -> Shared | None:
         if layout.bank is None:
-            return {}
+            return None
         (a, b), (left, right) = layout.block, layout.ranks
-        return {"u": (a, left), "cores": (layout.cores, left, right), "v": (b, right)}
+        shapes = {"u": (a, left), "cores": (layout.cores, left, right), "v": (b, right)}
+        return Shared(layout.bank, shapes, prod(layout.grid) / layout.blocks)
 
-    def bank_share(self, layout: TuckerLayout) -> float:
-        return prod(layout.grid) / layout.blocks
-
-    def fit_bank(
+    def fit_shared(
         self, targets: Sequence[Target], layouts: Sequence[TuckerLayout]
     ) -> dict[str, Tensor]:
         users = [_user(*pair) for pair in zip(targets, layouts, strict=True)]
@@ -253,27 +230,26 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout]):
         bank = fit_bank(users, first.block, (first.cores, *first.ranks))
         return {"u": bank.left, "cores": bank.cores, "v": bank.right}
 
-    def bank_flops(self, layout: TuckerLayout, *, calibrated: bool) -> float:
+    def shared_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
         (a, b), (left, right) = layout.block, layout.ranks
         middles = left * right * (left + right)
         plain = a * b * (left + right) + middles
         seen = a * a * left + b * b * right + middles
         steps = SWEEPS * 2 * STEPS * layout.blocks
-        return 2.0 * (SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0))
-
-    def bank_bytes(self, layout: TuckerLayout, *, calibrated: bool) -> int:
-        a, b = layout.block
+        flops = 2.0 * (SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0))
         moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
-        return 8 * layout.blocks * (6 * a * b + moments)
+        return FitCost(flops, 8 * layout.blocks * (6 * a * b + moments))
 
-    def start_bank(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        a, b = layout.block
-        left, right = layout.ranks
+    def start_shared(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        found = self.shared(layout)
+        if found is None:
+            return {}
+        (a, b), (left, right) = layout.block, layout.ranks
         # Mixing weights know from which side their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
         return {
             name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
-            for name, shape in self.bank_tensors(layout).items()
+            for name, shape in found.shapes.items()
         }
 
 
@@ -336,10 +312,6 @@ def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | N
     if not found:
         raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
     return found[-1]
-
-
-def _edges(layout: TuckerLayout) -> tuple[int, int]:
-    return layout.block if layout.bank else (layout.out_features, layout.in_features)
 
 
 def _bank(tensors: Tensors) -> Bank:

@@ -13,7 +13,6 @@ from tcompress.options import Convert, Recipe, Sweep
 from tcompress.options.methods import AutoSpec
 from tcompress.options.naming import short_name
 from tcompress.planning.entries import Plan
-from tcompress.planning.offers import structure_of
 from tcompress.planning.planner import make_plan
 from tcompress.source import SourceModel
 from tcompress.structures import structures
@@ -101,7 +100,7 @@ def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> 
     assert spec is not None
     if isinstance(spec, AutoSpec):
         return spec
-    specs = structure_of(spec).alone(spec, target)
+    specs = spec.alone(target)
     return min(specs, key=lambda item: _left(convert.at(target, item), source))
 
 

@@ -14,13 +14,19 @@ from torch import Tensor
 from tcompress.linalg.moments import Moments
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
+from tcompress.structures.capabilities import (
+    NO_OPERATORS,
+    SIDES,
+    dense_of,
+    shared_of,
+    transform_of,
+)
 from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.tt import TTLayout
 from tcompress.structures.tucker import TuckerLayout
 
-SIDES: tuple[Side, Side] = ("in", "out")
 Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`, `bank.u`
 NO_BANK: Stored = {}
 
@@ -254,13 +260,13 @@ def reference_of(layer: StructuredLinear) -> Tensor:
 
 def random_operators(layout: Layout, seed: int = 0) -> dict[Side, object]:
     """Builds the operators of both sides from random tensors."""
-    kind, operators = structure(layout.structure), {}
+    operators: dict[Side, object] = {}
     for place, side in enumerate(SIDES):
-        if kind.has_side(layout, side):
-            shapes = kind.side_tensors(layout, side)
-            tensors = {n: 0.4 * randn(*s, seed=seed + place) for n, s in shapes.items()}
-            like = torch.zeros(1, dtype=torch.float64)
-            operators[side] = kind.operator(tensors, layout, side, like)
+        transform = transform_of(layout, side)
+        if transform is not None:
+            shapes = transform.shapes.items()
+            tensors = {n: 0.4 * randn(*s, seed=seed + place) for n, s in shapes}
+            operators[side] = transform.build(tensors, torch.zeros(1, dtype=torch.float64))
     return operators
 
 
@@ -274,18 +280,23 @@ def make_moments(features: int, rows: int, *, noise: float = 0.2, seed: int = 0)
 
 def random_bank(layout: Layout, seed: int = 0) -> dict[str, Tensor]:
     """Draws the tensors of the bank that a layout uses."""
-    shapes = structure(layout.structure).bank_tensors(layout)
-    return {name: randn(*shape, seed=seed + n) for n, (name, shape) in enumerate(shapes.items())}
+    shared = shared_of(layout)
+    shapes = enumerate(shared.shapes.items() if shared else ())
+    return {name: randn(*shape, seed=seed + n) for n, (name, shape) in shapes}
 
 
 def target_of(
-    weight: Tensor, moments: Moments | None, bank: Mapping[str, Tensor] = NO_BANK
+    weight: Tensor,
+    moments: Moments | None,
+    bank: Mapping[str, Tensor] = NO_BANK,
+    operators: Mapping[Side, object] = NO_OPERATORS,
 ) -> Target:
     """Returns what a single term is fitted to; without moments the data-free target."""
+    own: Any = {"bank": bank, "operators": operators}
     if moments is None:
-        return Target(weight, None, float(weight.square().sum()), bank=bank)
+        return Target(weight, None, float(weight.square().sum()), **own)
     scale = float((weight @ moments.dense).mul(weight).sum())
-    return Target(weight @ moments.cross, moments.gram, scale, weight=weight, bank=bank)
+    return Target(weight @ moments.cross, moments.gram, scale, weight=weight, **own)
 
 
 def fitted_weight(
@@ -293,5 +304,5 @@ def fitted_weight(
 ) -> Tensor:
     """Fits one term with given sides and returns the dense weight of the result."""
     kind, bank = structure(layout.structure), random_bank(layout)
-    tensors = kind.fit(target_of(weight, moments, bank), layout, operators)
-    return kind.dense({**tensors, **bank}, layout, operators)
+    tensors = kind.fit(target_of(weight, moments, bank, operators), layout)
+    return dense_of(layout, {**tensors, **bank}, operators)

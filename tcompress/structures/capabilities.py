@@ -1,0 +1,238 @@
+"""What only some structures can do. Each is asked for with `isinstance`; none is needed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcompress.structures.base import structure
+from tcompress.structures.terms import Layout, Shapes, Side, Site, Target, Tensors
+
+SIDES: tuple[Side, Side] = ("in", "out")
+NO_OPERATORS: Mapping[Side, Any] = {}
+
+
+# ---------------------------------------------------------------- rows on demand
+
+
+class LooksUp(ABC):
+    """Builds rows of its weight on demand, so that a table of embeddings may be stored so."""
+
+    @abstractmethod
+    def looks_up(self, layout: Any) -> bool:
+        """Whether a layout has all that its rows are made of."""
+
+    @abstractmethod
+    def rows(self, index: Tensor, tensors: Tensors, layout: Any) -> Tensor:
+        """Builds rows of the dense weight.  # (n,) -> (n, in)."""
+
+    @abstractmethod
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
+        """Multiplies the rows of the dense weight, if these tensors can say so.
+
+        Args:
+            tensors: The layer's own tensors.
+            scales: A factor for each row.  # (out,)
+            layout: Their layout.
+        """
+
+
+# ---------------------------------------------------------------- shared factors
+
+
+class Shared(NamedTuple):
+    """The factors that a layer shares with others: a bank.
+
+    Attributes:
+        name: Name of the bank, unique within a layer.
+        shapes: Shapes of its tensors, which stand among those of `apply` and `dense`.
+        share: What part of it a layer answers for; those of all users add up to one.
+    """
+
+    name: str
+    shapes: Shapes
+    share: float
+
+
+class SharesFactors(ABC):
+    """Has factors that heads, layers or the model share, beside tensors of a layer's own."""
+
+    @abstractmethod
+    def sharing_group(self, spec: Any, site: Site) -> Hashable:
+        """Identifies the bank that a site would use: sites of a model with equal ones share it."""
+
+    @abstractmethod
+    def shared(self, layout: Any) -> Shared | None:
+        """Describes the bank that a layout uses, if it uses one."""
+
+    @abstractmethod
+    def fit_shared(self, targets: Sequence[Target], layouts: Sequence[Any]) -> dict[str, Tensor]:
+        """Fits a bank, float64, to what all its users aim at; every target has its weight."""
+
+    @abstractmethod
+    def start_shared(self, layout: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draws random tensors of a bank, as `start` does."""
+
+    @abstractmethod
+    def shared_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
+        """What `fit_shared` takes, with all weights and moments that it looks at."""
+
+
+def shared_of(layout: Layout) -> Shared | None:
+    """Describes the bank that a term uses, if it uses one."""
+    kind = structure(layout.structure)
+    return kind.shared(layout) if isinstance(kind, SharesFactors) else None
+
+
+# ---------------------------------------------------------------- transforms
+
+
+class Transform(ABC):
+    """A transform of what a layer reads or returns.
+
+    It is hashable: layers that read one input share it where theirs are equal. What is stored for
+    it is the orthogonal, or at least invertible, transform's own; zeros stand for its first values.
+    """
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """Shapes of what is stored."""
+
+    @abstractmethod
+    def constants(self) -> Tensors:
+        """Fixed tensors that it is built from: made once, neither stored nor trained."""
+
+    @abstractmethod
+    def build(self, tensors: Tensors, like: Tensor) -> Any:
+        """Builds what is applied, from what is stored and from constants.
+
+        Args:
+            tensors: Both, by name; constants that are missing are made anew.
+            like: Tensor whose dtype and device the result takes.
+        """
+
+    def first(self) -> dict[str, Tensor]:
+        """First values of what is stored, float32."""
+        return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+
+
+class Transformed(ABC):
+    """Applies its own tensors between two transforms, of the input and of the output.
+
+    y = decode(apply(encode(x))). Either transform may be missing. That of the input is shared by
+    the layers that read it, that of the output by the experts of a layer.
+    """
+
+    @abstractmethod
+    def transform(self, layout: Any, side: Side) -> Transform | None:
+        """Describes the transform of one side, if there is one."""
+
+    @abstractmethod
+    def fit_transform(
+        self, targets: Sequence[Target], layout: Any, side: Side
+    ) -> dict[str, Tensor]:
+        """Fits what one side stores for all layers that share it, float64."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, operator: Any, layout: Any) -> Tensor:
+        """Takes the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in').
+
+        Args:
+            x: The input.
+            operator: The built transform, None where there is none.
+            layout: The layout.
+        """
+
+    @abstractmethod
+    def decode(self, u: Tensor, operator: Any, layout: Any) -> Tensor:
+        """Takes what `apply` returns to the host's coordinates.  # (tokens, out') -> (.., out)."""
+
+
+def transform_of(layout: Layout, side: Side) -> Transform | None:
+    """Describes the transform of one side of a term, if there is one."""
+    kind = structure(layout.structure)
+    return kind.transform(layout, side) if isinstance(kind, Transformed) else None
+
+
+def transform_shapes(layout: Layout, side: Side) -> Shapes:
+    """Shapes of what is stored for one side of a term."""
+    found = transform_of(layout, side)
+    return {} if found is None else found.shapes
+
+
+def first_operators(layout: Layout, like: Tensor) -> dict[Side, Any]:
+    """Builds the transforms of a term from their first values, in the dtype of a tensor."""
+    found = {side: transform_of(layout, side) for side in SIDES}
+    return {
+        side: item.build({k: t.to(like) for k, t in item.first().items()}, like)
+        for side, item in found.items()
+        if item is not None
+    }
+
+
+def encoded(layout: Layout, x: Tensor, operator: Any = None) -> Tensor:
+    """Takes the input of a term to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
+    kind = structure(layout.structure)
+    return kind.encode(x, operator, layout) if isinstance(kind, Transformed) else x
+
+
+def decoded(layout: Layout, u: Tensor, operator: Any = None) -> Tensor:
+    """Takes what `apply` returns back.  # (tokens, out') -> (tokens, out)."""
+    kind = structure(layout.structure)
+    return kind.decode(u, operator, layout) if isinstance(kind, Transformed) else u
+
+
+def dense_of(
+    layout: Layout, tensors: Tensors, operators: Mapping[Side, Any] = NO_OPERATORS
+) -> Tensor:
+    """Returns the dense weight of a term, its transforms included.  # (..., out, in)."""
+    kind = structure(layout.structure)
+    if not isinstance(kind, Transformed):
+        return kind.dense(tensors, layout)
+    like = next(iter(tensors.values()))
+    eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
+    u = kind.apply(kind.encode(eye, operators.get("in"), layout), tensors, layout)
+    dense = kind.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
+    return dense.reshape(*u.shape[:-1], -1).mT
+
+
+# ---------------------------------------------------------------- what a fit takes
+
+
+class FitCost(NamedTuple):
+    """What a fit takes, roughly.
+
+    Attributes:
+        flops: Floating-point operations.
+        bytes: Memory beyond a few copies of the weight and its moments, at most.
+    """
+
+    flops: float
+    bytes: int = 0
+
+
+class CostsOther(ABC):
+    """Has a fit that costs something else than one truncated SVD of the weight."""
+
+    @abstractmethod
+    def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
+        """What `fit` takes."""
+
+
+def svd_flops(rows: int, columns: int) -> float:
+    """Floating-point operations of a truncated SVD and of the products around it, roughly."""
+    least = min(rows, columns)
+    return 20.0 * least**3 + 4.0 * rows * columns * least
+
+
+def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
+    """What the fit of a term takes."""
+    kind = structure(layout.structure)
+    if isinstance(kind, CostsOther):
+        return kind.fit_cost(layout, calibrated=calibrated)
+    return FitCost(svd_flops(layout.out_features, layout.in_features))

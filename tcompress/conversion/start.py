@@ -21,6 +21,7 @@ from tcompress.anatomy import anatomy_of, attentions_of
 from tcompress.conversion.fit import FittedLayer
 from tcompress.conversion.shared import Banks, bank_of, owned
 from tcompress.conversion.sums import QueryKeySums
+from tcompress.errors import FitError
 from tcompress.mechanisms import mechanism
 from tcompress.mechanisms.base import QueryKeyMoments
 from tcompress.mechanisms.module import MechanismModule
@@ -190,7 +191,10 @@ def adapt(
         sums = QueryKeySums(centred=centred)
         for call in calls:
             sums.add(*call)
-        made = kind.adapted(layout, sums.moments())
+        try:
+            made = kind.adapted(layout, sums.moments())
+        except FitError as error:
+            raise FitError(f"attention `{name}`: {error.message}", error.hint) from error
         known |= {f"{name}.{key}": value for key, value in made.items()}
     for key in own.keys() & known.keys():
         own[key].copy_(known[key])

@@ -72,5 +72,8 @@ class QueryKeySums:
         """
         queries, keys = torch.as_tensor(self._queries), torch.as_tensor(self._keys)
         if not queries.dim() or not bool(torch.isfinite(queries.sum() + keys.sum())):
-            raise FitError("queries or keys on calibration data are missing, NaN or infinite")
+            raise FitError(
+                "queries or keys on calibration data are missing, NaN or infinite",
+                "repair the checkpoint, or convert this model without data: `--calib none`",
+            )
         return QueryKeyMoments(queries, keys)

@@ -80,7 +80,7 @@ def test_errors() -> None:
         "nothing says which dense model `gpt2` is to be compared with", "name it with `--against`"
     )
     done = run("bench", "gpt2-small", "--batch", "0", "--json")
-    assert (done.code, done.document["error"]["type"]) == (2, "InputError")
+    assert (done.code, done.document["error"]["type"]) == (2, "RecipeError")
     assert run("bench", "gpt2-small", "--mode", "quick").code == 2
     assert run("bench", "gpt2-small", "--repeats", "0").code == 2
     assert "have 64 positions" in run("bench", "gpt2-small", "--length", "65").err

@@ -12,7 +12,8 @@ import tcompress
 from tcompress.cli.job import default_output
 from tcompress.errors import RecipeError
 from tcompress.mechanisms.module import GuardedLinear, MechanismModule
-from tcompress.options import parse_recipe, reference_markdown
+from tcompress.options import parse_recipe
+from tcompress.reporting.reference import reference_markdown
 from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 from tests.support.typed import conversion
@@ -156,7 +157,7 @@ def test_dry_run_says_why_a_grid_does_not_fit(vit: Path) -> None:
 def test_sweeps_refuse_mechanisms_by_name(vit: Path) -> None:
     done = run("sweep", vit, "--methods", "svd,hot", "--targets", "0.5")
     assert done.code == 2
-    assert "`hot` is a mechanism of attention" in done.err
+    assert "and `hot` is a mechanism: a sweep compares structures" in done.err
 
 
 def test_embeddings_are_rewritten_beside(tmp_path: Path) -> None:

@@ -167,18 +167,18 @@ def test_a_recipe_without_training(tmp_path: Path) -> None:
     [
         (["--objective", "foo=1"], "`--objective` is `foo`, allowed is one of `task`, `logits`, "),
         (["--objective", "hidden=x"], "`--objective` is `x`, allowed is a number"),
-        (["--objective", "hidden"], "`--objective` is `hidden`, expected a pair such as `"),
-        (["--columns", "text"], "`--columns` is `text`, expected a pair such as `text=review`"),
+        (["--objective", "hidden"], "`--objective` is `hidden`, expected pairs `NAME=WEIGHT`"),
+        (["--columns", "text"], "`--columns` is `text`, expected pairs `ROLE=NAME`"),
         (["--teacher-blocks", "0,x"], "`--teacher-blocks` is `x`, allowed is a whole number"),
         (["--task", "naming"], "`--task` is `naming`, allowed is one of `classification`, "),
         (["--lr", "0", "--max-length", "1"], "`--max-length` is `1`, allowed is a whole number, at "
-         "least 2; `--lr` is `0.0`, allowed is a number, greater than 0"),
+         "least 2; `--lr` is `0`, allowed is a number, greater than 0"),
         (["--steps", "0"], "`--steps` is `0`, allowed is a whole number, at least 1"),
         (["--steps", "few"], "`--steps` is `few`, allowed is a whole number"),
         (["--train", "none"], "`--train` is `none`, allowed is one of `auto`, "),
         (["--objective", "hidden=0,logits=0"], "all weights of `objectives` are 0 (hidden"),
         (["--objective", "hidden=-1"], "`--objective` is `-1`, allowed is a number, at least 0"),
-        (["--lr", "1e30"], "`--lr` is `1e+30`, allowed is a number, greater than 0 and at most 10"),
+        (["--lr", "1e30"], "`--lr` is `1e30`, allowed is a number, greater than 0 and at most 10"),
         (["--device", "gpu"], "`--device` is `gpu`, allowed is text like"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tests.support.evaluation import headed, one_thread, pairs_file
 from tests.support.typed import recipe_of
 
 FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
+SEE = "see `tcompress sweep --help`"
 STS = ("--task", "sts", "--data", "pairs.jsonl")
 NOTHING: dict[str, Any] = dict.fromkeys(
     (
@@ -167,30 +168,32 @@ def test_recipe_with_a_sweep_runs() -> None:
     [
         (
             ["--methods", "svd:p=3"],
-            "`--p` does not apply to method `svd`; its options are `--rank`, `--tol`",
-            "`--p` belongs to `--method lprod`",
+            "`--methods` is `svd:p=3`, expected an option with its value behind `svd`; options of "
+            "`svd` are `rank`",
+            SEE,
         ),
         (
             ["--methods", "auto:q=3"],
-            "`--methods` has `q=3`, expected an option with its value; `auto` has none",
-            "write, for example, `--methods svd,lprod:p=8`",
+            "`--methods` is `auto:q=3`, expected an option with its value behind `auto`; `auto` has "
+            "none",
+            SEE,
         ),
         (
             ["--methods", "svd:rank=3"],
-            "`rank` and `target` are given together, and each sets the size; allowed is one of "
-            "them",
-            "see `tcompress convert --help`",
+            "`rank` and `sweep.targets` are given together, and each sets the size; allowed is one "
+            "of them",
+            SEE,
         ),
         (
             ["--methods", "lprod:p"],
-            "`--methods` has `p`, expected an option with its value; options of `lprod` are `p`, "
-            "`transform`, `block`, `stages`, `tubal_rank`",
-            "write, for example, `--methods svd,lprod:p=8`",
+            "`--methods` is `lprod:p`, expected an option with its value behind `lprod`; options of "
+            "`lprod` are `p`, `transform`, `block`, `stages`, `placement`, `tubal_rank`, `pad`",
+            SEE,
         ),
         (
             ["--targets", "0.5,2"],
-            "`--targets` has `2`, allowed is a number greater than 0 and less than 1",
-            "write, for example, `--targets 0.5,0.25`",
+            "`--targets` is `2`, allowed is a number, greater than 0 and less than 1",
+            SEE,
         ),
         (["--task", "sts"], "`--task` needs `--data` too", "see `tcompress evaluate --help`"),
         (["--data", "a.csv"], "`--data` needs `--task` too", "see `tcompress evaluate --help`"),

@@ -20,6 +20,7 @@ from tests.support.evaluation import (
     rows_file,
 )
 
+SEE = "see `tcompress evaluate --help`"
 STS = ("--task", "sts", "--data", "pairs.jsonl", "--bootstrap", "50", "--device", "cpu")
 
 

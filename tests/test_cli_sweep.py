@@ -19,6 +19,7 @@ from tests.support.evaluation import headed, one_thread, pairs_file
 from tests.support.typed import recipe_of
 
 FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
+SEE = "see `tcompress sweep --help`"
 STS = ("--task", "sts", "--data", "pairs.jsonl")
 NOTHING: dict[str, Any] = dict.fromkeys(
     (

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import tcompress.options
-from tcompress.options import json_schema, method_names, reference_markdown
+from tcompress.options import json_schema, method_names
 from tcompress.options.words import describe
+from tcompress.reporting.reference import reference_markdown
 
 TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
 

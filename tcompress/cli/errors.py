@@ -23,9 +23,6 @@ from tcompress.files import disk_error
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
-_BOUNDS = {"ge": "minimum", "le": "maximum"}
-_NUMBERS = {"int": "integer", "float": "number"}
-
 _NO_HOME = "write the path in full, or `./~name` for a file of that name"
 
 TRACEBACK = "TCOMPRESS_TRACEBACK"
@@ -144,29 +141,5 @@ def _usage_words(error: Any) -> tuple[str, str | None]:
         listed = ", ".join(f"`{name}`" for name in known)
         message = f"unknown command `{found[1]}`; commands are {listed}"
         return message, suggestion(found[1], known) or hint
-    if (found := re.match(r"Invalid value for '(.*?)': ", text)) and (words := _wrong_value(error)):
-        return f"`{found[1]}` is {words}", hint
     text = re.sub(r"'([^' ]+)'", r"`\1`", text.rstrip("."))
     return text[:1].lower() + text[1:], hint
-
-
-def _wrong_value(error: Any) -> str | None:
-    """Says what was given for a number and what is allowed; None for other kinds of values."""
-    from pydantic import ValidationError
-
-    from tcompress.options.words import describe
-
-    cause = error.__cause__
-    if isinstance(cause, ValidationError):
-        (item,), kind = cause.errors(include_url=False)[:1], cause.title
-        value, bounds = item["input"], item.get("ctx", {})
-    elif found := re.search(r"'(.*)' is not a valid (float|int)", str(error.message)):
-        value, kind, bounds = found[1], found[2], {}  # the words of older parsers
-    else:
-        return None
-    name = next((name for word, name in _NUMBERS.items() if word in kind), None)
-    if name is None:
-        return None
-    fragment = {"type": name}
-    fragment |= {word: bounds[key] for key, word in _BOUNDS.items() if key in bounds}
-    return f"`{value}`, allowed is {describe(fragment, {})}"

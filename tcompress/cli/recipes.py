@@ -66,7 +66,8 @@ def copy(call: Copied, manner: Json) -> None:
 @command(app, "reference", "tcompress recipes reference > recipes.md")
 def reference(manner: Json) -> None:
     """Print all keys of a recipe with types, defaults and meanings; as JSON, their schema."""
-    from tcompress.options.docs import json_schema, reference_markdown
+    from tcompress.options import json_schema
+    from tcompress.reporting.reference import reference_markdown
 
     if manner.as_json:
         print_json({"recipe": json_schema()})

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tcompress.options.attention import AttentionSpec, mechanism_names
     from tcompress.options.change import change_recipe, check_recipe, choose_variants
     from tcompress.options.convert import Calibration, Convert, Embeddings, LayerRule
-    from tcompress.options.docs import json_schema, reference_markdown
     from tcompress.options.fields import DType
     from tcompress.options.library import copy_recipe, find_recipe, recipe_names, recipe_text
     from tcompress.options.load import dump_recipe, load_recipe, parse_recipe
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
         lookup_methods,
         method_names,
     )
-    from tcompress.options.recipe import RECIPE_VERSION, Recipe, Sweep
+    from tcompress.options.recipe import RECIPE_VERSION, Recipe, Sweep, json_schema
     from tcompress.options.scratch import Architecture, PaperRow, Words
     from tcompress.options.training import Finetune, TrainingData
 
@@ -34,13 +33,12 @@ _HOMES = {
     "attention": ("AttentionSpec", "mechanism_names"),
     "change": ("change_recipe", "check_recipe", "choose_variants"),
     "convert": ("Calibration", "Convert", "Embeddings", "LayerRule"),
-    "docs": ("json_schema", "reference_markdown"),
     "fields": ("DType",),
     "library": ("copy_recipe", "find_recipe", "recipe_names", "recipe_text"),
     "load": ("dump_recipe", "load_recipe", "parse_recipe"),
     "measuring": ("Bench", "Evaluate"),
     "methods": ("AutoSpec", "MethodSpec", "default_method", "lookup_methods", "method_names"),
-    "recipe": ("RECIPE_VERSION", "Recipe", "Sweep"),
+    "recipe": ("RECIPE_VERSION", "Recipe", "Sweep", "json_schema"),
     "scratch": ("Architecture", "PaperRow", "Words"),
     "training": ("Finetune", "TrainingData"),
 }
@@ -80,7 +78,6 @@ __all__ = [
     "parse_recipe",
     "recipe_names",
     "recipe_text",
-    "reference_markdown",
 ]
 
 

@@ -65,7 +65,7 @@ class _Work:
             allowed = fragment.get("properties", {}).get(loc[-1], {})
             said = describe(allowed, self.schema)
             self._report((*key, loc[-1]), f"missing; allowed is {said}", "missing", said)
-        elif loc[-1] == "[key]":
+        elif loc[-1:] == ("[key]",):
             key, fragment = _locate(loc, self.schema)
             allowed = describe(fragment, self.schema) + meant(key[-1], fragment, self.schema)
             text = f"`{key[-1]}`"

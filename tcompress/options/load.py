@@ -22,6 +22,7 @@ from tcompress.options.document import (
 from tcompress.options.explain import explain
 from tcompress.options.fields import Options
 from tcompress.options.library import read_text
+from tcompress.options.read import dotted, schema_of
 from tcompress.options.recipe import RECIPE_VERSION, Recipe
 from tcompress.options.words import found, quoted
 
@@ -89,7 +90,7 @@ def judged(text: str, origin: str) -> tuple[Recipe | None, dict[str, Any], list[
         return Recipe.model_validate_json(json.dumps(data), strict=True), data, problems
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        return None, data, problems + explain(errors, document, Recipe.model_json_schema())
+        return None, data, problems + explain(errors, document, schema_of(Recipe))
 
 
 def _named(data: Any) -> Any:
@@ -175,10 +176,5 @@ def failure(
 def _line(origin: str | None, problem: Problem) -> str:
     column = "" if problem.column is None else f":{problem.column}"
     place = "" if origin is None else f"{origin}:{problem.line}{column}: "
-    name = f"`{_dotted(problem.key)}`: " if problem.key else ""
+    name = f"`{dotted(problem.key)}`: " if problem.key else ""
     return f"{place}{name}{problem.text}"
-
-
-def _dotted(key: Key) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key)
-    return "".join(steps).removeprefix(".")

@@ -50,13 +50,14 @@ def read(
         from tcompress.options.explain import explain
 
         errors = error.errors(include_url=False, include_input=False)
-        problems = explain(errors, read_document(text), _schema(kind))
+        problems = explain(errors, read_document(text), schema_of(kind))
         words = [(said or _of_keywords)(problem) for problem in problems]
         raise RecipeError("; ".join(dict.fromkeys(words)), hint) from error
 
 
 @cache
-def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns the JSON schema of a model."""
     return kind.model_json_schema()
 
 
@@ -100,8 +101,10 @@ def value_words(name: str, problem: Problem, typed: str | None = None) -> str:
         return problem.text
     if problem.found == "missing":
         return f"`{name}` is missing; allowed is {problem.allowed}"
-    found = f"`{typed}`" if typed is not None else problem.found.removeprefix(_TEXT)
-    return f"`{name}` is {found}, allowed is {problem.allowed}"
+    if typed is None:
+        return f"`{name}` is {problem.found.removeprefix(_TEXT)}, allowed is {problem.allowed}"
+    allowed = str(problem.allowed).replace("a list, each entry", "several with commas, each")
+    return f"`{name}` is `{typed}`, allowed is {allowed}"
 
 
 def _of_keywords(problem: Problem) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tcompress.options.attention import mechanism_names
+from tcompress.options.attention import MECHANISMS, mechanism_names
 from tcompress.options.convert import Convert, refuse_two_sizes
 from tcompress.options.fields import Section, option, typed_fields
 from tcompress.options.measuring import Bench, Evaluate
@@ -29,9 +29,7 @@ def read_methods(texts: list[str]) -> list[Any]:
 def _read_method(text: str) -> Any:
     name, *pairs = [word.strip() for word in text.split(":")]
     if name in mechanism_names():
-        raise ValueError(
-            "which is a mechanism of attention: a sweep compares structures of weights"
-        )
+        raise ValueError(f"and `{name}` is a mechanism: a sweep compares structures of weights")
     kind = next((spec for spec in METHODS if name in spec.names()), None)
     if kind is None or not pairs:
         return name
@@ -42,8 +40,9 @@ def _read_method(text: str) -> Any:
         own = {item.place[-1]: item for item in typed_fields(kind)}
         own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
         if not equals or field not in own:
-            has = ", ".join(f"`{key}`" for key in own)
-            raise ValueError(f"expected an option with its value; options of `{name}` are {has}")
+            listed = ", ".join(f"`{key}`" for key in own)
+            has = f"options of `{name}` are {listed}" if own else f"`{name}` has none"
+            raise ValueError(f"expected an option with its value behind `{name}`; {has}")
         # Commas separate methods.
         found[field] = plain(own[field], [value.strip()])
     return found
@@ -70,6 +69,12 @@ class Sweep(Section):
     keep_models: bool = option(
         True, "whether models are kept once they are measured; numbers always are", panel="Output"
     )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Sweep:
+        for method in self.methods:
+            refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
+        return self
 
 
 class Recipe(Section):
@@ -102,9 +107,8 @@ class Recipe(Section):
                 "`sweep` compares conversions of one trained model: with `init: random` run one "
                 "recipe for each method"
             )
-        if self.sweep is not None:
-            for method in self.sweep.methods or (self.convert.method,):
-                refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
+        if self.sweep is not None and not self.sweep.methods:
+            refuse_two_sizes(self.convert.method, "sweep.targets")
         if self.architecture is None:
             return self
         if self.model is not None:
@@ -114,3 +118,15 @@ class Recipe(Section):
                 "`architecture` describes a model without weights: it needs `convert.init: random`"
             )
         return self
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
+    schema = Recipe.model_json_schema()
+    for spec in (*METHODS, *MECHANISMS):
+        options = schema["$defs"][spec.__name__]
+        # The name may be left out where options are built in Python, but not in a file.
+        options["required"] = ["name", *options.get("required", ())]
+        options["properties"]["name"].pop("default", None)
+        options["properties"]["name"].setdefault("description", "selects the method")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

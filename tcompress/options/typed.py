@@ -58,7 +58,7 @@ def number(text: str, parts: Sequence[Any]) -> Any:
 def _pair(word: str, form: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not (name.strip() and equals and value.strip()):
-        raise ValueError(f"expected pairs `{form}`, found `{word}`")
+        raise ValueError(f"expected pairs `{form}`")
     return name.strip(), value.strip()
 
 

@@ -107,24 +107,6 @@ def methods_of(fragment: Fragment) -> dict[str, str]:
     return mapping
 
 
-def inside(fragment: Fragment, steps: Iterable[str | int], root: Fragment) -> Fragment:
-    """Follows the steps of validation into a value: indices, keys, and `[key]` for a key itself.
-
-    Args:
-        fragment: What the value may be.
-        steps: Where in it something is wrong.
-        root: The whole schema, for references.
-    """
-    steps = list(steps)
-    fragment = resolve(fragment, root)
-    if steps[1:] == ["[key]"] and "propertyNames" in fragment:
-        return resolve(fragment["propertyNames"], root)
-    for step in steps:
-        under = fragment.get("items" if isinstance(step, int) else "additionalProperties")
-        fragment = resolve(under, root) if isinstance(under, dict) else fragment
-    return fragment
-
-
 def describe(fragment: Fragment, root: Fragment) -> str:
     """Says which values a part of the schema allows.
 

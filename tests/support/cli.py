@@ -16,7 +16,7 @@ import pytest
 import typer
 from rich.console import Console, RenderableType
 
-from tcompress.cli.main import app, main
+from tcompress.cli.main import main, program
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def worked(*arguments: object, columns: int | None = None) -> Ran:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """All commands with what parses them, those of groups as `recipes list`."""
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(program())
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)
         yield from (

@@ -15,6 +15,7 @@ from tcompress.cli.sweep import recipe_of as sweep_recipe
 from tcompress.cli.sweep import sweep
 from tcompress.options import Convert, Finetune, Recipe, choose
 
+_ON = ("trials", "keep_models")  # by default
 _FLAGS = {"changes": "--set", "learning_rate": "--lr"}
 
 
@@ -24,7 +25,8 @@ def arguments_of(given: Mapping[str, Any]) -> list[str]:
     for name, value in given.items():
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
         if isinstance(value, bool):
-            found += [flag if value else f"--no-{flag[2:]}"]
+            off = [f"--no-{flag[2:]}"] if name in _ON else []
+            found += [flag] if value else off
         elif value is not None:
             values = value if isinstance(value, list | tuple) else [value]
             found += [word for item in values for word in (flag, str(item))]

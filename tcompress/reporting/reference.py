@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tcompress.options.attention import MECHANISMS
-from tcompress.options.methods import AUTO_ABOUT, METHODS, AutoSpec
-from tcompress.options.recipe import Recipe
+from tcompress.mechanisms import mechanisms
+from tcompress.options.methods import AUTO_ABOUT, AutoSpec
+from tcompress.options.recipe import json_schema
 from tcompress.options.words import Fragment, describe, quoted, resolve
+from tcompress.structures import structures
 
 _INTRO = """\
 # Recipe reference
@@ -20,18 +21,6 @@ the rules of YAML 1.2: `1e-3` is a number, and `yes` is text.
 """
 
 _HEAD = "| key | type | default | description |\n|---|---|---|---|\n"
-
-
-def json_schema() -> dict[str, Any]:
-    """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
-    schema = Recipe.model_json_schema()
-    for spec in (*METHODS, *MECHANISMS):
-        options = schema["$defs"][spec.__name__]
-        # The name may be left out where options are built in Python, but not in a file.
-        options["required"] = ["name", *options.get("required", ())]
-        options["properties"]["name"].pop("default", None)
-        options["properties"]["name"].setdefault("description", "selects the method")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def reference_markdown() -> str:
@@ -52,9 +41,6 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
 
 
 def _method_sections(root: Fragment) -> Iterator[str]:
-    from tcompress.mechanisms import mechanisms  # what they are about is said beside their code
-    from tcompress.structures import structures
-
     for item in structures():
         about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
         yield _options_section("Method", "convert.method", item.spec, about, root)

@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+import tcompress
 from tcompress.cli.main import app
 from tcompress.recipe import mechanism_names, method_names, recipe_names
 
@@ -60,7 +61,7 @@ def prose(path: Path) -> str:
 def typed(text: str) -> Iterator[list[str]]:
     """Words of every command line for tcompress in some text."""
     for line in text.replace("\\\n", " ").splitlines():
-        for part in line.split(" && "):
+        for part in line.removeprefix("$ ").split(" && "):
             if part.startswith("tcompress "):
                 yield shlex.split(part, comments=True)[1:]
 
@@ -69,7 +70,7 @@ def shown(path: Path) -> Iterator[list[str]]:
     """Words of every command line on a page, in blocks and in sentences."""
     text = path.read_text("utf-8")
     for language, body in FENCE.findall(text):
-        if language == "bash":
+        if language in ("bash", "console"):
             yield from typed(body)
     for code in CODE.findall(prose(path)):
         if "..." not in code:
@@ -136,10 +137,21 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_readme_is_short_and_has_its_test_command() -> None:
     text = README.read_text("utf-8")
-    assert len(text.splitlines()) <= 180
+    lines = text.splitlines()
+    assert len(lines) <= 180
+    assert next(n for n, line in enumerate(lines) if line.startswith("## ")) <= 60
     block = re.search(r"<!-- test command -->\n```bash\n(.+)\n```", text)
     assert block is not None
     assert "pytest" in block[1]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_python_of_pages_is_valid_and_uses_what_there_is(path: Path) -> None:
+    for language, body in FENCE.findall(path.read_text("utf-8")):
+        if language == "python":
+            compile(body, path.name, "exec")
+            for name in re.findall(r"\btcompress\.(\w+)\(", body):
+                assert name in tcompress.__all__, f"{path.name}: tcompress.{name}"
 
 
 def test_programs_of_benchmarks_exist() -> None:

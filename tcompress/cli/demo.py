@@ -70,7 +70,7 @@ def _folder(kept: Path | None) -> Iterator[Path]:
 def _table(report: DemoReport) -> Table:
     from tcompress.cli.output import table
 
-    numbers = ("kept", "parameters", "bytes", "times faster", "perplexity", "seconds")
+    numbers = ("kept", "parameters", "bytes", "times faster", "perplexity")
     rows = table("model", *numbers, right=numbers)
     for row, following in zip(report.rows, (*report.rows[1:], None), strict=True):
         rows.add_row(
@@ -80,7 +80,6 @@ def _table(report: DemoReport) -> Table:
             f"{row.bytes:,}",
             f"{row.speed:.2f}",
             f"{row.perplexity:,.2f}" if row.perplexity < 1000 else f"{row.perplexity:,.0f}",
-            f"{row.seconds:.1f}" if row.seconds else "",
             end_section=row.healed and following is not None and not following.healed,
         )
     return rows

@@ -12,14 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tcompress.benching.run import Settings
 from tcompress.demo import (
     VARIANTS,
     DemoData,
+    Variant,
     perplexity,
     run_demo,
     shipped_data,
+    written_stories,
 )
 from tcompress.errors import InputError
+from tcompress.structures.lowrank import LowRankSpec
 from tests.support.cli import run
 from tests.support.conversions import few_steps
 from tests.support.model_folders import WORDS, model_folder
@@ -49,21 +53,63 @@ def test_perplexity_is_that_of_each_text_on_its_own(data: DemoData) -> None:
     assert perplexity(model, tokenizer, data.texts) == pytest.approx(expected, rel=1e-5)
 
 
-def test_demo_converts_with_every_variant(
-    data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+TRIED = (
+    VARIANTS[3],
+    Variant("svd-25", "svd", {"keep_layers": [0], "method": LowRankSpec(), "target": 0.5}),
+    Variant("block", "1 of 2 blocks", {"keep_layers": [1]}, healed=True),
+)
+"""Of the two blocks that the tiny model has."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work for a model that knows nothing."""
     few_steps(monkeypatch)
+    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED)
     monkeypatch.setattr("tcompress.demo.FITTING_STORIES", FITTING)
-    report = run_demo(data, tmp_path / "models")
-    assert [row.label for row in report.rows] == ["dense", *(item.label for item in VARIANTS)]
+    monkeypatch.setattr("tcompress.demo.WRITTEN_STORIES", 4)
+    monkeypatch.setattr("tcompress.demo.HEALING_STEPS", 2)
+    monkeypatch.setattr(
+        "tcompress.demo.TIMED", Settings(batches=(1,), lengths=(8,), repeats=1, dtype="float32")
+    )
+
+
+@pytest.mark.usefixtures("short")
+def test_demo_leads_with_what_is_healed(data: DemoData, tmp_path: Path) -> None:
+    report = run_demo(data, tmp_path / "models", TRIED)
+    labels = [item.label for item in TRIED]
+    assert [row.label for row in report.rows] == ["dense", "1 of 2 blocks, healed", *labels]
     assert (report.fitting_stories, report.measured_stories) == (FITTING, 20)
-    dense, *others = report.rows
-    assert (dense.kept, dense.error) == (1.0, None)
-    for row, variant in zip(others, VARIANTS, strict=True):
-        assert row.parameters == round(row.kept * dense.parameters) < dense.parameters
+    assert (report.written_stories, report.healing_steps) == (4, 2)
+    dense, healed, *converted = report.rows
+    assert (dense.kept, dense.speed, dense.error) == (1.0, 1.0, None)
+    for row, variant in zip(converted, TRIED, strict=True):
+        assert 0 < row.kept < 1
+        assert row.parameters < dense.parameters
         assert row.bytes < dense.bytes
-        assert (row.error is None) is not variant.calibrated
-        assert (tmp_path / "models" / variant.folder / "tcompress.json").is_file()
+        assert row.speed > 0
+        folder = tmp_path / "models" / variant.folder
+        assert (folder / "tcompress.json").is_file()
+        assert folder.with_name(f"{variant.folder}-healed").is_dir() is variant.healed
+    assert converted[0].error is None  # nothing was held out
+    assert converted[1].error is not None
+    assert (healed.healed, healed.error) == (True, None)
+    same = ("kept", "parameters", "bytes", "speed")
+    assert [getattr(healed, n) for n in same] == [getattr(converted[2], n) for n in same]
+    lessons = (tmp_path / "models" / "lessons.txt").read_text("utf-8").splitlines()
+    assert lessons[:FITTING] == list(data.texts[:FITTING])
+    assert len(lessons) == FITTING + 4
+
+
+def test_stories_are_written_alike_and_disturb_no_draw(data: DemoData) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(data.model)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = written_stories(data.model, tokenizer, 3)
+    assert torch.rand(3).equal(expected)
+    assert written_stories(data.model, tokenizer, 3) == first
+    assert len({*first}) == 3
 
 
 def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) -> None:
@@ -72,26 +118,28 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
         run_demo(data, tmp_path)
 
 
+@pytest.mark.usefixtures("short")
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demo.shipped_data", lambda: nullcontext(data))
-    monkeypatch.setattr("tcompress.demo.VARIANTS", VARIANTS[:2])
-    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", FITTING)
-    few_steps(monkeypatch)
+    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED[::2])
     done = run("demo", "--keep-dir", tmp_path / "kept")
     assert done.code == 0
-    assert "perplexity" in done.out
-    assert done.out.count("Once upon a time there was") == 3
+    assert "1 of 2 blocks, healed: " in done.out
+    assert "times smaller on disk" in done.out
+    assert "stories that the dense model wrote" in " ".join(done.out.split())
+    assert done.out.count("Once upon a time there was") == 4
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
-        "lprod-p4",
+        "block",
+        "block-healed",
+        "lessons.txt",
         "lprod-p4-dct",
         "stories.txt",
     ]
+    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED[:1])
     document = run("demo", "--json", "--quiet").document
-    assert [row["label"] for row in document["rows"]] == [
-        "dense",
-        "lprod p=4, dct, no data",
-        "lprod p=4, fitted",
-    ]
+    labels = [row["label"] for row in document["rows"]]
+    assert labels == ["dense", "lprod p=4, dct, no data"]
+    assert "wrote" not in run("demo", "--quiet").out
 
 
 def test_what_ships() -> None:
@@ -104,11 +152,13 @@ def test_what_ships() -> None:
 
 @pytest.mark.slow
 def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
-    low_rank = [item for item in VARIANTS if item.folder.startswith("svd")]
+    low_rank = [
+        Variant(f"svd-{target}", f"svd {target}", {"method": LowRankSpec(), "target": target})
+        for target in (0.5, 0.25)
+    ]
     with shipped_data() as data:
-        rows = {row.label: row for row in run_demo(data, tmp_path / "models", low_rank).rows}
-    half, quarter = rows["svd, half"], rows["svd, a quarter"]
-    assert rows["dense"].perplexity < half.perplexity < quarter.perplexity
+        dense, half, quarter = run_demo(data, tmp_path / "models", low_rank).rows
+    assert dense.perplexity < half.perplexity < quarter.perplexity
     assert half.error is not None
     assert quarter.error is not None
     assert 0 < half.error < quarter.error < 1
@@ -116,10 +166,14 @@ def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_tells_its_story(tmp_path: Path) -> None:
-    """What data, fitted transforms and sums of terms add."""
+    """Healing wins back most of what is lost, and data what the paper's layer loses without."""
     with shipped_data() as data:
         rows = {row.label: row for row in run_demo(data, tmp_path / "models").rows}
-    best = rows["lprod p=16 + low rank, half"].perplexity
-    assert rows["dense"].perplexity < best < rows["svd, half"].perplexity
-    assert rows["lprod p=4, fitted"].perplexity < rows["lprod p=4, dct, no data"].perplexity
-    assert sum(row.seconds for row in rows.values()) < 60
+    dense = rows["dense"]
+    for label in ("svd in 4 of 5 blocks", "3 of 5 blocks"):
+        raw, healed = rows[label], rows[f"{label}, healed"]
+        assert dense.perplexity < healed.perplexity < 1.3 * dense.perplexity < raw.perplexity
+        assert raw.bytes < 0.7 * dense.bytes
+    fitted = rows["lprod p=16 + low rank"].perplexity
+    assert fitted < rows["lprod p=4, dct, no data"].perplexity
+    assert sum(row.seconds for row in rows.values()) < 120

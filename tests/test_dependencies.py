@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
     "inspection": APPLICATION | {"reporting"},
-    "demo": APPLICATION | {"reporting"},
+    "demo": APPLICATION | {"benching", "reporting", "training"},
     "pipeline": PRODUCT,
     "sweeping": PRODUCT | {"pipeline"},
     "cli": PRODUCT | {"scratch", "exporting", "inspection", "demo", "pipeline", "sweeping"},

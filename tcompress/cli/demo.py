@@ -37,10 +37,7 @@ def demo(call: Shown, manner: Manner) -> None:
         return
     screen = results()
     screen.print(_table(report))
-    screen.print(
-        f"Perplexity per token on {report.measured_stories} stories that neither the training "
-        f"nor the {report.fitting_stories} stories of the fit contain.\n",
-    )
+    screen.print(_headline(report) + "\n")
     for row in report.rows:
         screen.print(row.label, style="bold")
         screen.print(" ".join(f"{report.prompt}{row.text}".split()) + "\n")
@@ -58,16 +55,36 @@ def _folder(kept: str | None) -> Iterator[Path]:
 def _table(report: DemoReport) -> Table:
     from tcompress.cli.output import table
 
-    numbers = ("kept", "parameters", "bytes", "perplexity", "held-out error", "seconds")
+    numbers = ("kept", "parameters", "bytes", "times faster", "perplexity")
     rows = table("model", *numbers, right=numbers)
-    for row in report.rows:
+    for row, following in zip(report.rows, (*report.rows[1:], None), strict=True):
         rows.add_row(
             row.label,
             f"{row.kept:.1%}",
             f"{row.parameters:,}",
             f"{row.bytes:,}",
+            f"{row.speed:.2f}",
             f"{row.perplexity:,.2f}" if row.perplexity < 1000 else f"{row.perplexity:,.0f}",
-            "" if row.error is None else f"{row.error:.4f}",
-            f"{row.seconds:.1f}" if row.seconds else "",
+            end_section=row.healed and following is not None and not following.healed,
         )
     return rows
+
+
+def _headline(report: DemoReport) -> str:
+    """Says what the first row came to, and how all were measured."""
+    dense, first = report.rows[:2]
+    gained = (
+        f"{first.label}: {dense.bytes / first.bytes:.1f} times smaller on disk, "
+        f"{first.speed:.1f} times as fast, perplexity {first.perplexity:.2f} against "
+        f"{dense.perplexity:.2f}."
+    )
+    measured = (
+        "Kept: of the blocks. Times faster: 8 x 256 tokens on one thread. Perplexity: per token, "
+        f"on {report.measured_stories} stories that neither the training nor the "
+        f"{report.fitting_stories} stories of the fit contain."
+    )
+    healing = (
+        f" Healed: {report.healing_steps} steps on those {report.fitting_stories} and on "
+        f"{report.written_stories} stories that the dense model wrote."
+    )
+    return f"{gained}\n\n{measured}" + (healing if report.written_stories else "")

@@ -46,7 +46,7 @@ _COMMANDS = {
     "sweep": "Compare methods and sizes: convert, heal, measure and time each, in one table.",
     "methods": "List the methods and their options.",
     "lm-eval": "Run lm-evaluation-harness so that it can load converted models.",
-    "demo": "Convert a small language model that ships, in several ways; needs no network.",
+    "demo": "Make a small language model that ships smaller, and heal it; needs no network.",
     "recipes": "List, show, copy, check and explain recipes.",
 }
 

@@ -1,0 +1,160 @@
+"""What README and the pages promise: commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from tcompress.recipe import mechanism_names, method_names, recipe_names
+
+import tcompress
+from tcompress.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [path.stem for path in PAGES]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+PROGRAMS = re.compile(r"(python|pytest|mkdocs|pip|ruff|torchrun|accelerate|benchmarks/)")
+FOLDERS = tuple({f"{name.partition('/')[0]}/" for name in recipe_names()})
+
+ROOT_COMMAND: Any = typer.main.get_command(app)
+
+
+def commands() -> dict[tuple[str, ...], Any]:
+    """Every command by its words, such as `("recipes", "list")`."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, command in ROOT_COMMAND.commands.items():
+        found[(name,)] = command
+        for inner, below in getattr(command, "commands", {}).items():
+            found[name, inner] = below
+    return found
+
+
+COMMANDS = commands()
+
+
+def options(command: Any) -> set[str]:
+    return {name for item in command.params for name in (*item.opts, *item.secondary_opts)}
+
+
+ALL_OPTIONS = {name for command in COMMANDS.values() for name in options(command)}
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", path.read_text("utf-8"))
+
+
+def typed(text: str) -> Iterator[list[str]]:
+    """Words of every command line for tcompress in some text."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for part in line.removeprefix("$ ").split(" && "):
+            if part.startswith("tcompress "):
+                yield shlex.split(part, comments=True)[1:]
+
+
+def shown(path: Path) -> Iterator[list[str]]:
+    """Words of every command line on a page, in blocks and in sentences."""
+    text = path.read_text("utf-8")
+    for language, body in FENCE.findall(text):
+        if language in ("bash", "console"):
+            yield from typed(body)
+    for code in CODE.findall(prose(path)):
+        if "..." not in code:
+            yield from typed(code)
+
+
+def found(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that some words name, and the words behind its name."""
+    for length in (2, 1):
+        if tuple(words[:length]) in COMMANDS:
+            return COMMANDS[tuple(words[:length])], words[length:]
+    raise AssertionError(f"there is no command `tcompress {' '.join(words)}`")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_commands_exist_with_their_options(path: Path) -> None:
+    for words in shown(path):
+        command, rest = found(words)
+        known = options(command)
+        given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+        assert [name for name in given if name not in known] == [], words
+        for option, value in pairwise(rest):
+            if option == "--method":
+                assert value in (*method_names(), *mechanism_names()), words
+        recipes = [word for word in rest if word.startswith(FOLDERS)]
+        assert [name for name in recipes if name not in recipe_names()] == [], words
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_options_in_sentences_exist(path: Path) -> None:
+    for code in CODE.findall(prose(path)):
+        if not PROGRAMS.match(code):
+            assert [name for name in FLAG.findall(code) if name not in ALL_OPTIONS] == [], code
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of the headings of a page, as GitHub and MkDocs make them."""
+    plain = [re.sub(r"[`*\[\]]", "", text) for text in HEADING.findall(prose(path))]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in plain}
+
+
+def links(path: Path) -> Iterator[tuple[str, str]]:
+    for target in LINK.findall(prose(path)):
+        if not target.startswith(("https://", "http://")):
+            file, _, anchor = target.partition("#")
+            yield file, anchor
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_links_lead_somewhere(path: Path) -> None:
+    for file, anchor in links(path):
+        target = (path.parent / file).resolve() if file else path
+        assert target.is_file(), f"{path.name}: {file}"
+        # MkDocs squeezes runs of dashes.
+        names = {re.sub("-+", "-", name) for name in anchors(target)}
+        assert not anchor or re.sub("-+", "-", anchor) in names, f"{path.name}: {file}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    listed = re.findall(r"[\w-]+\.md", str(yaml.safe_load(text)["nav"]))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_readme_is_short_and_has_its_test_command() -> None:
+    text = README.read_text("utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 180
+    assert next(n for n, line in enumerate(lines) if line.startswith("## ")) <= 60
+    block = re.search(r"<!-- test command -->\n```bash\n(.+)\n```", text)
+    assert block is not None
+    assert "pytest" in block[1]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_python_of_pages_is_valid_and_uses_what_there_is(path: Path) -> None:
+    for language, body in FENCE.findall(path.read_text("utf-8")):
+        if language == "python":
+            compile(body, path.name, "exec")
+            for name in re.findall(r"\btcompress\.(\w+)\(", body):
+                assert name in tcompress.__all__, f"{path.name}: tcompress.{name}"
+
+
+def test_programs_of_benchmarks_exist() -> None:
+    for path in PAGES:
+        for name in re.findall(r"python (benchmarks/\w+\.py)", path.read_text("utf-8")):
+            assert (ROOT / name).is_file(), f"{path.name}: {name}"

@@ -148,14 +148,14 @@ def test_value_of_a_wrong_type(arguments: list[str], message: str) -> None:
         ),
         (
             ["--method", "tt", "--rank", "4,x"],
-            "`--rank` is `4,x`, allowed is a whole number, at least 1 or several with commas, each a "
-            "whole number, at least 1",
+            "`--rank` is `4,x`, allowed is a whole number, at least 1 or several with commas, each "
+            "a whole number, at least 1",
             SEE,
         ),
         (
             ["--method", "tt", "--rank", "4,0"],
-            "`--rank` is `4,0`, allowed is a whole number, at least 1 or a list, each entry a "
-            "whole number, at least 1",
+            "`--rank` is `4,0`, allowed is a whole number, at least 1 or several with commas, each "
+            "a whole number, at least 1",
             SEE,
         ),
         (

@@ -174,8 +174,8 @@ def test_recipe_with_a_sweep_runs() -> None:
         ),
         (
             ["--methods", "auto:q=3"],
-            "`--methods` is `auto:q=3`, expected an option with its value behind `auto`; `auto` has "
-            "none",
+            "`--methods` is `auto:q=3`, expected an option with its value behind `auto`; `auto` "
+            "has none",
             SEE,
         ),
         (
@@ -186,8 +186,8 @@ def test_recipe_with_a_sweep_runs() -> None:
         ),
         (
             ["--methods", "lprod:p"],
-            "`--methods` is `lprod:p`, expected an option with its value behind `lprod`; options of "
-            "`lprod` are `p`, `transform`, `block`, `stages`, `placement`, `tubal_rank`, `pad`",
+            "`--methods` is `lprod:p`, expected an option with its value behind `lprod`; options "
+            "of `lprod` are `p`, `transform`, `block`, `stages`, `placement`, `tubal_rank`, `pad`",
             SEE,
         ),
         (

@@ -22,11 +22,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def test_words_of_older_parsers_mean_the_same() -> None:
-    failed = typer.BadParameter("'abc' is not a valid float.", param_hint="'--target'")
-    assert describe(failed).message == "`--target` is `abc`, allowed is a number"
-
-
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise KeyError("lost\nmore")

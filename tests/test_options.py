@@ -75,9 +75,8 @@ def outcome(way: Any, section: str, item: Typed, text: str) -> Any:
 
 
 def by_flag(section: str, item: Typed, text: str) -> Any:
-    typed = {item.place: [f"hidden={text}" if is_a(item, dict) else text]}
-    if section == "evaluate":
-        typed |= {(name,): [value] for name, value in REQUIRED.items()}
+    typed = {(name,): [value] for name, value in REQUIRED.items() if section == "evaluate"}
+    typed[item.place] = [f"hidden={text}" if is_a(item, dict) else text]
     fields = {each.place: each for each in typed_fields(SECTIONS[section])}
     said: Given[Any] = Given(SECTIONS[section], section, typed, fields)
     alone = {"method": {"name": "lprod"}} if section == "convert" else {}
@@ -187,6 +186,14 @@ def test_what_drifted_is_refused_everywhere() -> None:
             parse_recipe(f"recipe_version: 1\nconvert: {{method: svd, target: 0.5}}\n{text}", "x")
     with pytest.raises(RecipeError, match="`--seed` is `-1`, allowed is a whole number"):
         conversion({"seed": "-1"})
+
+
+def test_help_shows_what_most_people_need_first() -> None:
+    done = run("convert", "--help")
+    assert done.out.index("--method") < done.out.index("--recipe") < done.out.index("--p ")
+    (facts,) = run("methods", "lprod", "--json").document["methods"]
+    assert {"--p", "--transform"} <= {item["option"] for item in facts["options"]}
+    assert run("methods", "lprd").err.startswith("error: unknown method `lprd`; methods are `svd`")
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -23,9 +23,7 @@ EXAMPLES = (
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
     "tcompress convert minilm --method auto --target 0.25",
     "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
-    "tcompress convert minilm --method svd --target 0.25 --embeddings svd",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
-    "tcompress convert config.json --init random --method lprod --p 4",
     "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
 )
 
@@ -34,9 +32,9 @@ SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, REPORT, MODEL, BLOCKS, SCRA
 
 def convert(
     one: OneModel,
-    call: Converted,
-    said: Given[Convert],
     written: Written,
+    said: Given[Convert],
+    call: Converted,
     planned: Planned,
     access: Access,
     manner: Manner,

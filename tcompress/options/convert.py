@@ -294,15 +294,15 @@ class Convert(Section):
     )
     keep: tuple[str, ...] = option(
         (),
-        "layers left dense, as in `layers[].match`; a name, `*` wildcards, a role such as `down`, "
-        "or `re:` and an expression",
+        "layers left dense: names with `*`, or roles such as `down`; or `re:` and an expression, "
+        "as in `layers[].match`",
         panel=METHOD,
         metavar="PATTERN",
         splits=False,
     )
     only: tuple[str, ...] = option(
         (),
-        "layers to rewrite, as in `layers[].match`; default all",
+        "layers to rewrite, and no others; as in `layers[].match`; default all",
         panel=METHOD,
         metavar="PATTERN",
         splits=False,

@@ -23,6 +23,15 @@ EvaluationTask = Literal[
 ]
 
 
+Bound = Annotated[
+    str,
+    Field(
+        pattern=r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?x?$",
+        examples=["0.8", "0.95x"],
+    ),
+]
+
+
 class Evaluate(Section):
     """One measurement of all models of a recipe: the dense one, as converted, as trained."""
 
@@ -66,13 +75,11 @@ class Evaluate(Section):
     device: Device = "auto"
     seed: int = option(0, "seed of all draws", ge=0, lt=2**32)
     bootstrap: int = option(1000, "resamples for 95 % intervals; 0 for none", ge=0, le=10**6)
-    threshold: str | None = option(
+    threshold: Bound | None = option(
         None,
         "worst allowed number, or share of the baseline's such as `0.95x`; a model that misses it "
         "makes the exit code 3",
         metavar="NUMBER|FACTORx",
-        pattern=r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?x?$",
-        examples=["0.8", "0.95x"],
     )
 
     @model_validator(mode="after")

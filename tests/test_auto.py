@@ -41,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
 
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
-ALL = {"method": {"name": "auto", "offer": ["lowrank", "tt", "lprod"]}, "target": 0.4}
+OFFER = ["lowrank", "tt", "lprod"]
+ALL = {**AUTO, "method": {"name": "auto", "offer": OFFER, "trials": False}}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def folder(tiny: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
-    """The default conversion, made once."""
-    return cache(lambda: _convert(folder, tmp_path_factory.mktemp("made") / "out", AUTO))
+    """What predictions alone decide, made once."""
+    return cache(lambda: _convert(folder, tmp_path_factory.mktemp("made") / "out", PREDICTED))
 
 
 def _convert(folder: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
@@ -296,10 +297,12 @@ def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> No
 
 
 def test_an_interrupted_run_goes_on_with_the_choice_it_made(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    made: Callable[[], Converted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = _convert(folder, tmp_path / "whole", PREDICTED)
-    output = tmp_path / "out"
+    output, whole = tmp_path / "out", made()
     with pytest.raises(KeyboardInterrupt):
         _convert(folder, output, PREDICTED, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
 

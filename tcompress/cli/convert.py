@@ -11,6 +11,7 @@ from tcompress.cli import attention_options as att
 from tcompress.cli import depth_options as blocks
 from tcompress.cli import options as opt
 from tcompress.cli import scratch_options as scratch
+from tcompress.cli.further import further
 from tcompress.cli.job import Access, Job, Manner, perform, show_plan
 
 EPILOG = opt.examples(
@@ -97,7 +98,7 @@ def convert(
 ) -> None:
     """Turn a model into a smaller one that `from_pretrained` loads: pretrained, or from scratch."""
     # By name out of the context: most of them only change values of the recipe.
-    job = _job(model, context.params)
+    job = _job(model, {**context.params, **further(context)})
     show_plan(job) if dry_run else perform(job)
 
 

@@ -27,6 +27,7 @@ from tcompress.cli import (
     sweep,
 )
 from tcompress.cli.errors import INTERRUPTED, TERMINATED, report_failure
+from tcompress.cli.further import FurtherCommand
 from tcompress.cli.output import outliving_readers
 
 _EPILOG = """\
@@ -53,7 +54,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("convert", cls=FurtherCommand, epilog=convert.EPILOG)(convert.convert)
 app.command("finetune", epilog=finetune.EPILOG)(finetune.finetune)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("report", epilog=report.EPILOG)(report.report)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import block_numbers
-from tcompress.cli.names import DIGITS, MECHANISM_OPTIONS, METHOD_OPTIONS, flag
+from tcompress.cli.further import method_options
+from tcompress.cli.names import DIGITS, MECHANISM_OPTIONS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _of_the_paper(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     from tcompress.mechanisms import mechanism_named
     from tcompress.recipe.sections import BUDGETS
 
-    if not any(option in given for option in (*METHOD_OPTIONS, *BUDGETS, "residual_rank")):
+    if not any(option in given for option in (*method_options(), *BUDGETS, "residual_rank")):
         return {"method": "none"}
     kind = mechanism_named(name)
     found: dict[str, Any] = {"method": kind.structure}

@@ -44,11 +44,12 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
     Returns:
         Its name, aliases, summary, reference and options with types and defaults.
     """
-    from tcompress.cli.names import MECHANISM_OPTIONS, METHOD_OPTIONS
+    from tcompress.cli.further import method_options
+    from tcompress.cli.names import MECHANISM_OPTIONS
     from tcompress.structures import Structure
 
     # An option of the command line that a structure and a mechanism have is the structure's.
-    options = METHOD_OPTIONS if isinstance(item, Structure) else MECHANISM_OPTIONS
+    options = method_options() if isinstance(item, Structure) else MECHANISM_OPTIONS
     names = item.spec.model_fields["name"].annotation.__args__
     return {
         "name": names[0],

@@ -20,6 +20,9 @@ METHOD_OPTIONS = (
 )
 """Options of `convert` that belong to a method: fields of its options in a recipe."""
 
+RECIPE_ONLY = ("name", "placement", "pad", "seed")
+"""Fields of a method's options that are no options of `convert` under their own name."""
+
 MECHANISM_OPTIONS = ("filter_order", "grid", "fold", "kernel", "core", "memory", "length")
 """Options of `convert` that belong to a mechanism: fields of its options in a recipe."""
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.depth import dropped_blocks, kept_blocks
 from tcompress.cli.errors import suggestion
+from tcompress.cli.further import method_options
 from tcompress.cli.mechanisms import mechanism_spec, split_method
-from tcompress.cli.names import DIGITS, METHOD_OPTIONS, flag
+from tcompress.cli.names import DIGITS, flag
 from tcompress.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def _method(
 ) -> dict[str, Any] | None:
     from tcompress.recipe import default_method
 
-    chosen = {name: given[name] for name in METHOD_OPTIONS if name in given}
+    chosen = {name: given[name] for name in method_options() if name in given}
     about_layers = bool(chosen) or any(given.get(name) for name in (*_LAYERS, "keep", "only"))
     name = given.get("method") or base.get("name") or default_method(without and not about_layers)
     if name in (None, NO_METHOD):
@@ -272,7 +273,7 @@ def _not_applicable(wrong: Sequence[str], name: str, kind: type[Spec]) -> Recipe
     from tcompress.recipe.methods import AutoSpec
     from tcompress.structures import structures
 
-    allowed = [option for option in METHOD_OPTIONS if option in kind.model_fields]
+    allowed = [option for option in method_options() if option in kind.model_fields]
     specs: list[type[Spec]] = [*(item.spec for item in structures()), AutoSpec]
     owners = [
         _names(spec)[0] for spec in specs if all(option in spec.model_fields for option in wrong)

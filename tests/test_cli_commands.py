@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import SuperPointConfig, SuperPointForKeypointDetection
 
 from tcompress.options import recipe_text
 from tests.support.cli import run
@@ -30,8 +30,8 @@ def _in_the_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
-    sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "embedding_size": 8, "num_labels": 2}
-    ResNetForImageClassification(ResNetConfig(**sizes)).save_pretrained(tmp_path)
+    config = SuperPointConfig(encoder_hidden_sizes=[8, 8, 8, 8], decoder_hidden_size=8)
+    SuperPointForKeypointDetection(config).save_pretrained(tmp_path)
     done = run("inspect", tmp_path, "--json")
     assert (done.code, done.document["layers"]) == (0, [])
     assert any("no repeated block" in warning for warning in done.document["warnings"])
@@ -71,7 +71,7 @@ def test_options_that_go_to_the_structure_are_not_the_mechanisms() -> None:
     methods = {item["name"]: item for item in run("methods", "--json").document["methods"]}
     options = {row["name"]: row["option"] for row in methods["tam"]["options"]}
     assert (options["core"], options["memory"]) == ("--core", "--memory")
-    assert options["cores"] is options["rank"] is options["semantic_rank"] is None
+    assert options["cores"] is options["rank"] is None
     assert {row["option"] for row in methods["tucker"]["options"]} >= {"--rank", "--cores"}
 
 

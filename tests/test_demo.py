@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tcompress.benching.run import Settings
 from tcompress.demo import (
     VARIANTS,
     DemoData,
@@ -23,6 +22,7 @@ from tcompress.demo import (
     written_stories,
 )
 from tcompress.errors import InputError
+from tcompress.options import Bench
 from tcompress.structures.lowrank import LowRankSpec
 from tests.support.cli import run
 from tests.support.conversions import few_steps
@@ -70,7 +70,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demo.WRITTEN_STORIES", 4)
     monkeypatch.setattr("tcompress.demo.HEALING_STEPS", 2)
     monkeypatch.setattr(
-        "tcompress.demo.TIMED", Settings(batches=(1,), lengths=(8,), repeats=1, dtype="float32")
+        "tcompress.demo.TIMED", Bench(batch=(1,), length=(8,), repeats=1, dtype="float32")
     )
 
 

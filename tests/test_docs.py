@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from tcompress.recipe import mechanism_names, method_names, recipe_names
 
 import tcompress
-from tcompress.cli.main import app
+from tcompress.cli.main import program
+from tcompress.options import mechanism_names, method_names, recipe_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -30,7 +30,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 PROGRAMS = re.compile(r"(python|pytest|mkdocs|pip|ruff|torchrun|accelerate|benchmarks/)")
 FOLDERS = tuple({f"{name.partition('/')[0]}/" for name in recipe_names()})
 
-ROOT_COMMAND: Any = typer.main.get_command(app)
+ROOT_COMMAND: Any = typer.main.get_command(program())
 
 
 def commands() -> dict[tuple[str, ...], Any]:

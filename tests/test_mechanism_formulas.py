@@ -35,8 +35,10 @@ from tests.support.mechanisms import (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_multiply_adds_are_those_that_torch_counts(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["tsa-causal", "hot-folded", "hot-two-special", "tam-gru", "multilinear"]
+)
+def test_multiply_adds_are_those_of_a_real_pass(name: str) -> None:
     layout = layout_of(name)
     kind = mechanism(layout.mechanism)
     tensors = tensors_of(name) | {k: t.double() for k, t in kind.constants(layout).items()}

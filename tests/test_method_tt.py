@@ -99,8 +99,9 @@ def test_a_recipe_with_wrong_modes_is_explained() -> None:
     text = "recipe_version: 1\nconvert:\n  method: {name: tt, modes: {768: [24, 0]}}\n"
     with pytest.raises(RecipeError) as error:
         parse_recipe(text, "my.yaml")
-    assert "my.yaml:3: `convert.method.modes`" in str(error.value)
-    assert "each value a list, each entry a whole number, at least 1" in str(error.value)
+    assert (
+        "my.yaml:3: `convert.method.modes.768[1]`: found `0`; allowed is a whole number, at least 1"
+    ) in str(error.value)
     text = "recipe_version: 1\nconvert:\n  method: {name: qtt, order: 3}\n"
     with pytest.raises(RecipeError, match="the modes of `qtt` are 2"):
         parse_recipe(text, "my.yaml")

@@ -202,13 +202,13 @@ def test_memory_stays_bounded_where_routing_is_not_balanced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind, seen = structure("lowrank"), []
-    core = type(kind).core
+    apply = type(kind).apply
 
     def counting(self: object, z: Tensor, *rest: object) -> Tensor:
         seen.append(z.shape[0] * z.shape[1])
-        return core(self, z, *rest)  # type: ignore[arg-type]
+        return apply(self, z, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(kind), "core", counting)
+    monkeypatch.setattr(type(kind), "apply", counting)
     experts = _structured("lowrank")
     index = torch.zeros(60, 2, dtype=torch.long)
     index[:, 1] = 1

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ from pydantic import (
     model_serializer,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.errors import RecipeError
 from tcompress.mechanisms.visible import Visible
@@ -157,9 +160,9 @@ class Mechanism(ABC, Generic[S, L]):
     def tensors(self, layout: L) -> Shapes:
         """Shapes of the mechanism's own tensors."""
 
-    @abstractmethod
     def macs(self, layout: L, tokens: int) -> int:
         """Multiply-adds of matrix products in a pass over so many tokens, none of them padding."""
+        return _counted(layout, tokens)
 
     @abstractmethod
     def start(
@@ -232,6 +235,24 @@ class Mechanism(ABC, Generic[S, L]):
             pretrained: Whether the model is converted, and not drawn at random.
         """
         return None
+
+
+@lru_cache(maxsize=1024)
+@torch.no_grad()
+def _counted(layout: MechanismLayout, tokens: int) -> int:
+    """Multiply-adds as torch counts them in a pass on the meta device."""
+    kind, meta = mechanism(layout.mechanism), torch.device("meta")
+    tensors = {
+        name: torch.empty(shape, device=meta) for name, shape in kind.tensors(layout).items()
+    }
+    tensors |= {name: tensor.to(meta) for name, tensor in kind.constants(layout).items()}
+    q, k = (
+        torch.empty(1, heads, tokens, layout.head_dim, device=meta)
+        for heads in (layout.heads, layout.key_heads)
+    )
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        kind.apply(q, k, k, tensors, layout, Visible())
+    return counter.get_total_flops() // 2
 
 
 def spec_name(spec: MechanismSpec) -> str:

@@ -66,9 +66,6 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
             shapes["coefficients"] = (layout.filter_order, layout.heads)
         return shapes
 
-    def macs(self, layout: GraphLayout, tokens: int) -> int:
-        return layout.filter_order * layout.heads * layout.head_dim * tokens**2
-
     def start(
         self, layout: GraphLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:

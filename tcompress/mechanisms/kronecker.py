@@ -96,18 +96,6 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
         shapes: Shapes = {"scale": (layout.axes, layout.heads)}
         return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
 
-    def macs(self, layout: KroneckerLayout, tokens: int) -> int:
-        special, width = layout.special, layout.head_dim
-        sizes = layout.sizes(tokens - special)
-        cells = prod(sizes)
-        columns = width + (cells > tokens - special)  # a last row of the fold that is not full
-        if layout.kernel != "softmax":
-            mixed = 2 * layout.features * sum(cells * columns + size * width for size in sizes)
-        else:
-            mixed = sum(cells * size * columns + size**2 * width for size in sizes)
-        between = 2 * tokens * special + (cells * 2 * special if special > 1 else 0)
-        return layout.heads * (mixed + width * between)
-
     def ordered(self, layout: KroneckerLayout) -> bool:
         return layout.fold is not None
 

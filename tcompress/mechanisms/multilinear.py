@@ -57,10 +57,6 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
             "out": (layout.length**2, width),
         }
 
-    def macs(self, layout: MultilinearLayout, tokens: int) -> int:
-        width = layout.heads * layout.head_dim
-        return 2 * tokens * layout.length**2 * width
-
     def ordered(self, layout: MultilinearLayout) -> bool:
         return True
 

@@ -86,13 +86,12 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         return {**shapes, "scale": (heads,)} if layout.normalize == "softmax" else shapes
 
     def macs(self, layout: TamLayout, tokens: int) -> int:
-        width, rank = layout.head_dim, layout.rank
-        scored = 0 if layout.core == "aligned" else tokens**2 * (rank or width)
-        if layout.core == "tucker":
-            scored += 2 * tokens * width * rank + tokens * rank**2
-            scored += width * layout.semantic_rank + rank**2 * layout.semantic_rank
-        read = gru_macs(layout.key_heads * width, tokens) if layout.memory == "gru" else 0
-        return layout.heads * (scored + tokens**2 * width + width**2) + read
+        if layout.memory != "gru":
+            return super().macs(layout, tokens)
+        # The network runs token by token: to count it would take as long as a long text is.
+        without = layout.model_copy(update={"memory": "states"})
+        read = gru_macs(layout.key_heads * layout.head_dim, tokens)
+        return super().macs(without, tokens) + read
 
     def ordered(self, layout: TamLayout) -> bool:
         return layout.core == "aligned" or layout.memory == "gru"

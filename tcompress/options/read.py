@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -42,7 +42,10 @@ def read(
     Raises:
         RecipeError: Something is wrong; the message says all that is.
     """
-    text = json.dumps(as_plain(values))
+    plain = as_plain(values)
+    text = json.dumps(plain)
+    if broken := [item for item in _texts(plain) if not _is_text(item)]:
+        raise RecipeError(f"`{broken[0]}` holds bytes that are no text (UTF-8)", "rename it")
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -53,6 +56,22 @@ def read(
         problems = explain(errors, read_document(text), schema_of(kind))
         words = [(said or _of_keywords)(problem) for problem in problems]
         raise RecipeError("; ".join(dict.fromkeys(words)), hint) from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*_texts(key), *_texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a name is of bytes that are UTF-8: others reach Python as halves of pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 @cache

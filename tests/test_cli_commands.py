@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import SuperPointConfig, SuperPointForKeypointDetection
 
 from tcompress.recipe import recipe_names, recipe_text
 from tests.support.cli import run
@@ -85,8 +85,8 @@ def test_inspect_as_json() -> None:
 
 
 def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
-    sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "embedding_size": 8, "num_labels": 2}
-    ResNetForImageClassification(ResNetConfig(**sizes)).save_pretrained(tmp_path)
+    config = SuperPointConfig(encoder_hidden_sizes=[8, 8, 8, 8], decoder_hidden_size=8)
+    SuperPointForKeypointDetection(config).save_pretrained(tmp_path)
     done = run("inspect", tmp_path, "--json")
     assert (done.code, done.document["layers"]) == (0, [])
     assert any("no repeated block" in warning for warning in done.document["warnings"])

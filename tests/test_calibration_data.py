@@ -197,7 +197,7 @@ def test_samples_of_like_length_go_together(bert: SourceModel, tmp_path: Path) -
     assert data.tokens > 0.9 * stored
 
 
-@pytest.mark.parametrize(("count", "batch", "holdout"), [(1, 1, []), (2, 2, [1]), (9, 2, [1])])
+@pytest.mark.parametrize(("count", "batches", "holdout"), [(1, 1, []), (2, 2, [1]), (9, 2, [1])])
 def test_few_samples_are_split_all_the_same(
     count: int, batches: int, holdout: list[int], bert: SourceModel, tmp_path: Path
 ) -> None:

@@ -349,6 +349,6 @@ def test_a_size_is_needed(folder: Path) -> None:
 def test_unknown_structures_on_offer_are_refused(folder: Path) -> None:
     done = run("convert", folder, "--method", "auto", "--target", "0.2", "--offer", "lowrank,foo")
     assert done.code == 2
-    assert "`--offer` is `lowrank,foo`, allowed is a list, each entry one of `svd`" in done.err
+    assert "`--offer` is `foo`, allowed is one of `svd`" in done.err
     done = run("convert", folder, "--method", "svd", "--target", "0.2", "--offer", "tt")
     assert "`--offer` belongs to `--method auto`" in done.err

@@ -152,7 +152,7 @@ def test_methods() -> None:
     assert "svd (also `lowrank`): two thin factors" in done.out
     assert "arXiv:2603.05727" in done.out
     assert "--tubal-rank" in done.out
-    assert "pad (in recipes)" in done.out
+    assert "seed (in recipes)" in done.out
 
 
 def test_methods_as_json() -> None:
@@ -171,7 +171,7 @@ def test_options_that_go_to_the_structure_are_not_the_mechanisms() -> None:
     methods = {item["name"]: item for item in run("methods", "--json").document["methods"]}
     options = {row["name"]: row["option"] for row in methods["tam"]["options"]}
     assert (options["core"], options["memory"]) == ("--core", "--memory")
-    assert options["cores"] is options["rank"] is options["semantic_rank"] is None
+    assert options["cores"] is options["rank"] is None
     assert {row["option"] for row in methods["tucker"]["options"]} >= {"--rank", "--cores"}
 
 

@@ -144,9 +144,9 @@ def test_dtypes(place: Path) -> None:
     (exact,) = sts("bert")
     assert found.metrics[0].protocol["dtype"] == "bfloat16"
     assert found.metrics[0].value == pytest.approx(exact.metrics[0].value, abs=0.1)
-    with pytest.raises(InputError, match="unknown dtype `int8`; known are `float32`"):
+    with pytest.raises(InputError, match="`dtype` is `int8`, allowed is one of `float32`"):
         sts("bert", dtype="int8")
-    with pytest.raises(InputError, match="unknown device `tpu9`"):
+    with pytest.raises(InputError, match="`device` is `tpu9`, allowed is text like"):
         sts("bert", device="tpu9")
 
 

@@ -108,13 +108,13 @@ def test_data_that_is_not_there_is_missed_before_any_work() -> None:
 def test_all_that_shows_early_is_said_before_any_work() -> None:
     _recipe(
         finetune={"task": "classification", "teacher": "./nobody", "steps": 3},
-        evaluate=[{"task": "classification", "data": "rows.jsonl", "threshold": "good"}],
+        evaluate=[{"task": "classification", "data": "rows.jsonl", "threshold": "1e999"}],
         report="nowhere/made.html",
     )
     done = _run()
     assert (done.code, done.out) == (2, "")
     assert "3 problems:" in done.err
-    for text in ("nowhere", "`--threshold good`", "there is no folder `./nobody`"):
+    for text in ("nowhere", "`--threshold 1e999`", "there is no folder `./nobody`"):
         assert text in done.err
     _recipe(
         finetune={"task": "sts", "data": {"source": ["rows.jsonl"]}, "steps": 3},

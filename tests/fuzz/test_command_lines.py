@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from tcompress.cli.main import app
+from tcompress.cli.main import program
 from tests.support.cli import run
 from tests.support.evaluation import classifier, labelled_file
 
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _commands() -> Iterator[tuple[str, Any]]:
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(program())
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)
         yield from (

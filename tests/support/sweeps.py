@@ -16,7 +16,7 @@ from tcompress import pipeline
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.evaluation.compare import Baseline
 from tcompress.evaluation.scores import ModelScores
-from tcompress.options import Recipe
+from tcompress.options import Evaluate, Recipe
 from tcompress.source import SourceModel
 from tcompress.sweeping.outcome import Swept
 from tcompress.sweeping.run import sweep
@@ -84,12 +84,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "evaluate", quick_evaluate)
 
 
-def quick_evaluate(
-    models: Any, task: str, data: str, *, limit: int | None = None, **options: Any
-) -> list[ModelScores]:
+def quick_evaluate(models: Any, wanted: Evaluate, **options: Any) -> list[ModelScores]:
     """Scores models by the bytes of their weights, without running them."""
     size = Path(models[0], "model.safetensors").stat().st_size
-    examples = limit or len(Path(data).read_text().splitlines())
+    examples = wanted.limit or len(Path(wanted.data).read_text().splitlines())
     known = options.get("baseline")
     value = size / Path("bert/model.safetensors").stat().st_size
     value += 0.1 * Path(models[0]).name.endswith("-healed")
@@ -99,7 +97,7 @@ def quick_evaluate(
         value=value,
         difference=known
         and Difference(baseline=known.name, baseline_value=known.values[0], value=value - 1),
-        protocol={"task": task, "data": data, "examples": examples},
+        protocol={"task": wanted.task, "data": wanted.data, "examples": examples},
     )
     baseline = Baseline("bert", [value], [np.zeros(2)], [examples], "tokens")
     return [ModelScores(str(models[0]), (found,), "examples", 1.0, baseline=baseline)]

@@ -102,11 +102,11 @@ def test_options_take_the_place_of_a_recipe_s() -> None:
         ({"keep_layers": ["x"]}, "for one stack of several `STACK:1,3,5`"),
         (
             {"drop_layers": ["a:1", "a:2"]},
-            "`--drop-layers` is `a:1,a:2`, given twice for one stack",
+            "is `a:1,a:2`, given twice for one stack",
         ),
         (
             {"drop_layers": ["a:1", "2"]},
-            "`--drop-layers` is `a:1,2`, given with a stack and without",
+            "is `a:1,2`, given with a stack and without",
         ),
         ({"keep_layers": ["1"], "drop_layers": ["1"]}, "are both given"),
         ({"keep_layers": ["1"], "method": "none", "p": 4}, "`--p` needs a method"),

@@ -213,12 +213,14 @@ def help_of(item: Typed, *, brief: bool = False) -> str:
     text = item.info.description or ""
     text = text.partition(";")[0] if brief else text
     words = words_of(item.annotation)
-    if not brief and len(words) > 4 and words[0] not in text:
+    plain = item.flag.metavar in (None, "NAME")
+    if plain and not brief and len(words) > 4 and words[0] not in text:
         text = f"{text}: {', '.join(f'`{word}`' for word in words)}"
     text = text if text.startswith("`") else text[:1].upper() + text[1:]
     default = _default(item)
     said = f" Default {default}." if default and "default" not in text else ""
-    many = " Repeatable." if _several(item) and not item.flag.splits and not brief else ""
+    repeated = _several(item) and not (item.flag.splits or item.flag.positional or brief)
+    many = " Repeatable." if repeated else ""
     return f"{text}.{said}{many}"
 
 

@@ -56,8 +56,8 @@ OfAll = Annotated[
 
 def sweep(
     one: OneModel,
-    call: Swept,
     cells: Given[Sweep],
+    call: Swept,
     measured: Measured,
     said: OfAll,
     written: Written,

@@ -205,4 +205,4 @@ def words_of(annotation: Any) -> list[str]:
             found += part.names()
         else:
             found += [word for item in get_args(part) for word in words_of(item)]
-    return found
+    return list(dict.fromkeys(found))

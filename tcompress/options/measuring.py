@@ -40,7 +40,7 @@ class Evaluate(Section):
     task: EvaluationTask = option(..., "what is measured", panel=DATA, metavar="NAME")
     data: str = option(
         ...,
-        "csv, jsonl, parquet, txt or npz file, folder or hub id; `id:config` selects a "
+        "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "
         "configuration",
         panel=DATA,
         metavar="FILE|FOLDER|DATASET",

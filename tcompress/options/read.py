@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -49,11 +49,14 @@ def read(
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
-        from tcompress.options.document import read_document
+        from tcompress.options.document import Unreadable, read_document
         from tcompress.options.explain import explain
 
         errors = error.errors(include_url=False, include_input=False)
-        problems = explain(errors, read_document(text), schema_of(kind))
+        try:
+            problems = explain(errors, read_document(text), schema_of(kind))
+        except Unreadable as strange:  # half of a character, or more than any recipe holds
+            raise RecipeError(strange.problem.text, hint) from error
         words = [(said or _of_keywords)(problem) for problem in problems]
         raise RecipeError("; ".join(dict.fromkeys(words)), hint) from error
 
@@ -165,8 +168,15 @@ class Given(Generic[M]):
             item, inner = self.fields[place], found
             for step in place[:-1]:
                 inner = inner.setdefault(step, {})
+            if not isinstance(texts, bool) and not all(text.strip() for text in texts):
+                # A variable of the shell that is not set, most likely.
+                problems.append(f"`{item.name}` has no value: give one, or leave it out")
+                continue
             try:
-                inner[place[-1]] = texts if isinstance(texts, bool) else _read(item, texts)
+                inner[place[-1]] = texts if isinstance(texts, bool) else plain(item, texts)
+                json.dumps(texts, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                problems.append(f"`{item.name}` is `{','.join(texts)}`, which holds no characters")
             except ValueError as error:
                 problems.append(f"`{item.name}` is `{','.join(texts)}`, {error}")
         if problems:
@@ -199,12 +209,6 @@ class Given(Generic[M]):
                 whole = problem.key == item.place and isinstance(texts, list)
                 return value_words(item.name, problem, ",".join(texts) if whole and texts else None)
         return value_words(dotted(problem.key), problem)
-
-
-def _read(item: Typed, texts: Sequence[str]) -> Any:
-    if not all(text.strip() for text in texts):  # a variable of the shell that is not set, probably
-        raise ValueError("which is no value: give one, or leave it out")
-    return plain(item, texts)
 
 
 def merged(

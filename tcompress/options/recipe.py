@@ -10,10 +10,11 @@ from tcompress.options.attention import MECHANISMS, mechanism_names
 from tcompress.options.convert import Convert, refuse_two_sizes
 from tcompress.options.fields import Section, option, typed_fields
 from tcompress.options.measuring import Bench, Evaluate
-from tcompress.options.methods import METHODS, AnyMethod, MethodName
+from tcompress.options.methods import METHODS, AnyMethod, MethodName, method_names
 from tcompress.options.scratch import Architecture, PaperRow
 from tcompress.options.training import Finetune
 from tcompress.options.typed import plain
+from tcompress.options.words import quoted
 
 RECIPE_VERSION = 1
 
@@ -31,7 +32,9 @@ def _read_method(text: str) -> Any:
     if name in mechanism_names():
         raise ValueError(f"and `{name}` is a mechanism: a sweep compares structures of weights")
     kind = next((spec for spec in METHODS if name in spec.names()), None)
-    if kind is None or not pairs:
+    if kind is None:
+        raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
+    if not pairs:
         return name
     found: dict[str, Any] = {"name": name}
     for pair in pairs:

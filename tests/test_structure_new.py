@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -30,13 +29,6 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True)
 
 
-def document(*arguments: object) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def test_its_options_are_flags(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small"
     asked = ("--method", "blockdiag", "--blocks", 4, "--calib", "none")
@@ -57,7 +49,7 @@ def test_methods_recipes_and_budgets_know_it(tiny: Path, tmp_path: Path) -> None
     assert "blockdiag blocks=8 + lowrank" in run("convert", tiny, *budget, "--dry-run").stdout
     recipe = tmp_path / "recipe.yaml"
     convert = {"method": {"name": "blockdiag", "blocks": 2}, "calibration": {"source": "none"}}
-    recipe.write_text(yaml.safe_dump({"convert": convert}))
+    recipe.write_text(yaml.safe_dump({"recipe_version": 1, "convert": convert}))
     planned = run("convert", tiny, "--recipe", recipe, "--dry-run").stdout
     assert "blockdiag blocks=2" in planned
 

@@ -189,7 +189,7 @@ def _spellings(item: Typed) -> tuple[str, ...]:
     both = _switch(item) and item.info.default is not False and not _turns_off(item)
     if both and not any("/" in name for name in names):
         return (f"{names[0]}/--no-{names[0].removeprefix('--')}", *names[1:])
-    return names
+    return tuple(sorted(names, key=len))  # short ones first
 
 
 def _switch(item: Typed) -> bool:

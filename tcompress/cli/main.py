@@ -148,10 +148,17 @@ def _stoppable() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def _completed() -> list[str] | None:
+    """What is typed so far, where a shell says so when it asks what may follow."""
+    said = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
+    return said.split()[1:] if said else None
+
+
 def _run(typed: list[str]) -> int:
     as_json = "--json" in typed
     try:
-        whole = typer.main.get_command(program(None if _COMPLETION in os.environ else typed))
+        asked = _completed() if _COMPLETION in os.environ else typed
+        whole = typer.main.get_command(program(asked))
         code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here, not when the program ends
     except (Exception, KeyboardInterrupt) as error:

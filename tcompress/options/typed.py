@@ -34,7 +34,7 @@ def plain(item: Typed, texts: Sequence[str]) -> Any:
     for part in parts:
         if get_origin(part) is dict:
             inner = members(get_args(part)[1])
-            pairs = [_pair(word, item.flag.metavar or "NAME=VALUE") for word in words if word]
+            pairs = [_pair(word, item.flag.metavar or "NAME=VALUE") for word in words]
             return {name: number(text, inner) for name, text in pairs}
     lists = [part for part in parts if get_origin(part) is tuple]
     if lists and (len(lists) == len(parts) or len(words) > 1):

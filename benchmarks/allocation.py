@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import tcompress
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -40,20 +40,20 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import tcompress
-from tcompress.anatomy import anatomy_of
-from tcompress.benching.memory import peak_bytes
-from tcompress.calibrate.data import load_batches
 from tcompress.conversion.fit import LayerMoments, fit_layers
-from tcompress.integration.models import load_model
+from tcompress.data.calibration import load_batches
+from tcompress.hf.opening import load_model
+from tcompress.latency.paired_timing import peak_bytes
 from tcompress.linalg.moments import Moments, MomentSums
-from tcompress.linalg.ttmodes import matrix_modes
+from tcompress.linalg.tensortrain import matrix_modes
+from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
+from tcompress.planning.costs import Choice, plan_terms
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.offers import structure_of
-from tcompress.planning.terms import Choice, plan_terms
-from tcompress.source import SourceModel
+from tcompress.planning.sites import structure_of
+from tcompress.roles import anatomy_of
 from tcompress.structures import Site
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 ROLES = ("q", "up", "down")
 PARTS = ("error", "time", "memory")

@@ -25,13 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tcompress.benching.memory import peak_bytes
-from tcompress.mechanisms import Host, MechanismSpec, mechanism_of
-from tcompress.mechanisms.graph import GraphSpec
-from tcompress.mechanisms.kronecker import KroneckerSpec
-from tcompress.mechanisms.module import MechanismModule
-from tcompress.mechanisms.multilinear import MultilinearSpec
-from tcompress.mechanisms.tam import TamSpec
+from tcompress.attention import Host, MechanismSpec, mechanism_of
+from tcompress.attention.module import MechanismModule
+from tcompress.latency.paired_timing import peak_bytes
+from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 
 HEADS, WIDTH = 12, 64
 TEXTS: dict[str, MechanismSpec] = {

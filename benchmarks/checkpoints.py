@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 
 METHODS = {

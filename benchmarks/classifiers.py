@@ -23,9 +23,9 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert, Finetune
-from tcompress.training.run import finetune
+from tcompress.training.finetuning import finetune
 
 CONVERSIONS = SLICES | every_budget()
 USUAL = [name for name in CONVERSIONS if name.startswith(("lprod", "svd"))]

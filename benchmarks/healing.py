@@ -28,13 +28,12 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
-from tcompress.evaluation.run import score_model
-from tcompress.evaluation.tasks import find_task
+from tcompress.conversion.converter import convert
+from tcompress.data.examples import load_examples
+from tcompress.evaluation.measuring import find_task, score_model
+from tcompress.models import SourceModel
 from tcompress.options import Convert, Finetune
-from tcompress.reading.examples import load_examples
-from tcompress.source import SourceModel
-from tcompress.training.run import finetune
+from tcompress.training.finetuning import finetune
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
     **with_depth("layers 1, 3, 5", {"keep_layers": [1, 3, 5]}, 3 / 6),

@@ -31,10 +31,9 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.evaluation.run import score_model
-from tcompress.evaluation.tasks import find_task
-from tcompress.reading.examples import load_examples
-from tcompress.source import SourceModel
+from tcompress.data.examples import load_examples
+from tcompress.evaluation.measuring import find_task, score_model
+from tcompress.models import SourceModel
 
 BATCH, LENGTH = 32, 32
 

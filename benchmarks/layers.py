@@ -22,10 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.structures import Site, structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
-from tcompress.structures.lowrank import LowRankSpec
-from tcompress.structures.lprod import LprodSpec
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 P = 4
 SHAPES = (("qkv", 1, 1, "in"), ("o", 1, 1, "out"), ("up", 1, 4, "in"), ("down", 4, 1, "out"))

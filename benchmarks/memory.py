@@ -35,7 +35,7 @@ SHAPE = {
 }
 CONVERT = """
 import sys
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 import json
 convert(sys.argv[1], Convert.model_validate(json.loads(sys.argv[2])), sys.argv[3], force=True)
@@ -46,7 +46,7 @@ def make_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     """Writes random weights, shard by shard."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tcompress.artifact.shards import Stored, plan_shards, write_index, write_shard
+    from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
 
     folder.mkdir(parents=True)
     config = {**SHAPE, "dtype": str(dtype).removeprefix("torch.")}
@@ -99,7 +99,9 @@ def main() -> None:
     if args.method == "svd":
         recipe["target"] = 0.25
     bare, _ = peak_of("import torch")
-    loaded, _ = peak_of("import tcompress.conversion.run, transformers.models.llama.modeling_llama")
+    loaded, _ = peak_of(
+        "import tcompress.conversion.converter, transformers.models.llama.modeling_llama"
+    )
     output = args.folder / "out"
     peak, seconds = peak_of(CONVERT, str(source), json.dumps(recipe), str(output))
     start = time.perf_counter()

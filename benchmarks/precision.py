@@ -23,7 +23,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.training.precision import FloatAttention
+from tcompress.training.finetuning import FloatAttention
 
 WAYS: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
     "float32": (False, nullcontext),

@@ -23,10 +23,10 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.models import SourceModel
 from tcompress.options import Convert, Finetune
-from tcompress.source import SourceModel
-from tcompress.training.run import finetune
+from tcompress.training.finetuning import finetune
 
 
 def main() -> None:

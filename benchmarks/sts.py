@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 
 METHODS: dict[str, dict[str, object]] = {

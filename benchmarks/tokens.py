@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import tcompress
 from tcompress.structures import Site, structure
-from tcompress.structures.counting import macs_of
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.capabilities import macs_of
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 KEPT = 4  # one in so many parameters
 TOKENS = [2**power for power in range(15)]

@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.anatomy.projections import is_pointwise
+from tcompress.roles.projections import is_pointwise
 
 RANK, VOCAB, WIDTH, HEADS, HEAD = 2, 128, 64, 4, 16
 LARGEST = 12_000_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tcompress.errors import TCompressError
-from tcompress.integration.autoload import register_when_ready
+from tcompress.hf.autoload import register_when_ready
 
 if TYPE_CHECKING:
     from tcompress.api import (

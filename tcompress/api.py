@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.benching.run import Bench as Times
-from tcompress.benching.run import bench as run_bench
-from tcompress.conversion.run import Converted
-from tcompress.conversion.run import convert as run_conversion
+from tcompress.conversion.converter import Converted
+from tcompress.conversion.converter import convert as run_conversion
 from tcompress.errors import RecipeError
-from tcompress.evaluation.compare import Baseline
-from tcompress.evaluation.run import evaluate as run_evaluation
-from tcompress.evaluation.scores import ModelScores
-from tcompress.exporting.dense import export_dense
+from tcompress.evaluation.measuring import evaluate as run_evaluation
+from tcompress.evaluation.scores import Baseline, ModelScores
+from tcompress.exports import export_dense
 from tcompress.inspection import inspect_model as inspect
+from tcompress.latency.benchmark import Bench as Times
+from tcompress.latency.benchmark import bench as run_bench
+from tcompress.models import SourceModel, default_output_name
 from tcompress.options import (
     Bench,
     Convert,
@@ -26,25 +26,22 @@ from tcompress.options import (
     mechanism_names,
     parse_recipe,
 )
-from tcompress.options.attention import MECHANISMS, MechanismSpec
 from tcompress.options.choose import conversion
 from tcompress.options.library import find_recipe
-from tcompress.options.methods import METHODS, Spec
-from tcompress.options.naming import short_name
+from tcompress.options.method_options import MECHANISMS, METHODS, MechanismSpec, Spec
 from tcompress.options.read import as_plain, read
-from tcompress.options.scratch import Architecture
+from tcompress.options.schema import short_name
+from tcompress.options.steps import Architecture
+from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
-from tcompress.reporting.model import report_of as report
-from tcompress.scratch.architecture import open_architecture
-from tcompress.source import SourceModel, default_output_name
-from tcompress.structures.linear import keep_weights
-from tcompress.sweeping.cells import default_methods
-from tcompress.sweeping.outcome import Swept
-from tcompress.sweeping.run import sweep as run_sweep
-from tcompress.training.run import Finetuned
-from tcompress.training.run import finetune as run_training
+from tcompress.reporting.model_report import report_of as report
+from tcompress.structures.modules.linear import keep_weights
+from tcompress.sweeps import Swept, default_methods
+from tcompress.sweeps import sweep as run_sweep
+from tcompress.training.finetuning import Finetuned
+from tcompress.training.finetuning import finetune as run_training
 
 __all__ = [
     "bench",

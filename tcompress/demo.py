@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tcompress.artifact.workplace import check_output
-from tcompress.benching.run import bench
-from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.converter import Converted, convert
 from tcompress.files import write_text
+from tcompress.latency.benchmark import bench
 from tcompress.options import Bench, Calibration, Convert, Finetune
+from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.progress import Progress, Silent
-from tcompress.reporting.model import report_of
-from tcompress.structures.lowrank import LowRankSpec
-from tcompress.structures.lprod import LprodSpec
-from tcompress.training.run import finetune
+from tcompress.reporting.model_report import report_of
+from tcompress.training.finetuning import finetune
 
 PROMPT = "Once upon a time there was"
 FITTING_STORIES = 40
@@ -159,7 +158,7 @@ class _Reader:
 @contextmanager
 def shipped_data() -> Iterator[DemoData]:
     """Gives the model and the stories of the package."""
-    with as_file(files("tcompress").joinpath("data", "demo")) as folder:
+    with as_file(files("tcompress").joinpath("assets", "demo")) as folder:
         stories = (folder / "heldout.txt").read_text(encoding="utf-8").splitlines()
         yield DemoData(folder / "model", tuple(story for story in stories if story.strip()))
 

@@ -1,23 +1,171 @@
-"""Errors of tcompress.
-
-TCompressError
-├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
-│   ├── SourceError                the model to convert cannot be read
-│   ├── RecipeError                a recipe or an option is wrong
-│   ├── PlanError                  the recipe does not fit the model
-│   ├── DataError                  data to calibrate, train or measure with cannot be used
-│   └── ArtifactError              a converted model is damaged or too new
-├── WriteError                     what was written is not what was fitted: exit code 1
-├── DiskError (OSError)             a disk is full, or refuses a file
-├── FitError (ArithmeticError)     a factorisation failed: names the layer
-└── TrainingError (ArithmeticError) training diverged, or cannot go on
-"""
+"""Errors of tcompress, and the small pieces of text that messages are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Small pieces of text for messages.
+
+
+_MOST_LISTED = 12
+_DEEPEST = 100  # libraries that copy a config recurse into it
+
+
+def listed(names: Iterable[str]) -> str:
+    """Write names as text for a message: sorted, in backticks, cut after twelve."""
+    ordered = sorted(names)
+    shown = ", ".join(f"`{name}`" for name in ordered[:_MOST_LISTED])
+    more = len(ordered) - _MOST_LISTED
+    return f"{shown} and {more} more" if more > 0 else shown or "nothing"
+
+
+def folder_content(folder: Path) -> str:
+    """Write what a folder holds as text for a message, folders with a slash."""
+    return listed(f"{item.name}/" if item.is_dir() else item.name for item in folder.iterdir())
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's text, without full stop, and the next one after a colon."""
+    text = str(error).strip().splitlines()
+    if not text:
+        return type(error).__name__
+    more = f" {text[1].strip()}" if text[0].endswith(":") and text[1:] else ""
+    return (text[0] + more).rstrip(".")
+
+
+def read_json(path: Path, *, strict: bool = False, constants: bool = False) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        strict: Refuse what other readers would understand in another way: keys that stand twice,
+            and numbers that JSON does not have.
+        constants: Let `Infinity` and `NaN` through all the same.
+
+    Raises:
+        ValueError: It cannot be read; the message says why, in one line.
+    """
+    try:
+        return parse_json(path.read_bytes(), strict=strict, constants=constants)
+    except OSError as error:
+        raise ValueError(error.strerror or type(error).__name__) from error
+
+
+def parse_json(text: bytes | str, *, strict: bool = False, constants: bool = False) -> Any:
+    """Parse JSON as `read_json` does."""
+    options: dict[str, Any] = {}
+    if strict:
+        options["object_pairs_hook"] = _unique
+        if not constants:
+            options["parse_constant"] = _refuse_constant
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        value = None
+        deep = True
+    else:
+        deep = _is_deep(value)
+    if deep:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{listed({key for key in names if names.count(key) > 1})} stands twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds `{name}`, which is no number of JSON")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
+    """Read a `config.json`, of which what is used first is known to be of the right kind.
+
+    Transformers writes infinity there as it is, such as a limit of Mamba's time steps.
+
+    Args:
+        path: The file.
+        strict: Refuse keys that stand twice.
+
+    Raises:
+        ValueError: It cannot be read, or is none; the message is a predicate in one line.
+    """
+    try:
+        found = read_json(path, strict=strict, constants=True)
+    except ValueError as error:
+        raise ValueError(f"is no valid JSON ({first_line(error)})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a {type(found).__name__}, expected an object")
+    for key, kind, what in (
+        ("model_type", str, "a text"),
+        ("architectures", list, "a list of texts"),
+        ("auto_map", dict, "an object"),
+    ):
+        value = found.get(key)
+        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if value is not None and not (isinstance(value, kind) and texts):
+            raise ValueError(f"has `{str(value)[:40]}` as `{key}`, expected {what}")
+    check_counts(found)
+    return found
+
+
+MOST_LAYERS = 10_000
+"""More than any model has; so many modules are built one by one, which would not end."""
+
+_COUNTS = re.compile(r"(n|num)_(\w+_)?layers?|(\w+_)?layers|(\w+_)?depth")
+
+
+def check_counts(settings: Mapping[str, Any]) -> None:
+    """Refuses numbers of layers that nothing could build.
+
+    Raises:
+        ValueError: There are some, at the top or in the config of a part; names the first.
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            check_counts(value)
+        elif type(value) is int and value > MOST_LAYERS and _COUNTS.fullmatch(key):
+            raise ValueError(
+                f"has `{str(value)[:40]}` as `{key}`, expected at most {MOST_LAYERS:,}"
+            )
+
+
+# Errors of tcompress.
+#
+# TCompressError
+# ├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
+# │   ├── SourceError                the model to convert cannot be read
+# │   ├── RecipeError                a recipe or an option is wrong
+# │   ├── PlanError                  the recipe does not fit the model
+# │   ├── DataError                  data to calibrate, train or measure with cannot be used
+# │   └── ArtifactError              a converted model is damaged or too new
+# ├── WriteError                     what was written is not what was fitted: exit code 1
+# ├── DiskError (OSError)             a disk is full, or refuses a file
+# ├── FitError (ArithmeticError)     a factorisation failed: names the layer
+# └── TrainingError (ArithmeticError) training diverged, or cannot go on
 
 
 class TCompressError(Exception):
@@ -116,7 +264,7 @@ class TrainingError(TCompressError, ArithmeticError):
     exit_code = 2
 
 
-def first_line(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Returns what an error says, without its hint, to be quoted in another one."""
     return str(error).partition("\n")[0]
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.anatomy.stored import Shapes, parameters_among, stored_blocks, stored_parameters
 from tcompress.artifact.checksums import looks_whole, read_sealed
-from tcompress.reporting.describe import describe_attention, describe_entry
-from tcompress.source.names import FORMAT_VERSION, METHODS, resolve
-from tcompress.source.store import WeightStore
-from tcompress.source.text import read_settings
+from tcompress.errors import read_settings
+from tcompress.models.names import FORMAT_VERSION, METHODS, resolve
+from tcompress.models.store import WeightStore
+from tcompress.reporting.formatting import describe_attention, describe_entry
+from tcompress.roles.stored import Shapes, parameters_among, stored_blocks, stored_parameters
 
 if TYPE_CHECKING:
     from tcompress.artifact.reader import Artifact
+    from tcompress.models import SourceModel
     from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
-    from tcompress.source import SourceModel
 
 
 class _Facts(BaseModel):
@@ -129,7 +129,7 @@ def inspect_model(
     if found is not None:
         return found
     from tcompress.artifact.reader import Artifact, is_converted
-    from tcompress.source import SourceModel
+    from tcompress.models import SourceModel
 
     if is_converted(folder):
         return _converted(name, Artifact.open(folder))
@@ -262,11 +262,11 @@ def _stored(sizes: Mapping[str, int], inside: str) -> int:
 
 
 def _dense(name: str, source: SourceModel) -> Inspection:
-    from tcompress.anatomy import anatomy_of
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
+    from tcompress.options.method_options import LowRankSpec
     from tcompress.planning.planner import make_plan
-    from tcompress.structures.lowrank import LowRankSpec
+    from tcompress.roles import anatomy_of
 
     model = source.meta_model()
     anatomy = anatomy_of(model)
@@ -294,7 +294,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
 
 
 def _converted(name: str, artifact: Artifact) -> Inspection:
-    from tcompress.source import SourceModel
+    from tcompress.models import SourceModel
 
     manifest = artifact.manifest
     dense = SourceModel.open(str(artifact.folder), converted=True).meta_model()

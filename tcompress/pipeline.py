@@ -10,23 +10,21 @@ from typing import Any
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
-from tcompress.benching.run import Bench, bench
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
-from tcompress.evaluation.compare import Baseline
-from tcompress.evaluation.run import check_measurement, evaluate
-from tcompress.evaluation.scores import ModelScores
-from tcompress.evaluation.threshold import Threshold
-from tcompress.integration.devices import pick_device
+from tcompress.evaluation.measuring import check_measurement, evaluate
+from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
+from tcompress.hf.opening import pick_device
+from tcompress.latency.benchmark import Bench, bench
+from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Evaluate, Recipe
 from tcompress.progress import Progress, Silent
-from tcompress.reading.tables import check_data
-from tcompress.reporting.html import check_target, write_html
-from tcompress.reporting.together import reports_of
+from tcompress.reporting.model_report import reports_of
+from tcompress.reporting.page import check_target, write_html
 from tcompress.reporting.tree import ModelReport
-from tcompress.source import SourceModel
-from tcompress.training.run import finetune
+from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
 from tcompress.training.teacher import find_teacher
 

@@ -75,7 +75,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def sources(tiny: Callable[[str], Path]) -> Callable[[str], Any]:
     """The same, opened."""
-    from tcompress.source import SourceModel
+    from tcompress.models import SourceModel
 
     return cache(lambda family: SourceModel.open(str(tiny(family))))
 

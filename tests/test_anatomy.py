@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.anatomy import Anatomy, anatomy_of, supported_families
+from tcompress.roles import Anatomy, anatomy_of, supported_families
 from tests.support.hosts import VIDEOMAE
 from tests.support.tiny import TINY, TinyModel, named
 

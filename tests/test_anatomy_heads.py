@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tcompress.anatomy import anatomy_of
+from tcompress.roles import anatomy_of
 from tests.support.tiny import TINY, build
 
 ATTENTION = {"q", "k", "v", "qkv", "o", "cross_q", "cross_k", "cross_v", "cross_o"}
@@ -31,7 +31,7 @@ def test_heads_of_every_family(family: str) -> None:
 
 
 def test_attentions_of_several_widths_are_not_told_apart() -> None:
-    from tcompress.anatomy.heads import head_width
+    from tcompress.roles.find import head_width
 
     block = nn.Module()
     for name, width in (("one", 8), ("two", 16)):

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from tcompress.anatomy import Layer, Part, Refusal, anatomy_of
 from tcompress.errors import InputError
+from tcompress.roles import Layer, Part, Refusal, anatomy_of
 from tests.support.tiny import TINY, build
 
 

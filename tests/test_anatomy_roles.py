@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from tcompress.anatomy import Anatomy, Block, Layer, anatomy_of
+from tcompress.roles import Anatomy, Block, Layer, anatomy_of
 from tests.support.tiny import TINY, build
 
 

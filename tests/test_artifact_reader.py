@@ -19,10 +19,10 @@ from tcompress.artifact import checksums
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact, check_files, is_converted, verify_files
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
-from tcompress.exporting.dense import export_dense
-from tcompress.reporting.model import report_of
+from tcompress.exports import export_dense
+from tcompress.reporting.model_report import report_of
 from tests.support.converted import converted, recipe
 
 QUERY = "bert.encoder.layer.0.attention.self.query"

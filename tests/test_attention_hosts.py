@@ -15,15 +15,15 @@ import transformers
 from torch import Tensor, nn
 
 from tcompress.artifact.reader import Artifact
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.run import convert
+from tcompress.attention.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import ArtifactError, InputError, PlanError
-from tcompress.exporting.dense import export_dense
-from tcompress.mechanisms.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.exports import export_dense
+from tcompress.models import SourceModel
+from tcompress.models.store import WeightStore
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
-from tcompress.source.store import WeightStore
 from tests.support.hosts import (
     FAMILIES,
     HOSTS,

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, PlanError
+from tcompress.models import SourceModel
+from tcompress.models.store import WeightStore
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
-from tcompress.source.store import WeightStore
 from tests.support.evaluation import one_thread, pairs_file
 from tests.support.hosts import HOSTS
 from tests.support.tiny import TinyModel

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tcompress.anatomy import anatomy_of
 from tcompress.artifact.reader import Artifact
-from tcompress.mechanisms.module import CHILD, MechanismModule
-from tcompress.reporting.model import report_of
-from tcompress.training.observe import Observer
+from tcompress.attention.module import CHILD, MechanismModule
+from tcompress.reporting.model_report import report_of
+from tcompress.roles import anatomy_of
+from tcompress.training.objectives import Observer
 from tests.support.cli import run
 from tests.support.hosts import HOSTS, MECHANISMS
 from tests.support.training import (

@@ -14,24 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tcompress.conversion import survey
-from tcompress.conversion.allocate import Sized
-from tcompress.conversion.run import Converted, convert
-from tcompress.conversion.settle import Settler
-from tcompress.conversion.trial import Trials, trial_blocks
+from tcompress.conversion import search
+from tcompress.conversion.candidates import Sized, Trials, trial_blocks
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.goal import Settler
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.methods import AutoSpec
-from tcompress.planning.budget import Allocation, Option
+from tcompress.options.method_options import AutoSpec, LowRankSpec, LprodSpec
+from tcompress.planning.costs import Choice
 from tcompress.planning.entries import BudgetPlan, Plan
-from tcompress.planning.offers import offered_by
+from tcompress.planning.knapsack import Allocation, Option
 from tcompress.planning.planner import make_plan
-from tcompress.planning.terms import Choice
-from tcompress.reporting.html import write_html
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel
-from tcompress.structures.lowrank import LowRankSpec
-from tcompress.structures.lprod import LprodSpec
+from tcompress.planning.sites import offered_by
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.page import write_html
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.interrupted import Interrupt, contents
@@ -309,7 +306,7 @@ def test_an_interrupted_run_goes_on_with_the_choice_it_made(
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
-    monkeypatch.setattr(survey, "BackwardWalk", walk)
+    monkeypatch.setattr(search, "BackwardWalk", walk)
     _convert(folder, output, PREDICTED)
     assert contents(output) == contents(whole.folder)
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.kept import FitWorkplace
-from tcompress.conversion.methods import candidates_of, choose_method
-from tcompress.conversion.probe import probe_of
-from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.output_sampler import probe_of
+from tcompress.conversion.search import candidates_of, choose_method
+from tcompress.conversion.state import FitWorkplace
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.options.method_options import LprodSpec
 from tcompress.planning.entries import BudgetPlan
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
-from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import Interrupt, contents

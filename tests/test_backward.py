@@ -16,13 +16,13 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from tcompress.anatomy import Anatomy, anatomy_of
-from tcompress.conversion.backward import BackwardWalk, Worth
-from tcompress.conversion.capture import first_tensor, token_rows
-from tcompress.conversion.probe import OutputProbe
+from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.paused import first_tensor, token_rows
+from tcompress.conversion.sensitivity import BackwardWalk, Worth
+from tcompress.data.inputs import MEAN
 from tcompress.errors import DataError, FitError
-from tcompress.reading.pooling import MEAN
-from tcompress.source import SourceModel
+from tcompress.models import SourceModel
+from tcompress.roles import Anatomy, anatomy_of
 from tests.support.conversions import threads
 from tests.support.tiny import TINY, build
 

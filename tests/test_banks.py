@@ -18,13 +18,13 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 import tcompress
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion import banks
-from tcompress.conversion.run import convert
+from tcompress.conversion import whole_model_fits
+from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
-from tcompress.exporting.dense import export_dense
-from tcompress.integration.build import install_layers
+from tcompress.exports import export_dense
+from tcompress.hf.build import install_layers
 from tcompress.structures import Site, structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.conversions import (
     Made,
     assert_wired,
@@ -272,7 +272,7 @@ def test_killed_and_run_again(
     assert fitted.exists() is (moment[0] == "fitting blocks")
     with monkeypatch.context() as patch:
         if fitted.exists():
-            patch.setattr(banks, "input_moments", None)  # not measured again
+            patch.setattr(whole_model_fits, "input_moments", None)  # not measured again
         convert(str(source), chosen, tmp_path / "out", data=calibration("bert"))
     convert(str(source), chosen, tmp_path / "whole", data=calibration("bert"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -286,7 +286,7 @@ def test_both_walks_measure_the_same_inputs(family: str, tmp_path: Path) -> None
         folder = tmp_path / str(surveyed)
         patch = pytest.MonkeyPatch()
         if surveyed:  # as if it had not looked at outputs
-            patch.setattr("tcompress.conversion.kept.FitWorkplace.curvature", lambda *_: {})
+            patch.setattr("tcompress.conversion.state.FitWorkplace.curvature", lambda *_: {})
         with patch.context():
             made.append(
                 make(

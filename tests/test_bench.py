@@ -11,18 +11,14 @@ import pytest
 import torch
 
 from tcompress.artifact.manifest import Speed, read_manifest
-from tcompress.benching import compiler, duel, run
-from tcompress.benching.feed import Feed
-from tcompress.benching.grid import Cell, cells
-from tcompress.benching.machine import threads
-from tcompress.benching.memory import peak_bytes
-from tcompress.benching.record import save_speed
-from tcompress.benching.run import bench
-from tcompress.benching.timing import alternate, spread
 from tcompress.errors import InputError
-from tcompress.integration.devices import pick_device, pick_dtype
+from tcompress.hf.opening import pick_device, pick_dtype
+from tcompress.latency import benchmark, paired_timing
+from tcompress.latency.benchmark import bench, save_speed
+from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
+from tcompress.latency.sizes import Cell, Feed, cells
+from tcompress.models import SourceModel
 from tcompress.options import Bench
-from tcompress.source import SourceModel
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
 from tests.support.tiny import IMAGE, SERIES, VOLUME, build
@@ -209,14 +205,14 @@ def test_what_was_measured_before_an_error_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = converted("bert", tmp_path).folder
-    measure = duel.Duel.measure
+    measure = paired_timing.Duel.measure
 
-    def failing(self: duel.Duel, cell: Cell) -> Speed:
+    def failing(self: paired_timing.Duel, cell: Cell) -> Speed:
         if cell.batch == 2:
             raise InputError("too large")
         return measure(self, cell)
 
-    monkeypatch.setattr(duel.Duel, "measure", failing)
+    monkeypatch.setattr(paired_timing.Duel, "measure", failing)
     with pytest.raises(InputError, match="too large"):
         bench([str(folder)], settings=Bench(**FEW))
     manifest = read_manifest(folder)
@@ -351,9 +347,9 @@ def test_compiled_passes_are_compiled_for_every_size(
         return model
 
     folder = converted("bert", tmp_path).folder
-    monkeypatch.setattr(compiler, "require_compiler", lambda _: log.append("tried"))
-    monkeypatch.setattr(compiler, "compiled", compiled)
-    monkeypatch.setattr(compiler, "forget", lambda: log.append("forgot"))
+    monkeypatch.setattr(paired_timing, "require_compiler", lambda _: log.append("tried"))
+    monkeypatch.setattr(paired_timing, "compiled", compiled)
+    monkeypatch.setattr(paired_timing, "forget", lambda: log.append("forgot"))
     settings = Bench(**FEW, mode=("eager", "compiled"))
     done = bench([str(folder)], settings=settings, save=False)[0]
     assert [item.mode for item in done.speed] == ["eager", "eager", "compiled", "compiled"]
@@ -363,13 +359,13 @@ def test_compiled_passes_are_compiled_for_every_size(
 def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = converted("bert", tmp_path).folder
     loaded: list[str] = []
-    load = run.load_model
+    load = benchmark.load_model
 
     def noted(source: SourceModel, **options: Any) -> Any:
         loaded.append(source.folder.name)
         return load(source, **options)
 
-    monkeypatch.setattr(run, "load_model", noted)
+    monkeypatch.setattr(benchmark, "load_model", noted)
     bench([str(folder), str(folder)], settings=Bench(**FEW), save=False)
     assert loaded == ["bert", "bert-small", "bert-small"]
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 
-from tcompress.benching.run import bench
-from tcompress.calibrate.data import CalibrationData, load_batches
+from tcompress.data.calibration import MOST_SOUNDS, CalibrationData, load_batches
 from tcompress.errors import DataError
+from tcompress.latency.benchmark import bench
+from tcompress.models import SourceModel
 from tcompress.options import Bench, Calibration, TrainingData
-from tcompress.reading.builtin import MOST_SOUNDS
-from tcompress.source import SourceModel
-from tcompress.training.data import load_data
+from tcompress.training.training_data import load_data
 from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.hosts import VIDEOMAE
 from tests.support.model_folders import (

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tcompress.calibrate.data import load_batches
+from tcompress.data.calibration import load_batches
 from tcompress.errors import DataError
+from tcompress.models import SourceModel
 from tcompress.options import Calibration
-from tcompress.source import SourceModel
 from tests.support.model_folders import (
     WORDS,
     model_folder,

@@ -17,11 +17,10 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from tcompress.calibrate.data import load_batches
+from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
 from tcompress.errors import DataError
+from tcompress.models import SourceModel
 from tcompress.options import Calibration
-from tcompress.reading.builtin import MOST_PICTURES, picture, speech
-from tcompress.source import SourceModel
 from tests.support.model_folders import (
     MEAN,
     SPREAD,

@@ -9,9 +9,9 @@ import pytest
 import transformers
 
 import tcompress
-from tcompress.cli.job import default_output
+from tcompress.attention.module import GuardedLinear, MechanismModule
+from tcompress.cli.convert import default_output
 from tcompress.errors import RecipeError
-from tcompress.mechanisms.module import GuardedLinear, MechanismModule
 from tcompress.options import parse_recipe
 from tests.support.cli import run
 from tests.support.model_folders import model_folder

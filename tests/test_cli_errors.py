@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from tcompress.cli.errors import describe, suggestion
 from tcompress.cli.main import main
+from tcompress.cli.terminal import describe, suggestion
 from tcompress.errors import FitError, TCompressError
 from tests.support.cli import error, run
 

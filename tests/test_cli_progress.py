@@ -8,8 +8,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from tcompress.cli import output, progress
-from tcompress.cli.progress import shown_progress
+from tcompress.cli import terminal
+from tcompress.cli.terminal import shown_progress
 
 
 class Terminal(io.StringIO):
@@ -46,12 +46,12 @@ def test_files_get_a_line_for_each_stage() -> None:
 
 
 def test_files_get_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "_SECONDS_BETWEEN_LINES", 0.0)
     assert work(io.StringIO()).splitlines()[0] == "fitting blocks: 1 of 2 groups"
 
 
 def test_files_get_ten_lines_of_a_stage_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "_SECONDS_BETWEEN_LINES", 0.0)
     file = io.StringIO()
     with redirect_stderr(file), shown_progress(quiet=False) as shown:
         shown.stage("writing", 1000, "bytes")
@@ -94,15 +94,15 @@ def test_no_color_leaves_out_colours(plain: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("NO_COLOR", "1")
     file = Terminal()
     with redirect_stderr(file):
-        output.notices().print("warning", style="yellow")
+        terminal.notices().print("warning", style="yellow")
     assert ("\x1b[33m" in file.getvalue()) is not plain
 
 
 def test_libraries_are_silenced_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"HF_HUB_VERBOSITY": "debug"})
-    output.silence_libraries(verbose=True)
+    terminal.silence_libraries(verbose=True)
     assert os.environ == {"HF_HUB_VERBOSITY": "debug"}
-    output.silence_libraries(verbose=False, downloads=True)
+    terminal.silence_libraries(verbose=False, downloads=True)
     assert os.environ["HF_HUB_VERBOSITY"] == "debug"
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
@@ -111,4 +111,4 @@ def test_libraries_are_silenced_unless_asked_for(monkeypatch: pytest.MonkeyPatch
 def test_tables_in_files_are_100_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     with redirect_stdout(io.StringIO()):
-        assert output.results().width == 100
+        assert terminal.results().width == 100

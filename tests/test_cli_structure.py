@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 import tcompress
+from tcompress.attention import mechanisms
 from tcompress.cli.flags import offers
-from tcompress.evaluation.tasks import TASKS
-from tcompress.mechanisms import mechanisms
+from tcompress.evaluation.measuring import TASKS
 from tcompress.options import Convert, Evaluate, complete, recipe_names
-from tcompress.options.attention import MECHANISMS
 from tcompress.options.fields import typed_fields, words_of
-from tcompress.options.methods import STRUCTURES
+from tcompress.options.method_options import MECHANISMS, STRUCTURES
 from tcompress.structures import structures
 from tcompress.structures.capabilities import LooksUp
 from tests.support.cli import run
@@ -53,7 +52,7 @@ def modules_after(*arguments: str, setup: str = "") -> set[str]:
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     loaded = modules_after(*arguments)
     assert ("tcompress.cli.convert" in loaded) == ("convert" in arguments)  # what is asked for
-    assert ("tcompress.options.convert" in loaded) == ("convert" in arguments)
+    assert ("tcompress.options.convert_options" in loaded) == ("convert" in arguments)
     assert not loaded & set(HEAVY)
 
 

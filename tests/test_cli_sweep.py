@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tcompress.cli import progress
+from tcompress.cli import terminal
 from tcompress.errors import FitError
 from tcompress.options import Finetune, Recipe
-from tcompress.structures.lprod import LprodSpec
+from tcompress.options.method_options import LprodSpec
 from tests.support.cli import error, run
 from tests.support.evaluation import headed, one_thread, pairs_file
 from tests.support.typed import recipe_of
@@ -135,7 +135,7 @@ def test_dry_run_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("tcompress.source.store.Shard.read", fail)
+    monkeypatch.setattr("tcompress.models.store.Shard.read", fail)
     options = ("--methods", "svd,lprod,lprod:p=3", "--dry-run", *FREE)
     done = run("sweep", "bert", *options)
     assert (done.code, done.err) == (0, "")
@@ -195,7 +195,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bars_of_cells() -> None:
-    with progress._Bars() as bars:
+    with terminal._Bars() as bars:
         bars.part("svd-50", 1, 2)
         bars.stage("fitting blocks", 2, "groups")
         bars.stage("writing", 2, "bytes")

@@ -15,10 +15,11 @@ from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.kept import FitWorkplace
-from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.state import FitWorkplace
 from tcompress.errors import InputError
 from tcompress.planning.entries import Plan
+from tcompress.progress import Silent
 from tests.support.conversions import calibration, threads
 from tests.support.interrupted import (
     Interrupt,
@@ -44,18 +45,18 @@ def source(tiny: Callable[[str], Path]) -> Path:
 MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (False, ("writing", 1), False),  # the first tensor of the first file
     (False, ("writing", 40), True),  # inside a later file
-    (False, "tcompress.conversion.run.write_index", True),
-    (False, "tcompress.conversion.finish.write_manifest", True),
-    (False, "tcompress.conversion.finish.config_text", True),
+    (False, "tcompress.conversion.converter.write_index", True),
+    (False, "tcompress.conversion.outputs.write_manifest", True),
+    (False, "tcompress.conversion.outputs.config_text", True),
     (True, ("fitting blocks", 2), False),  # inside the first block
     (True, ("fitting blocks", 6), True),  # inside the second block, the first one is kept
     (True, "tcompress.artifact.workplace.Workplace.note", False),
     (True, ("writing", 40), True),
-    (True, "tcompress.conversion.finish.write_manifest", True),
+    (True, "tcompress.conversion.outputs.write_manifest", True),
 ]
 
 
-RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.run.write_index")
+RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.converter.write_index")
 
 
 @pytest.mark.parametrize(

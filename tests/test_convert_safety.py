@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tcompress.artifact import shards
+from tcompress.artifact import format as shards
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.conversion.converter import Converted, convert
 from tcompress.errors import (
     DiskError,
     FitError,
@@ -24,7 +24,8 @@ from tcompress.errors import (
     SourceError,
     WriteError,
 )
-from tcompress.integration.reopen import unloadable
+from tcompress.hf.opening import unloadable
+from tcompress.progress import Silent
 from tests.support.conversions import recipe
 from tests.support.interrupted import (
     assert_nothing_left,
@@ -292,7 +293,7 @@ def test_a_writer_that_errs_publishes_nothing(
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr("tcompress.conversion.run.write_shard", erring)
+        patch.setattr("tcompress.conversion.converter.write_shard", erring)
         with pytest.raises(WriteError) as refused:
             convert(str(tmp_path / "dense"), asked, tmp_path / "out")
     assert said in refused.value.message, refused.value.message

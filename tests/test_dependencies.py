@@ -20,87 +20,83 @@ FOUNDATION = {
     "progress",
     "linalg",
     "structures",
-    "mechanisms",
-    "source",
-    "anatomy",
+    "attention",
+    "models",
+    "roles",
     "options",
 }
 APPLICATION = FOUNDATION | {
     "planning",
-    "reading",
-    "calibrate",
+    "data",
     "artifact",
-    "integration",
+    "hf",
     "conversion",
 }
-PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "benching"}
+PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "progress": set(),
     "linalg": {"errors"},
     "structures": {"errors", "linalg", "options"},
-    "mechanisms": {"errors", "linalg", "structures", "options"},
-    "source": {"errors", "files"},
-    "anatomy": {"errors"},
-    "options": {"errors", "files", "source"},
-    "planning": {"errors", "structures", "mechanisms", "source", "anatomy", "options"},
-    "reading": {"errors", "source", "anatomy"},
-    "calibrate": {"errors", "source", "options", "reading"},
-    "artifact": {"errors", "files", "structures", "source", "options", "planning"},
-    "hosts": {"errors"},
-    "integration": {
+    "attention": {"errors", "linalg", "structures", "options"},
+    "models": {"errors", "files"},
+    "roles": {"errors"},
+    "options": {"errors", "files", "models"},
+    "planning": {"errors", "structures", "attention", "models", "roles", "options"},
+    "data": {"errors", "models", "roles", "options"},
+    "artifact": {"errors", "files", "structures", "models", "options", "planning"},
+    "own_models": {"errors", "models", "options", "data"},
+    "hf": {
         "errors",
         "linalg",
         "structures",
-        "mechanisms",
-        "source",
+        "attention",
+        "models",
         "planning",
         "artifact",
-        "hosts",
+        "own_models",
     },
     "conversion": APPLICATION - {"conversion"},
-    "scratch": {"errors", "source", "options", "reading"},
-    "training": FOUNDATION | {"planning", "reading", "artifact", "integration"},
-    "benching": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
-    "evaluation": FOUNDATION - {"linalg"} | {"planning", "reading", "artifact", "integration"},
+    "training": FOUNDATION | {"planning", "data", "artifact", "hf"},
+    "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
+    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "reporting": {
         "errors",
         "files",
         "structures",
-        "mechanisms",
-        "source",
-        "anatomy",
+        "attention",
+        "models",
+        "roles",
         "options",
         "planning",
         "artifact",
         "conversion",
     },
-    "exporting": FOUNDATION | {"planning", "artifact", "integration", "conversion"},
+    "exports": FOUNDATION | {"planning", "artifact", "hf", "conversion"},
     "inspection": APPLICATION | {"reporting"},
-    "demo": APPLICATION | {"benching", "reporting", "training"},
+    "demo": APPLICATION | {"latency", "reporting", "training"},
     "pipeline": PRODUCT,
-    "sweeping": PRODUCT | {"pipeline"},
-    "cli": PRODUCT | {"scratch", "exporting", "inspection", "demo", "pipeline", "sweeping"},
+    "sweeps": PRODUCT | {"pipeline"},
+    "cli": PRODUCT | {"own_models", "exports", "inspection", "demo", "pipeline", "sweeps"},
     "__main__": {"cli"},
-    "api": PRODUCT | {"scratch", "exporting", "inspection", "pipeline", "sweeping"},
-    "__init__": {"api", "errors", "integration"},
+    "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
+    "__init__": {"api", "errors", "hf"},
 }
 
 # Where a package may use a part of another one only.
 ONLY = {
-    ("integration", "artifact"): {
+    ("hf", "artifact"): {
         "tcompress.artifact.format",
         "tcompress.artifact.manifest",
-        "tcompress.artifact.verify",
     },
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
-    ("exporting", "conversion"): {"tcompress.conversion.run"},
-    ("__init__", "integration"): {"tcompress.integration.autoload"},
-    ("integration", "hosts"): {
-        "tcompress.hosts.configs",
-        "tcompress.hosts.grid",
-        "tcompress.hosts.text",
+    ("exports", "conversion"): {"tcompress.conversion.converter"},
+    ("__init__", "hf"): {"tcompress.hf.autoload"},
+    ("hf", "own_models"): {
+        "tcompress.own_models.configs",
+        "tcompress.own_models.grid",
+        "tcompress.own_models.text",
     },
 }
 
@@ -175,7 +171,7 @@ def test_modules_import_each_other_without_cycles() -> None:
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
 
 
-PUBLIC = [module for module in MODULES if _unit(module) in ("linalg", "structures", "mechanisms")]
+PUBLIC = [module for module in MODULES if _unit(module) in ("linalg", "structures", "attention")]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

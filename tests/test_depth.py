@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from tcompress.anatomy import anatomy_of
-from tcompress.conversion.depth import block_losses, choose_blocks
-from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.depth_search import block_losses, choose_blocks
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, spread, stacks_of
 from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
+from tcompress.roles import anatomy_of
 from tests.support.conversions import calibration, densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
@@ -237,14 +237,14 @@ def test_memory_bounds_how_many_run_together(
     tiny = deep("bert", 3)
     _, source = _saved(tiny, tmp_path)
     together = block_losses(source, drawn(tiny), torch.device("cpu"))
-    monkeypatch.setattr("tcompress.conversion.depth.MOST_BYTES", 1)
+    monkeypatch.setattr("tcompress.conversion.depth_search.MOST_BYTES", 1)
     assert block_losses(source, drawn(tiny), torch.device("cpu")) == together
 
 
 def test_few_samples_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = deep("bert", 3)
     _, source = _saved(tiny, tmp_path)
-    monkeypatch.setattr("tcompress.conversion.depth.SAMPLES", 4)
+    monkeypatch.setattr("tcompress.conversion.depth_search.SAMPLES", 4)
     half = block_losses(source, drawn(tiny), torch.device("cpu"))
     data = replace(drawn(tiny), holdout=[0, 2])
     one = block_losses(source, data, torch.device("cpu"))
@@ -318,7 +318,7 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
 
 MOMENTS: tuple[tuple[str, int] | str, ...] = (
     ("choosing blocks", 1),
-    "tcompress.conversion.kept.FitWorkplace.keep_depth",
+    "tcompress.conversion.state.FitWorkplace.keep_depth",
     ("fitting blocks", 2),
     ("writing", 20),
 )
@@ -361,5 +361,5 @@ def test_the_choice_is_not_made_again(
 ) -> None:
     output = tmp_path / "out"
     convert_until_killed(bert, RESUMED, output, "bert", ("fitting blocks", 2))
-    monkeypatch.setattr("tcompress.conversion.run.choose_blocks", None)
+    monkeypatch.setattr("tcompress.conversion.converter.choose_blocks", None)
     assert convert(str(bert), RESUMED, output, data=calibration("bert")).resumed

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import tcompress
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError, RecipeError
+from tcompress.models import SourceModel
 from tcompress.options import Convert, parse_recipe
-from tcompress.options.naming import short_name
+from tcompress.options.schema import short_name
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel
+from tcompress.reporting.model_report import report_of
 from tests.support.conversions import densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without
 from tests.support.tiers import tiered

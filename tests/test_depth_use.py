@@ -12,14 +12,14 @@ from transformers import AutoModel
 
 import tcompress
 from tcompress.artifact.manifest import read_manifest
-from tcompress.benching.baseline import baseline_of
-from tcompress.cli.job import default_output
+from tcompress.cli.convert import default_output
 from tcompress.errors import ArtifactError, FitError, PlanError, RecipeError
-from tcompress.exporting.dense import export_dense
+from tcompress.exports import export_dense
+from tcompress.latency.benchmark import baseline_of
+from tcompress.models import SourceModel, WeightStore
 from tcompress.options import Convert, dump_recipe, parse_recipe
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel, WeightStore
+from tcompress.reporting.model_report import report_of
 from tcompress.training.setup import set_up
 from tests.support.cli import run
 from tests.support.depth import deep

@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 import tcompress
-from tcompress.conversion.probe import probe_of
-from tcompress.conversion.run import Converted, convert
-from tcompress.conversion.weighing import weigh_depths
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.depth_search import weigh_depths
+from tcompress.conversion.output_sampler import probe_of
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
-from tcompress.source import SourceModel
 from tests.support.conversions import calibration
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import contents, convert_until_killed
@@ -209,9 +209,9 @@ def whole(
     "moment",
     [
         ("fitting blocks", 3),
-        "tcompress.conversion.kept.FitWorkplace.keep_change",
-        "tcompress.conversion.kept.FitWorkplace.adopt",
-        "tcompress.conversion.kept.FitWorkplace.keep_depth",
+        "tcompress.conversion.state.FitWorkplace.keep_change",
+        "tcompress.conversion.state.FitWorkplace.adopt",
+        "tcompress.conversion.state.FitWorkplace.keep_depth",
         ("writing", 20),
     ],
 )

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 
-from tcompress.cli.job import default_output
-from tcompress.conversion.run import convert
+from tcompress.cli.convert import default_output
+from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.methods import lookup_methods
+from tcompress.options.method_options import lookup_methods
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel
+from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
 from tests.support.conversions import make
 from tests.support.embeddings import ALONE, METHODS, made

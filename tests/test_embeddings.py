@@ -17,17 +17,16 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 import tcompress
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion.embeddings import EMBEDDINGS, count_words, fit_table, frequencies
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import SourceError
-from tcompress.exporting.dense import export_dense
+from tcompress.exports import export_dense
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
 from tcompress.structures import structure
-from tcompress.structures.capabilities import LooksUp
-from tcompress.structures.counting import lookup_macs
-from tcompress.structures.embedding import LookupScale, StructuredEmbedding, TiedTable
+from tcompress.structures.capabilities import LooksUp, lookup_macs
+from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tests.support.conversions import assert_wired, calibration, distance, make, outputs
 from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.structure_cases import Case, marked_cases
@@ -84,7 +83,7 @@ def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
 def _table(method: str = "svd") -> StructuredEmbedding:
     name = "lowrank" if method == "svd" else method
     from tcompress.structures import Site
-    from tcompress.structures.linear import PartLayout
+    from tcompress.structures.modules.linear import PartLayout
 
     kind = structure(name)
     layout = kind.layout(kind.spec(), Site(12, 30, "both"), 150)
@@ -318,7 +317,7 @@ def test_layers_are_fitted_to_what_the_rewritten_table_gives(tmp_path: Path) -> 
 
 
 def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: Any) -> None:
-    from tcompress.conversion import run as running
+    from tcompress.conversion import converter as running
 
     build("bert").save_pretrained(tmp_path / "dense")
     chosen = Convert.model_validate(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tcompress.conversion.estimate import Estimate, estimate
+from tcompress.models import SourceModel, WeightStore
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel, WeightStore
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.tiers import tiered
 from tests.support.tiny import build

@@ -16,13 +16,16 @@ from rich.console import Console
 from scipy.stats import mannwhitneyu
 
 from tcompress.api import evaluate
+from tcompress.data.examples import Needs, load_examples
+from tcompress.data.grids import Windows
 from tcompress.errors import DataError
-from tcompress.evaluation.console import score_table
+from tcompress.evaluation.labelled_tasks import naive_errors
+from tcompress.evaluation.scores import score_table
 from tcompress.evaluation.statistics import Auc
-from tcompress.evaluation.tasks.forecasting import naive_errors
-from tcompress.hosts.grid import TCompressGridForForecasting, TCompressGridForImageClassification
-from tcompress.reading.examples import Needs, load_examples
-from tcompress.reading.series import Windows
+from tcompress.own_models.grid import (
+    TCompressGridForForecasting,
+    TCompressGridForImageClassification,
+)
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
 from tests.support.tiny import HORIZON, SERIES

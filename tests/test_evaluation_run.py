@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from tcompress.api import evaluate
 from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
-from tcompress.evaluation.scores import document, ratio_of
-from tcompress.evaluation.tasks import Prepared
-from tcompress.evaluation.threshold import Threshold
+from tcompress.evaluation.scores import Threshold, document, ratio_of
+from tcompress.evaluation.task_base import Prepared
 from tests.support.converted import converted
 from tests.support.evaluation import (
     classifier,

@@ -9,16 +9,17 @@ import pytest
 import scipy.stats
 import torch
 
-from tcompress.evaluation.bootstrap import interval, resampled
+from tcompress.evaluation.embedding_tasks import ranks
 from tcompress.evaluation.statistics import (
     Spearman,
     Statistic,
     class_statistics,
+    interval,
     pearson,
     rank_statistics,
     ratio,
+    resampled,
 )
-from tcompress.evaluation.tasks.retrieval import ranks
 
 UNITS = 60
 

@@ -15,13 +15,12 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
+from tcompress.data.examples import Examples, by_name, load_examples
 from tcompress.errors import DataError, InputError
-from tcompress.evaluation.run import prepare, score_model
-from tcompress.evaluation.tasks import Prepared, find_task
-from tcompress.integration.models import load_model
-from tcompress.reading.classes import by_name
-from tcompress.reading.examples import Examples, load_examples
-from tcompress.source import SourceModel
+from tcompress.evaluation.measuring import find_task, prepare, score_model
+from tcompress.evaluation.task_base import Prepared
+from tcompress.hf.opening import load_model
+from tcompress.models import SourceModel
 from tests.support.evaluation import (
     classifier,
     encoder,

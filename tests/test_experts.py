@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcompress.anatomy import anatomy_of
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.backward import BackwardWalk
-from tcompress.conversion.inputs import input_moments
-from tcompress.conversion.probe import OutputProbe
-from tcompress.conversion.run import Converted, convert
-from tcompress.conversion.sums import SplitSums
-from tcompress.exporting import dense as exporting
+from tcompress import exports as exporting
+from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.sensitivity import BackwardWalk, input_moments
+from tcompress.conversion.start import SplitSums
+from tcompress.data.calibration import CalibrationData
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.source import SourceModel
+from tcompress.roles import anatomy_of
 from tests.support.conversions import distance, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 

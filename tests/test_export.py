@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
+from tcompress import exports
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import ArtifactError, FitError, InputError, WriteError
-from tcompress.exporting import dense
-from tcompress.exporting.dense import dense_weight, export_dense
+from tcompress.exports import dense_weight, export_dense
 from tcompress.planning.entries import LayerPlan
 from tests.support.conversions import few_steps
 from tests.support.converted import converted
@@ -111,7 +111,7 @@ def test_an_export_is_an_ordinary_folder(tmp_path: Path) -> None:
 
 
 def test_tensors_that_were_not_rewritten_stay_as_they_are(tmp_path: Path) -> None:
-    from tcompress.source import WeightStore
+    from tcompress.models import WeightStore
 
     folder = converted("gpt2", tmp_path).folder
     before = WeightStore.open(tmp_path / "gpt2")
@@ -185,7 +185,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise FitError("no")
 
-    monkeypatch.setattr("tcompress.exporting.dense.dense_weight", fail)
+    monkeypatch.setattr("tcompress.exports.dense_weight", fail)
     with pytest.raises(FitError):
         export_dense(folder, tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "gpt2-small"}
@@ -212,15 +212,15 @@ def test_a_writer_that_errs_publishes_nothing(
         return -dense_weight(artifact, entry)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tcompress.exporting.dense.dense_weight", turned)
+        patch.setattr("tcompress.exports.dense_weight", turned)
         with pytest.raises(WriteError, match="dense weight computes something else"):
             export_dense(folder, tmp_path / "out")
-    keep = dense._outputs
+    keep = exports._outputs
 
     def fewer(*given: Any) -> list[Any]:
         return [item for item in keep(*given) if not item.key.endswith(end)]
 
-    monkeypatch.setattr("tcompress.exporting.dense._outputs", fewer)
+    monkeypatch.setattr("tcompress.exports._outputs", fewer)
     with pytest.raises(WriteError, match="nothing is stored for"):
         export_dense(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -242,5 +242,5 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     def opened(*_: Any) -> None:
         raise AssertionError("opened as a class of Transformers")
 
-    monkeypatch.setattr("tcompress.exporting.dense.SourceModel.open", opened)
+    monkeypatch.setattr("tcompress.exports.SourceModel.open", opened)
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()

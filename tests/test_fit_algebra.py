@@ -12,11 +12,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.conversion.backward import Worth
+from tcompress.conversion.sensitivity import Worth
 from tcompress.errors import FitError
-from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
-from tcompress.linalg.moments import Moments, MomentSums, relative_error, safe_cholesky
-from tcompress.linalg.rotation import (
+from tcompress.linalg.fits import (
+    Problem,
+    _input_objective,
+    _output_objective,
+    diagonal_blocks,
+    fit_conjugate_slices,
+    fit_rotation,
+    fit_slices,
+    fit_truncated_slices,
+    turn_rows,
+)
+from tcompress.linalg.moments import (
+    Moments,
+    MomentSums,
+    balanced,
+    best_factors,
+    fit_lowrank,
+    relative_error,
+    safe_cholesky,
+)
+from tcompress.linalg.transforms import (
     Stages,
     build_blocks,
     fold_tube_transform,
@@ -26,17 +44,6 @@ from tcompress.linalg.rotation import (
     rotate,
     rotate_back,
 )
-from tcompress.linalg.slices import (
-    Problem,
-    _input_objective,
-    _output_objective,
-    diagonal_blocks,
-    fit_rotation,
-    fit_slices,
-    fit_truncated_slices,
-    turn_rows,
-)
-from tcompress.linalg.tdomain import fit_conjugate_slices
 from tcompress.structures import Site, structure
 from tests.support.numerics import quick
 from tests.support.structures import TUBES, dense_reference, randn

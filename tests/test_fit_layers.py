@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcompress.conversion import fit as fitting
-from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
-from tcompress.conversion.quality import Judge
+from tcompress.conversion.fit import FittedLayer, Judge, LayerMoments, fit_layers
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
 from tcompress.structures.capabilities import dense_of, transform_of
-from tcompress.structures.linear import PartLayout, StructuredLinear, tensor_prefix
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear, tensor_prefix
 from tests.support.structures import make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16

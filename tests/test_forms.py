@@ -14,12 +14,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import ArtifactError, InputError, PlanError
-from tcompress.exporting.dense import export_dense
-from tcompress.integration.forms import SliceNorm
-from tcompress.linalg.positions import slice_positions, slice_scales
+from tcompress.exports import export_dense
+from tcompress.hf.build import SliceNorm, slice_positions, slice_scales
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.scratch.architecture import open_architecture
-from tcompress.source import SourceModel
+from tcompress.own_models.architecture import open_architecture
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 
 SCALINGS: dict[str, list[float]] = {

@@ -15,15 +15,15 @@ from torch import nn
 from transformers import AutoModel
 
 import tcompress
+from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.estimate import estimate
-from tcompress.conversion.run import Converted, convert
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budget import bytes_of, parameters_of
-from tcompress.planning.disk import disk_bytes
+from tcompress.options.method_options import bytes_of, parameters_of
+from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
-from tcompress.structures.linear import StructuredLinear
+from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.cli import run
 from tests.support.conversions import calibration
 from tests.support.numerics import quick

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from tcompress.anatomy import anatomy_of, attentions_of
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, InputError
-from tcompress.hosts.attention import turned as turned_by
-from tcompress.hosts.configs import TCompressGridConfig, TCompressTextConfig
-from tcompress.hosts.grid import (
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.own_models.configs import TCompressGridConfig, TCompressTextConfig
+from tcompress.own_models.grid import (
     TCompressGridForForecasting,
     TCompressGridForImageClassification,
     patches,
     rotations,
 )
-from tcompress.hosts.text import TCompressTextForSequenceClassification
-from tcompress.options import Convert
+from tcompress.own_models.text import TCompressTextForSequenceClassification
+from tcompress.own_models.text import turned as turned_by
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
+from tcompress.roles import anatomy_of, attentions_of
 from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build
 
@@ -232,7 +232,7 @@ def test_kronecker_attention_sees_the_grid(name: str, grid: tuple[int, ...]) -> 
 
 
 FIRST = (
-    "import tcompress.hosts.grid",
+    "import tcompress.own_models.grid",
     "import transformers.modeling_layers, tcompress",
     "import tcompress; from transformers import AutoModel",
     "import tcompress, transformers",

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
 
-from tcompress.conversion.backward import BackwardWalk
-from tcompress.conversion.probe import OutputProbe
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.sensitivity import BackwardWalk
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel
+from tcompress.reporting.model_report import report_of
 from tests.support.conversions import calibration
 from tests.support.model_folders import save_tokenizer
 from tests.support.tiers import tiered
@@ -218,7 +218,7 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
     source = SourceModel.open(str(tmp_path / "dense"))
     batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
     (tmp_path / "scratch").mkdir()
-    from tcompress.anatomy import anatomy_of
+    from tcompress.roles import anatomy_of
 
     walk = BackwardWalk(
         source, anatomy_of(source.meta_model()), batches, OutputProbe(None), tmp_path / "scratch",

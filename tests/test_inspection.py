@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tcompress.inspection import inspect_model
-from tcompress.reporting.model import report_of
-from tcompress.source import SourceModel
+from tcompress.models import SourceModel
+from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, few_steps, make
 from tests.support.hosts import Workshop

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import tcompress
-from tcompress.structures.linear import StructuredLinear
+from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.sharing import WIDTH, Trio
 from tests.support.structure_cases import Case, six_cases
 from tests.support.structures import make_layer, randn, reference_of

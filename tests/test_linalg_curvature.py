@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcompress.errors import FitError
-from tcompress.linalg.curvature import (
+from tcompress.linalg.fits import (
     curved_constant,
     curved_loss,
     damped_curvature,
     fit_lowrank_curved,
+    fit_slices,
     fit_slices_curved,
     lowrank_losses,
     lowrank_spectrum,
 )
-from tcompress.linalg.slices import fit_slices
-from tcompress.linalg.solve import conjugate_gradients
+from tcompress.linalg.moments import conjugate_gradients
 from tests.support.numerics import quick
 from tests.support.structures import randn
 

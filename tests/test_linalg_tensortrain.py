@@ -19,23 +19,21 @@ from tcompress.errors import FitError, InputError
 from tcompress.linalg import tensortrain
 from tcompress.linalg.tensortrain import (
     balance_cores,
-    contract_macs,
-    contract_moves,
-    rebuild_macs,
-    tt_apply,
-    tt_shape,
-    tt_svd,
-    tt_to_matrix,
-)
-from tcompress.linalg.ttmodes import (
     balanced_modes,
     clip_ranks,
+    contract_macs,
+    contract_moves,
     full_ranks,
     matrix_modes,
     parameter_count,
     quantized_matrix_modes,
     quantized_modes,
     rank_for_budget,
+    rebuild_macs,
+    tt_apply,
+    tt_shape,
+    tt_svd,
+    tt_to_matrix,
 )
 from tests.support.numerics import near, quick, randn
 

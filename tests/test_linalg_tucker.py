@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.linalg.curvature import damped_curvature
-from tcompress.linalg.lowrank import fit_lowrank
-from tcompress.linalg.tucker import (
+from tcompress.linalg.fits import damped_curvature
+from tcompress.linalg.moments import fit_lowrank
+from tcompress.linalg.tuckerfit import (
+    Bank,
     Ranks,
     Tucker,
+    User,
     _orthogonal_iteration,
     _Projected,
     _update_cores,
@@ -27,10 +29,11 @@ from tcompress.linalg.tucker import (
     _update_right,
     _whitened,
     clip_ranks,
+    fit_mixing,
     fit_tucker,
+    mixed_weight,
     tucker_parameters,
 )
-from tcompress.linalg.tuckerbank import Bank, User, fit_mixing, mixed_weight
 from tests.support.numerics import quick
 from tests.support.structures import randn
 
@@ -244,7 +247,7 @@ def test_a_single_matrix_has_no_mixing_weight(monkeypatch: pytest.MonkeyPatch) -
         found = _orthogonal_iteration(*args)
         return replace(found, mixing=-found.mixing, cores=-found.cores)
 
-    monkeypatch.setattr("tcompress.linalg.tucker._orthogonal_iteration", flipped)
+    monkeypatch.setattr("tcompress.linalg.tuckerfit._orthogonal_iteration", flipped)
     weight = randn(1, ROWS, COLS)
     found = fit_tucker(weight, None, (1, 5, 5), sweeps=0)
     assert_close(found.mixing, torch.ones(1, 1).double(), rtol=0, atol=0)

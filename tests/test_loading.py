@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, BertModel, BertPreTrainedModel
 
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
 from tests.support.conversions import (
     Made,

@@ -11,12 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcompress.mechanisms import Host, MechanismSpec, Visible, mechanism, mechanism_of
-from tcompress.mechanisms.base import QueryKeyMoments
-from tcompress.mechanisms.graph import GraphSpec
-from tcompress.mechanisms.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
-from tcompress.mechanisms.multilinear import MultilinearSpec
-from tcompress.mechanisms.tam import TamLayout, TamSpec, pooled_semantics, tam_scores
+from tcompress.attention import Host, MechanismSpec, Visible, mechanism, mechanism_of
+from tcompress.attention.kronecker import KroneckerLayout, mix_grid
+from tcompress.attention.replacement import QueryKeyMoments
+from tcompress.attention.tam import TamLayout, pooled_semantics, tam_scores
+from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 from tcompress.structures import Refusal
 from tests.support.mechanisms import (
     CASES,

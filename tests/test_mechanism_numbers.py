@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tcompress.mechanisms.graph import GraphLayout
-from tcompress.mechanisms.kronecker import KroneckerLayout
-from tcompress.mechanisms.module import MechanismModule
-from tcompress.mechanisms.visible import Visible
+from tcompress.attention.graph import GraphLayout
+from tcompress.attention.kronecker import KroneckerLayout
+from tcompress.attention.module import MechanismModule
+from tcompress.attention.replacement import Visible
 
 SMALL = {"heads": 2, "key_heads": 2, "head_dim": 16}
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tcompress.attention import Host, MechanismSpec, mechanism, mechanism_of, mechanisms
+from tcompress.attention.module import GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.attention.replacement import register
 from tcompress.errors import DataError, RecipeError
-from tcompress.mechanisms import Host, MechanismSpec, mechanism, mechanism_of, mechanisms
-from tcompress.mechanisms.base import register
-from tcompress.mechanisms.kronecker import KroneckerSpec
-from tcompress.mechanisms.module import GuardedLinear, MechanismModule, UnusedProjection
-from tcompress.mechanisms.multilinear import MultilinearSpec
-from tcompress.mechanisms.tam import TamSpec
+from tcompress.options.method_options import KroneckerSpec, MultilinearSpec, TamSpec
 from tcompress.structures import Refusal
 from tests.support.mechanisms import (
     CASES,

@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from tcompress.artifact.format import parse_plan, quantization_section
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
+from tcompress.models import SourceModel, WeightStore
 from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import _matrices, make_plan
-from tcompress.source import SourceModel, WeightStore
 from tests.support.conversions import (
     OPTIONS,
     Made,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import make_plan
-from tcompress.source import SourceModel
 from tests.support.conversions import assert_wired, by_role, few_steps, make, recipe, short_name
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, TinyModel

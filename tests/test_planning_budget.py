@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tcompress.errors import PlanError
-from tcompress.planning.budget import (
+from tcompress.planning.knapsack import (
     DENSE,
     Allocation,
     BudgetSite,

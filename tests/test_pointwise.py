@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from tcompress import api
-from tcompress.anatomy import anatomy_of
-from tcompress.anatomy.projections import is_pointwise
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.options import Convert
-from tcompress.structures.pointwise import PointwiseConvolution, channels_last
+from tcompress.roles import anatomy_of
+from tcompress.roles.projections import is_pointwise
+from tcompress.structures.modules.linear import PointwiseConvolution, channels_last
 
 KERNELS = [
     nn.Conv1d(8, 6, 1),

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
+from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
-from tcompress.reading.pooling import Pooling
-from tcompress.source import SourceModel
+from tcompress.models import SourceModel
 from tests.support.evaluation import encoder
 
 MODES = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")

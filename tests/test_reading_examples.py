@@ -8,12 +8,12 @@ from typing import Any
 import datasets
 import pytest
 
+from tcompress.data.encoding import TextEncoder
+from tcompress.data.examples import Examples, Needs, load_examples
+from tcompress.data.inputs import inputs_of
+from tcompress.data.tables import opened
 from tcompress.errors import DataError
-from tcompress.reading.examples import Examples, Needs, load_examples
-from tcompress.reading.inputs import inputs_of
-from tcompress.reading.tables import opened
-from tcompress.reading.tokens import TextEncoder
-from tcompress.source import SourceModel
+from tcompress.models import SourceModel
 from tests.support.evaluation import classifier, rows_file
 from tests.support.model_folders import sentences
 from tests.support.training import picture_rows

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tcompress.data.examples import Examples, Needs, load_examples
 from tcompress.errors import DataError
-from tcompress.reading.examples import Examples, Needs, load_examples
 from tests.support.grids import archive_file, drawn_series, drawn_volumes, series_file, volume_file
 from tests.support.tiny import VOLUME
 

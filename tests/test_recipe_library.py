@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tcompress.errors import InputError
+from tcompress.models import ALIASES
 from tcompress.options import (
     copy_recipe,
     dump_recipe,
@@ -19,7 +20,6 @@ from tcompress.options import (
     recipe_names,
     recipe_text,
 )
-from tcompress.source import ALIASES
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
@@ -52,7 +52,7 @@ def test_names_are_the_files_at_any_depth() -> None:
 def test_installed_recipes_lie_inside_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deep = tmp_path / "tcompress" / "data" / "recipes" / "a" / "b"
+    deep = tmp_path / "tcompress" / "assets" / "recipes" / "a" / "b"
     deep.mkdir(parents=True)
     (deep / "c.yaml").write_text("text")
     (deep / "README.md").write_text("no recipe")

@@ -22,9 +22,8 @@ from tcompress.options import (
 )
 from tcompress.options.document import Document, Problem
 from tcompress.options.explain import explain
-from tcompress.planning.offers import structure_of
-from tcompress.structures.lowrank import LowRankSpec
-from tcompress.structures.lprod import LprodSpec
+from tcompress.options.method_options import LowRankSpec, LprodSpec
+from tcompress.planning.sites import structure_of
 
 TRICKY = [
     "yes",

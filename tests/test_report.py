@@ -14,12 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, PreTrainedModel
 
 import tcompress  # noqa: F401 - lets Transformers load converted models
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, InputError
+from tcompress.models import WeightStore
+from tcompress.models.tensor_files import SafetensorsShard
 from tcompress.options import Convert
-from tcompress.reporting.model import ModelReport, report_of
-from tcompress.source import WeightStore
-from tcompress.source.shards import SafetensorsShard
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.tree import ModelReport
 from tests.support.conversions import few_steps
 from tests.support.converted import converted, recipe
 from tests.support.tiers import tiered

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from tcompress.conversion.estimate import Estimate
+from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.choice import unbeaten
-from tcompress.reporting.front import Candidate, FrontReport, front_of, front_table, plan_table
-from tcompress.reporting.model import report_of
-from tcompress.reporting.tree import ModelReport
-from tcompress.source import SourceModel
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.pareto import Candidate, FrontReport, front_of, front_table, plan_table
+from tcompress.reporting.tree import ModelReport, unbeaten
 from tests.support.cli import shown
 from tests.support.converted import converted, recipe
 from tests.support.records import metric, speed

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tcompress.errors import DiskError, InputError
-from tcompress.reporting.heat import heat_of
-from tcompress.reporting.html import render_html, write_html
-from tcompress.reporting.model import ModelReport, report_of
-from tcompress.reporting.together import with_baselines
+from tcompress.reporting.model_report import report_of, with_baselines
+from tcompress.reporting.page import heat_of, render_html, write_html
+from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training

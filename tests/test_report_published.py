@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tcompress.options.scratch import PaperRow
-from tcompress.reporting.html import render_html
-from tcompress.reporting.model import ModelReport, report_of
-from tcompress.reporting.published import published
+from tcompress.options.steps import PaperRow
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.page import render_html
+from tcompress.reporting.table_rows import published
+from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.records import metric

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from tcompress.artifact.manifest import Metric
-from tcompress.reporting.choice import main_metrics, main_speeds, metric_key
-from tcompress.reporting.console import render
-from tcompress.reporting.model import ModelReport, report_of
-from tcompress.reporting.rows import healed_text, rows_of
-from tcompress.reporting.speed import speed_table
-from tcompress.reporting.verdict import verdict
-from tcompress.reporting.words import metric_labels, speed_words, value_text
+from tcompress.reporting.console import render, speed_table
+from tcompress.reporting.formatting import metric_labels, speed_words, value_text
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.page import verdict
+from tcompress.reporting.table_rows import healed_text, rows_of
+from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, metric_key
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training
 

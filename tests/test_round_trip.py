@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.models import SourceModel
+from tcompress.models.keymap import KeyMap
 from tcompress.planning.entries import LayerPlan
-from tcompress.source import SourceModel
-from tcompress.source.keymap import KeyMap
 from tests.support.conversions import (
     OPTIONS,
     Made,

@@ -13,16 +13,16 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion import run as conversion
+from tcompress.attention.module import MechanismModule
+from tcompress.conversion import converter as conversion
 from tcompress.conversion.start import generator_of, scaled
 from tcompress.errors import SourceError
-from tcompress.mechanisms.module import MechanismModule
+from tcompress.models import SourceModel
+from tcompress.models.keymap import read_parameter
+from tcompress.models.model import draw_model
 from tcompress.options import Convert
+from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.planner import make_plan
-from tcompress.scratch.architecture import open_architecture
-from tcompress.source import SourceModel
-from tcompress.source.drawn import draw_model
-from tcompress.source.keymap import read_parameter
 from tcompress.structures.capabilities import dense_of
 from tests.support.conversions import OPTIONS, dense_weight, outputs, structured
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
@@ -52,7 +52,7 @@ def test_drawn_weights_are_a_checkpoint_like_any_other(family: str, tmp_path: Pa
 
 def test_nothing_is_drawn_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = config_folder("bert", tmp_path / "bert")
-    monkeypatch.setattr("tcompress.source.drawn.draw_model", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr("tcompress.models.model.draw_model", lambda *_: pytest.fail("drawn"))
     source = SourceModel.open(str(folder), seed=0)
     plan = make_plan(Convert.model_validate({"init": "random", "method": LPROD}), source)
     assert plan.kept == 0.25

@@ -20,9 +20,8 @@ from transformers import (
 
 from tcompress.errors import DataError, RecipeError, SourceError
 from tcompress.options import Convert, dump_recipe, parse_recipe
-from tcompress.options.scratch import Words
-from tcompress.scratch.architecture import open_architecture
-from tcompress.scratch.words import word_tokenizer
+from tcompress.options.steps import Words
+from tcompress.own_models.architecture import open_architecture, word_tokenizer
 from tests.support.model_folders import model_folder, save_tokenizer
 from tests.support.scratch import LPROD, architecture
 

@@ -10,15 +10,15 @@ import torch
 import yaml
 
 from tcompress.artifact.manifest import read_manifest
-from tcompress.benching.run import bench
 from tcompress.errors import InputError
+from tcompress.latency.benchmark import bench
+from tcompress.models.store import WeightStore
 from tcompress.options import Bench, Finetune, parse_recipe
+from tcompress.own_models.architecture import open_architecture
 from tcompress.pipeline import run_recipe
-from tcompress.reporting.model import report_of
-from tcompress.scratch.architecture import open_architecture
-from tcompress.source.store import WeightStore
-from tcompress.training.run import finetune
-from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
+from tcompress.reporting.model_report import report_of
+from tcompress.training.finetuning import finetune
+from tcompress.training.setup import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
 from tests.support.scratch import BERT, LPROD, architecture, scratch

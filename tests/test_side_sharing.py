@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from tcompress.structures import structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.sharing import LPROD, METHODS, OUTPUTS, WIDTH, Trio, terms_of
 from tests.support.structures import fill_random, randn
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import WeightRenaming
 
 from tcompress.errors import SourceError
-from tcompress.source import KeyMap, SourceModel, WeightStore, keymap, read_parameter
+from tcompress.models import KeyMap, SourceModel, WeightStore, keymap, read_parameter
 from tests.support.checkpoints import MODELS, save
 
 Saved = Callable[[str], tuple[Path, Any]]

@@ -13,10 +13,9 @@ import torch
 import transformers
 from transformers import dynamic_module_utils
 
-from tcompress.errors import SourceError
-from tcompress.source import SourceModel, WeightStore
-from tcompress.source.companions import companion_files, stray_links
-from tcompress.source.text import check_counts
+from tcompress.errors import SourceError, check_counts
+from tcompress.models import SourceModel, WeightStore
+from tcompress.models.names import companion_files, stray_links
 from tests.support.checkpoints import save
 from tests.support.tiny import build
 

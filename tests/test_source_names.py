@@ -13,10 +13,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
+from tcompress.data.tables import opened
 from tcompress.errors import DataError, SourceError
-from tcompress.reading.tables import opened
-from tcompress.source import ALIASES, SourceModel, default_output_name, resolve
-from tcompress.source.hub import cached_where_unreachable
+from tcompress.models import ALIASES, SourceModel, default_output_name, resolve
+from tcompress.models.names import cached_where_unreachable
 from tests.support.checkpoints import save
 
 
@@ -231,23 +231,23 @@ def test_the_current_folder_gives_an_output_its_name(
 
 def test_names_cost_no_import_of_torch() -> None:
     code = (
-        "import sys; from tcompress.source import ALIASES, resolve, default_output_name; "
+        "import sys; from tcompress.models import ALIASES, resolve, default_output_name; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_package_exports_what_it_says() -> None:
-    from tcompress import source
+    from tcompress import models
 
-    assert all(getattr(source, name) is not None for name in source.__all__)
-    assert set(source.__all__) == set(source._HOMES)
+    assert all(getattr(models, name) is not None for name in models.__all__)
+    assert set(models.__all__) == set(models._HOMES)
     with pytest.raises(AttributeError, match="no attribute `nothing`"):
-        _ = source.nothing
+        _ = models.nothing
 
 
 def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tcompress.source import SourceModel
+    from tcompress.models import SourceModel
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     hub.folder = hub.folder.parent / commit
@@ -269,7 +269,7 @@ def looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tcompress.source.hub.AGAIN", 0)
+    monkeypatch.setattr("tcompress.models.names.AGAIN", 0)
 
     def ending(*ways: int | None) -> list[object]:
         asked: list[object] = []

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.errors import SourceError
-from tcompress.source import WeightStore
+from tcompress.models import WeightStore
 from tests.support.checkpoints import refusal_of, save
 
 INDEX = "model.safetensors.index.json"

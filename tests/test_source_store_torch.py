@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcompress.source import WeightStore, shards
+from tcompress.models import WeightStore, tensor_files
 from tests.support.checkpoints import refusal_of
 
 
@@ -53,7 +53,7 @@ def test_a_torch_file_is_mapped_and_opened_anew_after_a_while(
 
     torch.save({"a": torch.ones(10), "b": torch.zeros(10)}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", load)
-    monkeypatch.setattr(shards, "REOPEN_AFTER_BYTES", 80)
+    monkeypatch.setattr(tensor_files, "REOPEN_AFTER_BYTES", 80)
     store = WeightStore.open(tmp_path)
     for _ in range(2):
         store.tensor("a")

@@ -11,17 +11,22 @@ import torch
 from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
-from tcompress.anatomy import anatomy_of
-from tcompress.calibrate.data import CalibrationData
-from tcompress.calibrate.streams import Stream, intercept_blocks
 from tcompress.conversion import blocks
-from tcompress.conversion.capture import first_tensor, run_to_input, token_rows
+from tcompress.conversion.converter import convert
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
-from tcompress.conversion.run import convert
+from tcompress.conversion.paused import (
+    Stream,
+    first_tensor,
+    intercept_blocks,
+    run_to_input,
+    token_rows,
+)
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.structures.experts import StructuredExperts
+from tcompress.roles import anatomy_of
+from tcompress.structures.modules.experts import StructuredExperts
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build

@@ -27,11 +27,11 @@ from tcompress.structures.capabilities import (
     SharesFactors,
     dense_of,
     first_operators,
+    macs_of,
     shared_of,
     transform_shapes,
 )
-from tcompress.structures.counting import macs_of
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.structure_cases import (
     CASES,
     LADDERS,

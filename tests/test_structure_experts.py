@@ -21,10 +21,10 @@ from transformers.models.moshi.modeling_moshi import MoshiFlexibleLinear
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from tcompress.anatomy.projections import shapes_of
+from tcompress.roles.projections import shapes_of
 from tcompress.structures import Site, structure
-from tcompress.structures.experts import StructuredExperts
-from tcompress.structures.linear import PartLayout, keep_weights
+from tcompress.structures.modules.experts import StructuredExperts
+from tcompress.structures.modules.linear import PartLayout, keep_weights
 from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion import survey
-from tcompress.conversion.run import Converted, convert
+from tcompress.conversion import search
+from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
 from tests.support.conversions import calibration, make, outputs
 from tests.support.interrupted import Interrupt, contents, partial_folder
@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
-    monkeypatch.setattr(survey, "BackwardWalk", walk)
+    monkeypatch.setattr(search, "BackwardWalk", walk)
     _convert(source, output, SVD)
     assert contents(output) == contents(whole().folder)
 

@@ -9,12 +9,11 @@ import pytest
 
 import tcompress
 from tcompress.api import evaluate
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError, RecipeError
+from tcompress.models import SourceModel
 from tcompress.options import Recipe
-from tcompress.source import SourceModel
-from tcompress.sweeping.cells import Cell, cells_of, default_methods
-from tcompress.sweeping.outcome import fallback_metric
+from tcompress.sweeps import Cell, cells_of, default_methods, fallback_metric
 from tests.support.conversions import few_steps
 from tests.support.depth import deep
 from tests.support.sweeps import (  # noqa: F401 - fixtures

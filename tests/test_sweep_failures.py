@@ -10,11 +10,11 @@ import pytest
 from filelock import FileLock
 
 from tcompress import pipeline
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, FitError, InputError
+from tcompress.models import SourceModel
 from tcompress.progress import Silent
-from tcompress.source import SourceModel
-from tcompress.sweeping.run import sweep
+from tcompress.sweeps import sweep
 from tests.support.sweeps import (  # noqa: F401 - fixtures
     STS,
     Counting,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from tcompress.conversion.run import convert
-from tcompress.mechanisms.base import mechanism
-from tcompress.mechanisms.memory import add_context, gru_tensors, read_texts
-from tcompress.mechanisms.module import MechanismModule
-from tcompress.mechanisms.tam import TamSpec
+from tcompress.attention.module import MechanismModule
+from tcompress.attention.replacement import mechanism
+from tcompress.attention.tam import add_context, gru_tensors, read_texts
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
+from tcompress.options.method_options import TamSpec
 from tests.support.mechanisms import TEXT, randn
 from tests.support.tiny import build
 

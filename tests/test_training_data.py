@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tcompress.data.calibration import builtin_texts
+from tcompress.data.inputs import IGNORED
 from tcompress.errors import DataError, InputError
-from tcompress.reading.builtin import texts as builtin_texts
-from tcompress.reading.collate import IGNORED
-from tcompress.source import SourceModel
+from tcompress.models import SourceModel
 from tcompress.training.batches import LengthBatches, in_order, loader
-from tcompress.training.data import Data, load_data
-from tcompress.training.losses import tokens_in
-from tcompress.training.micro import examples_in, pieces
+from tcompress.training.losses import examples_in, pieces, tokens_in
 from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
+from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import (
     classifier,
     encoder,

@@ -8,7 +8,7 @@ import pytest
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.reader import Artifact
-from tcompress.reporting.model import report_of
+from tcompress.reporting.model_report import report_of
 from tests.support.conversions import structured
 from tests.support.tiers import tiered
 from tests.support.tiny import build

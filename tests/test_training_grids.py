@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import DataError
-from tcompress.source import SourceModel
-from tcompress.training.data import Data, load_data
-from tcompress.training.grids import Lazy
+from tcompress.models import SourceModel
+from tcompress.training.batches import Lazy
 from tcompress.training.tasks import TASKS
+from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
 from tests.support.hosts import recipe_for

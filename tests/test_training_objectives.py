@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tcompress.data.inputs import Pooling
 from tcompress.errors import InputError
-from tcompress.reading.pooling import Pooling
-from tcompress.training.micro import pieces
-from tcompress.training.objectives import OBJECTIVES, Objective, Setting
-from tcompress.training.observe import Batch, Observed
+from tcompress.training.losses import pieces
+from tcompress.training.objectives import OBJECTIVES, Batch, Objective, Observed, Setting
 from tcompress.training.tasks import TASKS
 
 LENGTHS, WIDTH, TOKENS, CLASSES = (5, 3, 4, 1), 8, 5, 7

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tcompress.integration.models import load_model
-from tcompress.source import SourceModel
-from tcompress.training.observe import Observer, fed_with, skeleton_anatomy, token_mask
+from tcompress.hf.opening import load_model
+from tcompress.models import SourceModel
+from tcompress.training.objectives import Observer, fed_with, skeleton_anatomy, token_mask
 from tests.support.converted import converted
 from tests.support.tiny import TINY
 from tests.support.training import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from tcompress.linalg.batched import rotate_strided, slice_product
-from tcompress.training.precision import FloatAttention
+from tcompress.linalg.transforms import rotate_strided, slice_product
+from tcompress.training.finetuning import FloatAttention
 
 
 def draw(*shape: int) -> torch.Tensor:

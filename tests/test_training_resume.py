@@ -15,7 +15,7 @@ from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import DiskError, InputError, TrainingError
 from tcompress.training.checkpoints import Checkpoints, RunState
-from tcompress.training.run import Finetuned
+from tcompress.training.finetuning import Finetuned
 from tests.support.evaluation import encoder, labelled_file
 from tests.support.interrupted import assert_nothing_loads, partial_folder
 from tests.support.tiers import tiered
@@ -274,7 +274,7 @@ def test_full_disk_at_the_end(
 
     model, options = _run("heal", place)
     with monkeypatch.context() as patch:
-        patch.setattr("tcompress.training.run.write_manifest", full)
+        patch.setattr("tcompress.training.finetuning.write_manifest", full)
         with pytest.raises(DiskError, match="there is no space for"):
             train(model, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import DataError, WriteError
-from tcompress.reporting.model import report_of
+from tcompress.reporting.model_report import report_of
 from tests.support.evaluation import (
     classifier,
     encoder,

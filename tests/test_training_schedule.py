@@ -16,19 +16,19 @@ from torch.testing import assert_close
 from tcompress.errors import TrainingError
 from tcompress.progress import Silent
 from tcompress.training import loop
-from tcompress.training.micro import is_out_of_memory, pieces
-from tcompress.training.observe import Observed, Observer
-from tcompress.training.schedule import (
+from tcompress.training.loop import Stopping
+from tcompress.training.losses import is_out_of_memory, pieces
+from tcompress.training.objectives import Observed, Observer
+from tcompress.training.setup import (
     HEALING_RATE,
     HEALING_STEPS,
     TASK_RATE,
     Pace,
+    drop_nothing,
     highest_rate,
     learning_rate,
     total_steps,
 )
-from tcompress.training.setup import drop_nothing
-from tcompress.training.stopping import Stopping
 from tests.support.evaluation import pairs_file
 from tests.support.training import (
     assert_alike,

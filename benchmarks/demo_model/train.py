@@ -2,7 +2,7 @@
 
     python benchmarks/demo_model/train.py
 
-writes the tokenizer, the model and the held-out stories to ``tcompress/data/demo``.
+writes the tokenizer, the model and the held-out stories to ``tcompress/assets/demo``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-DEFAULT_OUT = Path(__file__).resolve().parents[2] / "tcompress" / "data" / "demo"
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "tcompress" / "assets" / "demo"
 HELDOUT_COUNT = 120
 HELDOUT_SEED = 1_000_003
 TOKENIZER_STORIES = 5_000

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.source.names import CARD, MANIFEST
-from tcompress.source.text import parse_json
+from tcompress.errors import parse_json
+from tcompress.models.names import CARD, MANIFEST
 
 _RECENT_NS = 2 * 10**9
 """Younger files may change again within the same tick of a file system's clock."""

@@ -1,29 +1,32 @@
-"""What a converted model looks like on disk: names, versions, and how a plan is stored.
-
-A folder holds the files of an ordinary Transformers model; `config.json` has a
-`quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten
-layers store `tc_*` tensors and an empty tensor under the dense name.
-"""
+"""What a converted model looks like on disk: format, shards, and whether both are the plan's."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from tcompress.errors import ArtifactError
+from tcompress.errors import ArtifactError, TCompressError, first_line, listed
+from tcompress.files import beside, write_text
+from tcompress.models.keymap import FACTOR_PREFIX
+from tcompress.models.names import CALLED, FORMAT_VERSION, MANIFEST
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-from tcompress.source.keymap import FACTOR_PREFIX
-from tcompress.source.names import CALLED
-from tcompress.source.names import CARD as CARD
-from tcompress.source.names import FORMAT_VERSION as FORMAT_VERSION
-from tcompress.source.names import MANIFEST as MANIFEST
-from tcompress.source.text import first_line, listed
-from tcompress.structures.experts import child_of
+from tcompress.structures.modules.experts import child_of
+
+# A folder holds the files of an ordinary Transformers model; `config.json` has a
+# `quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten
+# layers store `tc_*` tensors and an empty tensor under the dense name.
+
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -259,3 +262,236 @@ def _moved(entry: E, lost: str, gained: str) -> E:
         changed["input_of"] = move(entry.input_of)
     changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
     return entry.model_copy(update=changed)
+
+
+# Strict comparison of stored tensors with the plan, before anything is loaded.
+
+
+_SHOWN = 12
+_MARK = ".tc_"
+
+
+def stored_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Reads names and shapes from the headers of weight files; others than safetensors are not.
+
+    Raises:
+        ArtifactError: A file cannot be read.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(file, "pt") as shard:
+                for key in shard.keys():  # noqa: SIM118 - not a mapping
+                    shapes[key] = tuple(shard.get_slice(key).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(
+                f"`{file}` cannot be read: {error}", "copy or convert the model again"
+            ) from error
+    return shapes
+
+
+def verify_headers(
+    plan: Rebuilt, found: Mapping[str, tuple[int, ...]], needed: Collection[str] | None = None
+) -> None:
+    """Compares the headers of weight files with the plan.
+
+    Args:
+        plan: The plan.
+        found: Shapes of all stored tensors.
+        needed: Names of the layers and attentions that must be there; default all.
+
+    Raises:
+        ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
+    """
+    asked: tuple[Entry, ...] = (*plan.layers, *plan.attention)
+    known: tuple[Entry, ...] = (
+        *renamed_like(plan.layers, found),
+        *renamed_like(plan.attention, found),
+    )
+    chosen = [
+        new for old, new in zip(asked, known, strict=True) if needed is None or old.name in needed
+    ]
+    verify_shapes(chosen, found, known)
+
+
+def verify_shapes(
+    layers: Sequence[Entry],
+    found: Mapping[str, tuple[int, ...]],
+    known: Sequence[Entry] = (),
+) -> None:
+    """Compares shapes of stored tensors with the plan; see `verify_headers`.
+
+    Args:
+        layers: Layers that must be stored.
+        found: Shapes of all stored tensors.
+        known: Layers that may be stored too.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for entry in layers:
+        expected |= stored_tensors(entry)
+    allowed = {name for entry in known for name in stored_tensors(entry)} | set(expected)
+    problems = [f"`{name}` is missing" for name in expected if name not in found]
+    problems += [
+        f"`{name}` has shape {list(found[name])}, the plan says {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    problems += [
+        f"`{name}` is not in the plan" for name in found if _MARK in name and name not in allowed
+    ]
+    if problems:
+        more = len(problems) - _SHOWN
+        lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN])
+        rest = f"\n  and {more} more" if more > 0 else ""
+        raise ArtifactError(
+            f"the weights do not fit the plan in `config.json`, {len(problems)} problems:\n"
+            f"{lines}{rest}",
+            "take `config.json` and the weights from one and the same conversion",
+        )
+
+
+# Writes safetensors shards one tensor at a time.
+#
+# All names, shapes and dtypes are known before the first value is, so a shard's header is written
+# first and values follow as they are made: memory never holds more than one tensor, where
+# `save_file` would need the whole shard.
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that will be written.
+
+    Attributes:
+        key: Its name.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One weight file and what it holds, in the order in which it is written."""
+
+    file: str
+    tensors: tuple[Stored, ...]
+
+
+def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
+    """Distributes tensors over files.
+
+    Args:
+        tensors: What will be written, in the order in which it is made.
+        largest: Largest file, such as `2GB`.
+    """
+    by_key = {item.key: item for item in tensors}
+    meta = {item.key: torch.empty(item.shape, dtype=item.dtype, device="meta") for item in tensors}
+    split = split_torch_state_dict_into_shards(
+        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=largest
+    )
+    return [
+        # Wide elements first: every tensor then starts at a multiple of its element size.
+        Shard(file, tuple(sorted((by_key[key] for key in keys), key=_descending_size)))
+        for file, keys in split.filename_to_tensors.items()
+    ]
+
+
+def _descending_size(item: Stored) -> int:
+    return -item.dtype.itemsize
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """Writes the index of several shards; a single file has none."""
+    if len(shards) == 1 and shards[0].file == WEIGHTS:
+        return
+    total = sum(item.nbytes for shard in shards for item in shard.tensors)
+    where = {item.key: shard.file for shard in shards for item in shard.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def write_shard(
+    folder: Path, shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
+) -> str:
+    """Writes one shard beside its final name, then renames it.
+
+    Args:
+        folder: Folder of the shard.
+        shard: What it holds.
+        value: Makes the value of a tensor.
+        written: Called with the bytes of every tensor written.
+
+    Returns:
+        SHA-256 of the file.
+    """
+    digest = hashlib.sha256()
+    with beside(folder / shard.file) as other, other.open("xb") as file:
+        for chunk in _chunks(shard, value, written):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(
+    shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    header = _header(shard.tensors)
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for item in shard.tensors:
+        tensor = value(item)
+        if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
+            raise TCompressError(
+                f"`{item.key}` came out as {list(tensor.shape)} {tensor.dtype}, "
+                f"planned were {list(item.shape)} {item.dtype}",
+                "please report this",
+            )
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            yield flat.numpy().data
+        written(item.nbytes)
+
+
+def _header(tensors: Iterable[Stored]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for item in tensors:
+        stop = start + item.nbytes
+        entries[item.key] = {
+            "dtype": _NAMES[item.dtype],
+            "shape": list(item.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tcompress.artifact.checksums import damages, files_in
-from tcompress.artifact.format import MANIFEST, check_format_version, parse_plan, renamed_like
+from tcompress.artifact.format import check_format_version, parse_plan, renamed_like, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.artifact.verify import verify_shapes
-from tcompress.errors import ArtifactError, InputError
+from tcompress.errors import ArtifactError, InputError, read_settings
+from tcompress.models import SourceModel, resolve
+from tcompress.models.names import CARD, MANIFEST, METHODS
+from tcompress.models.store import WeightStore
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-from tcompress.source import SourceModel, resolve
-from tcompress.source.names import CARD, METHODS
-from tcompress.source.store import WeightStore
-from tcompress.source.text import read_settings
 
 _AGAIN = "copy the folder again, or convert the model again"
 

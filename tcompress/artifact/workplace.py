@@ -35,7 +35,7 @@ from tcompress.files import (
     unwritable,
     write_text,
 )
-from tcompress.source.names import MANIFEST
+from tcompress.models.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
 _WEIGHTS = (".safetensors", ".bin")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tcompress.options.commands import Manner, Timed, Trust
-from tcompress.options.measuring import Bench as BenchOptions
+from tcompress.options.steps import Bench as BenchOptions
 
 if TYPE_CHECKING:
-    from tcompress.benching.run import Bench
+    from tcompress.latency.benchmark import Bench
 
 EXAMPLES = (
     "tcompress bench bert-base-lprod-p4",
@@ -21,11 +21,10 @@ EXAMPLES = (
 
 def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress bench` says."""
-    from tcompress.cli.output import print_json, silence_libraries
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import print_json, shown_progress, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
-    from tcompress.benching.run import bench as measure
+    from tcompress.latency.benchmark import bench as measure
 
     with shown_progress(quiet=manner.quiet) as progress:
         done = measure(
@@ -43,8 +42,8 @@ def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> No
 
 
 def _show(done: Sequence[Bench], *, wanted: bool) -> None:
-    from tcompress.cli.output import results
-    from tcompress.reporting.speed import speed_table
+    from tcompress.cli.terminal import results
+    from tcompress.reporting.console import speed_table
 
     screen = results()
     for item in done:

@@ -20,8 +20,7 @@ EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
 def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
-    from tcompress.cli.output import print_json, results, silence_libraries
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import print_json, results, shown_progress, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
     from tcompress.demo import run_demo, shipped_data
@@ -53,7 +52,7 @@ def _folder(kept: str | None) -> Iterator[Path]:
 
 
 def _table(report: DemoReport) -> Table:
-    from tcompress.cli.output import table
+    from tcompress.cli.terminal import table
 
     numbers = ("kept", "parameters", "bytes", "times faster", "perplexity")
     rows = table("model", *numbers, right=numbers)

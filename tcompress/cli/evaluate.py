@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from tcompress.cli.errors import THRESHOLD
+from tcompress.cli.terminal import THRESHOLD
 from tcompress.errors import InputError
 from tcompress.options.commands import Hub, Manner, Measured
-from tcompress.options.measuring import Evaluate
+from tcompress.options.steps import Evaluate
 
 EXAMPLES = (
     "tcompress evaluate minilm ./small --task sts --data validation.parquet",
@@ -20,14 +20,13 @@ EXAMPLES = (
 
 def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress evaluate` says."""
-    from tcompress.cli.output import silence_libraries
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import shown_progress, silence_libraries
 
     silence_libraries(verbose=manner.verbose, downloads=not manner.quiet)
     from transformers.utils import logging
 
-    from tcompress.evaluation.run import evaluate as run
-    from tcompress.evaluation.threshold import Threshold
+    from tcompress.evaluation.measuring import evaluate as run
+    from tcompress.evaluation.scores import Threshold
 
     if not manner.verbose:
         logging.disable_progress_bar()  # of loading weights; downloads keep theirs
@@ -54,9 +53,8 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
 
 
 def _show(scores: Any, threshold: str | None, missed: list[str], manner: Manner) -> None:
-    from tcompress.cli.output import print_json, results, say
-    from tcompress.evaluation.console import headline, score_table
-    from tcompress.evaluation.scores import document
+    from tcompress.cli.terminal import print_json, results, say
+    from tcompress.evaluation.scores import document, headline, score_table
 
     for item in scores:
         for note in item.notes:

@@ -11,13 +11,12 @@ EXAMPLES = ("tcompress export bert-base-lprod-p4 --to dense -o bert-base-plain",
 
 def export(call: Exported, written: Written, manner: Manner) -> None:
     """Does what `tcompress export` says."""
-    from tcompress.cli.output import print_json, results, silence_libraries
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import print_json, results, shown_progress, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
     from json import loads as json_of
 
-    from tcompress.exporting.dense import export_dense, stands_alone
+    from tcompress.exports import export_dense, stands_alone
 
     model = Path(call.model)
     folder = Path(written.output or f"{model.name or model.resolve().name}-{call.to}")

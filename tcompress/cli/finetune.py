@@ -1,4 +1,4 @@
-"""`tcompress finetune`."""
+"""`tcompress finetune`, and its options."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.errors import Interrupted
+from tcompress.cli.terminal import Interrupted
 from tcompress.errors import RecipeError
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
-from tcompress.options.training import Finetune
+from tcompress.options.steps import Finetune
 
 if TYPE_CHECKING:
-    from tcompress.training.run import Finetuned
+    from tcompress.training.finetuning import Finetuned
 
 EXAMPLES = (
     "tcompress finetune minilm-lprod-p4 --data sentences.txt",
@@ -44,15 +44,14 @@ def finetune(
     manner: Manner,
 ) -> None:
     """Does what `tcompress finetune` says."""
-    from tcompress.cli.output import say, silence_libraries
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import say, shown_progress, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
     from tcompress.artifact.reader import open_checked
     from tcompress.artifact.workplace import check_output
-    from tcompress.training.run import finetune as train_model
+    from tcompress.training.finetuning import finetune as train_model
 
     if not Path(one.model).exists():
         check_output(folder, force=written.force)  # before a long download
@@ -97,8 +96,8 @@ def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
 
 def default_output(model: str, settings: Finetune) -> Path:
     """Names the folder to write, such as `bert-base-lprod-p4-healed`."""
-    from tcompress.source import default_output_name
-    from tcompress.source.names import local_folder
+    from tcompress.models import default_output_name
+    from tcompress.models.names import local_folder
 
     name = default_output_name(model, settings.task or "healed")
     folder = local_folder(model)
@@ -156,8 +155,8 @@ def resumable(output: Path) -> Iterator[None]:
 
 def show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
-    from tcompress.cli.job import relative
-    from tcompress.cli.output import print_json, results, table, typed
+    from tcompress.cli.convert import relative
+    from tcompress.cli.terminal import print_json, results, table, typed
 
     facts, name = done.facts, relative(done.folder)
     if as_json:

@@ -22,7 +22,7 @@ EXAMPLES = (
 
 def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     """Does what `tcompress inspect` says."""
-    from tcompress.cli.output import print_json, results, silence_libraries
+    from tcompress.cli.terminal import print_json, results, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
     if call.verify:
@@ -56,8 +56,8 @@ def _verify(model: str, revision: str | None, token: str | None, *, as_json: boo
     from dataclasses import asdict
 
     from tcompress.artifact.reader import verify_files
-    from tcompress.cli.output import print_json, results
-    from tcompress.source import resolve
+    from tcompress.cli.terminal import print_json, results
+    from tcompress.models import resolve
 
     found = verify_files(resolve(model, revision, token))
     if as_json:
@@ -72,7 +72,7 @@ def _verify(model: str, revision: str | None, token: str | None, *, as_json: boo
 
 
 def _layer_table(found: Inspection, *, each: bool) -> Table:
-    from tcompress.cli.output import table
+    from tcompress.cli.terminal import table
 
     groups: dict[object, list[LayerFacts]] = defaultdict(list)
     for layer in found.layers:
@@ -100,7 +100,7 @@ def _kind(layer: LayerFacts) -> str:
 
 
 def _refused_table(found: Inspection) -> Table:
-    from tcompress.cli.output import table
+    from tcompress.cli.terminal import table
 
     reasons: dict[str, list[str]] = defaultdict(list)
     for item in found.refused:

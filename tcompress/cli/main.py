@@ -13,8 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tcompress.cli.errors import INTERRUPTED, TERMINATED, report_failure
-from tcompress.cli.output import outliving_readers
+from tcompress.cli.terminal import INTERRUPTED, TERMINATED, outliving_readers, report_failure
 
 _EPILOG = """\
 [bold]Exit codes[/bold]

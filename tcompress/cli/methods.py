@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.errors import suggestion
+from tcompress.cli.terminal import suggestion
 from tcompress.errors import InputError
 from tcompress.options.commands import Described, Json
 from tcompress.options.fields import Options, typed_fields
@@ -12,7 +12,7 @@ from tcompress.options.fields import Options, typed_fields
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tcompress.mechanisms import Mechanism
+    from tcompress.attention import Mechanism
     from tcompress.structures import Structure
 
 EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods --json")
@@ -20,10 +20,10 @@ EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods -
 
 def methods(call: Described, manner: Json) -> None:
     """Does what `tcompress methods` says."""
-    from tcompress.cli.output import print_json, results, silence_libraries
+    from tcompress.cli.terminal import print_json, results, silence_libraries
 
     silence_libraries(verbose=False)
-    from tcompress.mechanisms import mechanisms
+    from tcompress.attention import mechanisms
     from tcompress.options.words import quoted
     from tcompress.structures import structures
 
@@ -69,7 +69,7 @@ def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, A
 
 def auto_facts() -> dict[str, Any]:
     """Describes the method that chooses among others, in the same form."""
-    from tcompress.options.methods import AUTO, AUTO_ABOUT, AutoSpec
+    from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
 
     summary, _, reference = AUTO_ABOUT.partition(". ")
     return {
@@ -101,7 +101,7 @@ def _options(spec: type[Options]) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    from tcompress.cli.output import table
+    from tcompress.cli.terminal import table
 
     result = table("option", "takes", "default", "")
     for row in rows:

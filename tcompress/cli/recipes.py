@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from tcompress.cli.flags import command, examples
-from tcompress.cli.output import print_json, results, table, typed
+from tcompress.cli.terminal import print_json, results, table, typed
 from tcompress.options.commands import Checked, Copied, Json, RecipeName
 
 app = typer.Typer(

@@ -16,12 +16,12 @@ EXAMPLES = (
 
 def report(call: Reported, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress report` says."""
-    from tcompress.cli.output import print_json, results, silence_libraries
+    from tcompress.cli.terminal import print_json, results, silence_libraries
 
     silence_libraries(verbose=manner.verbose)
     from tcompress.reporting.console import render
-    from tcompress.reporting.html import check_target, write_html
-    from tcompress.reporting.together import reports_of
+    from tcompress.reporting.model_report import reports_of
+    from tcompress.reporting.page import check_target, write_html
 
     html = None if call.html is None else Path(call.html)
     if html is not None:

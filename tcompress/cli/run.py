@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tcompress.cli.errors import THRESHOLD
+from tcompress.cli.convert import Job, default_output, open_job, perform, relative, show_plan
 from tcompress.cli.finetune import resumable
-from tcompress.cli.job import Job, default_output, open_job, perform, relative, show_plan
+from tcompress.cli.terminal import THRESHOLD
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
@@ -72,8 +72,7 @@ def _sweep(said: Recipe, job: Job, *, dry_run: bool) -> None:
 
 
 def _run_all(said: Recipe, job: Job) -> None:
-    from tcompress.cli.output import print_json, results, say
-    from tcompress.cli.progress import shown_progress
+    from tcompress.cli.terminal import print_json, results, say, shown_progress
 
     source = open_job(job)
     from transformers.utils import logging

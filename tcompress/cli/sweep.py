@@ -1,4 +1,4 @@
-"""`tcompress sweep`."""
+"""`tcompress sweep`, and what its options say."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcompress.cli.errors import THRESHOLD, USAGE, Interrupted
+from tcompress.cli.convert import open_source, relative
 from tcompress.cli.flags import Only
-from tcompress.cli.job import open_source, relative
+from tcompress.cli.terminal import THRESHOLD, USAGE, Interrupted
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
-from tcompress.options.convert import Convert
-from tcompress.options.measuring import Bench, Evaluate
+from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
-from tcompress.options.recipe import Recipe, Sweep
-from tcompress.options.training import Finetune
+from tcompress.options.schema import Recipe, Sweep
+from tcompress.options.steps import Bench, Evaluate, Finetune
 
 if TYPE_CHECKING:
-    from tcompress.source import SourceModel
-    from tcompress.sweeping.outcome import Swept as Outcome
+    from tcompress.models import SourceModel
+    from tcompress.sweeps import Swept as Outcome
 
 EXAMPLES = (
     "tcompress sweep minilm --dry-run",
@@ -66,7 +65,7 @@ def sweep(
     manner: Manner,
 ) -> None:
     """Does what `tcompress sweep` says."""
-    from tcompress.source import default_output_name
+    from tcompress.models import default_output_name
 
     recipe = recipe_of(call, cells, measured, said)
     folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
@@ -87,7 +86,7 @@ def recipe_of(
     """
     from tcompress.options import change_recipe, find_recipe, parse_recipe
     from tcompress.options.choose import conversion
-    from tcompress.sweeping.cells import default_methods
+    from tcompress.sweeps import default_methods
 
     text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)
@@ -155,10 +154,9 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
 
 def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner) -> None:
     """Prints what a sweep would do, and what it would cost."""
-    from tcompress.cli.output import print_json, results
-    from tcompress.reporting.front import plan_table
-    from tcompress.sweeping.cells import cells_of
-    from tcompress.sweeping.run import check_recipe
+    from tcompress.cli.terminal import print_json, results
+    from tcompress.reporting.pareto import plan_table
+    from tcompress.sweeps import cells_of, check_recipe
 
     check_recipe(recipe)
     cells = cells_of(recipe, source)
@@ -186,9 +184,8 @@ def perform_sweep(
     """Runs a sweep, prints its table, and ends with its exit code."""
     from transformers.utils import logging
 
-    from tcompress.cli.output import say
-    from tcompress.cli.progress import shown_progress
-    from tcompress.sweeping.run import sweep as run
+    from tcompress.cli.terminal import say, shown_progress
+    from tcompress.sweeps import sweep as run
 
     if not manner.verbose:
         logging.disable_progress_bar()
@@ -214,8 +211,8 @@ def perform_sweep(
 
 
 def _show(done: Outcome, manner: Manner) -> None:
-    from tcompress.cli.output import print_json, results
-    from tcompress.reporting.front import front_table
+    from tcompress.cli.terminal import print_json, results
+    from tcompress.reporting.pareto import front_table
 
     if manner.as_json:
         print_json(done.to_json())

@@ -56,26 +56,25 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from tcompress.conversion.depth import MOST_BYTES, SAMPLES
+from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
+from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
+from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
-from tcompress.options.methods import AutoSpec
+from tcompress.options.method_options import AutoSpec
+from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
-from tcompress.planning.disk import copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
-from tcompress.planning.goals import STAND_IN
-from tcompress.planning.offers import alone_of
-from tcompress.reading.builtin import MOST_PICTURES, MOST_SOUNDS
-from tcompress.source import SourceModel
+from tcompress.planning.sites import alone_of
 from tcompress.structures.base import Layout, structure
 from tcompress.structures.capabilities import (
     SIDES,
     FitCost,
     SharesFactors,
     fit_cost,
+    macs_of,
     svd_flops,
     transform_shapes,
 )
-from tcompress.structures.counting import macs_of
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""

@@ -1,34 +1,237 @@
-"""Fits all layers that read one input: sums of terms, sides shared among layers.
-
-The terms of a sum are fitted in turn, each to what the others leave over; every step is a closed
-form, so the error never grows. What is stored is rounded before the next step looks at it.
-"""
+"""Fits all layers that read one input: sums of terms, sides shared among layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isnan
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tcompress.conversion.parts import FittedPart
-from tcompress.conversion.parts import LayerMoments as LayerMoments
-from tcompress.conversion.quality import Judge, errors_of, loss_of, whole_of
-from tcompress.conversion.shared import NO_BANKS, Banks, bank_of, owned
-from tcompress.errors import FitError, first_line
-from tcompress.linalg.curvature import damped_curvature
-from tcompress.planning.entries import LayerPlan
-from tcompress.structures import Target, structure
+from tcompress.errors import FitError, message_of
+from tcompress.linalg.fits import curved_constant, damped_curvature
+from tcompress.linalg.moments import Moments, relative_error
+from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
 from tcompress.structures.capabilities import (
     Transformed,
+    decoded,
     dense_of,
+    encoded,
+    shared_of,
     transform_of,
     transform_shapes,
 )
-from tcompress.structures.linear import side_name, tensor_prefix
+from tcompress.structures.modules.linear import side_name, tensor_prefix
+from tcompress.structures.modules.shared import bank_module
+
+# Fitted banks, as the layers that use them see them.
+
+
+Banks = Mapping[BankKey, Mapping[str, Tensor]]
+"""Tensors of banks as they are stored, by owner and name of the bank."""
+
+NO_BANKS: Banks = {}
+
+
+def bank_of(
+    entry: LayerPlan, layout: Layout, banks: Banks, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the bank that a term of a layer uses, in float64; nothing if it uses none."""
+    shared = shared_of(layout)
+    if shared is None:
+        return {}
+    found = banks[entry.bank_of.get(shared.name, entry.name), shared.name]
+    return {key: tensor.to(device).double() for key, tensor in found.items()}
+
+
+def owned(entry: LayerPlan, banks: Banks) -> dict[str, Tensor]:
+    """Returns the banks that are stored with a layer, by name relative to it."""
+    return {
+        f"{bank_module(name)}.{key}": tensor
+        for name in entry.own_banks
+        for key, tensor in banks[entry.name, name].items()
+    }
+
+
+# A weight while it is being fitted, and the moments that it is fitted on.
+
+
+Operators = dict[Side, Any]
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Moments of one layer input: those to fit on, and those to measure on.
+
+    Attributes:
+        train: Moments of the calibration rows, or None for a data-free fit.
+        holdout: Moments of rows kept back, if there are any.
+    """
+
+    train: Moments | None = None
+    holdout: Moments | None = None
+
+
+@dataclass
+class FittedPart:
+    """One weight being fitted: a part of a layer, of one expert."""
+
+    entry: LayerPlan
+    index: int
+    expert: int
+    stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
+    moments: Moments | None  # damped
+    curvature: Tensor | None  # damped
+    tensors: list[dict[str, Tensor]] = field(default_factory=list)
+    operators: list[Operators] = field(default_factory=list)
+    banks: list[dict[str, Tensor]] = field(default_factory=list)
+    dense: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def weight(self) -> Tensor:
+        """Dense weight in float64; made anew each time, so that large layers are held once."""
+        return self.stored.double()
+
+    @property
+    def terms(self) -> tuple[Layout, ...]:
+        return self.entry.parts[self.index].terms
+
+    @cached_property
+    def scale(self) -> float:
+        """E||W x||^2, never zero."""
+        weight = self.weight
+        seen = weight if self.moments is None else weight @ self.moments.dense
+        return max(float(seen.mul(weight).sum()), torch.finfo(torch.float64).tiny)
+
+    @cached_property
+    def _product(self) -> Tensor:
+        """W C, which every round of a sum starts from."""
+        assert self.moments is not None
+        return self.weight @ self.moments.cross
+
+    def target(self, term: int) -> Target:
+        """What is left for one term."""
+        m = self.moments
+        weight = self.weight
+        product = weight if m is None else self._product
+        for other, dense in enumerate(self.dense):
+            if other != term and dense is not None:
+                weight = weight - dense
+                product = weight if m is None else product - dense @ m.gram
+        gram = None if m is None else m.gram
+        last, bank = self._fitted(term), self.banks[term]
+        operators = self.operators[term]
+        return Target(product, gram, 1.0, self.curvature, weight, last, bank, operators)
+
+    def _fitted(self, term: int) -> dict[str, Tensor]:
+        """The term's own tensors of the last round, as they are stored."""
+        tensors = self.tensors[term]
+        return {name: tensor.double() for name, tensor in tensors.items() if "." not in name}
+
+
+# How good a fit of a layer is: relative squared errors, and its predicted loss.
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Moments that a fit is judged by.
+
+    Attributes:
+        gram: G.  # (in, in)
+        curvature: S of the whole layer; None for the identity.  # (out, out)
+    """
+
+    gram: Tensor
+    curvature: Tensor | None
+
+
+PROBES = 64  # random inputs that measure a data-free fit
+
+
+def whole_of(parts: Sequence[FittedPart]) -> tuple[Tensor, Tensor]:
+    """Returns the dense weight of a layer, and what its parts were fitted to.  # (out, in) each."""
+    weight = torch.cat([part.weight for part in parts])
+    return weight, torch.cat([_total(part) for part in parts])
+
+
+def _total(part: FittedPart) -> Tensor:
+    return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
+
+
+def errors_of(
+    parts: Sequence[FittedPart], moments: LayerMoments, shift: Tensor | None
+) -> dict[str, float]:
+    """Returns the relative squared errors of one layer, or of one of its experts, by kind."""
+    if moments.train is None:
+        return {"weight": _probed_error(parts)}
+    weight, dense = whole_of(parts)
+    errors = {"calibration": moments.train.error(weight, dense)}
+    if moments.holdout is not None:
+        held = moments.holdout
+        errors["held_out"] = held.error(weight, dense)
+        if shift is not None:  # the bias was chosen on other rows
+            gap = weight @ held.dense_mean - dense @ held.mean - shift
+            norm = float((weight @ held.dense).mul(weight).sum())
+            errors["held_out"] += relative_error(float(gap.square().sum()), norm)
+    return errors
+
+
+def _probed_error(parts: Sequence[FittedPart]) -> float:
+    """Relative squared error of the weight, from random inputs: the dense form is never built."""
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(PROBES, parts[0].stored.shape[1], generator=generator)
+    probes = probes.to(parts[0].stored.device).double()
+    norm = error = 0.0
+    for part in parts:
+        wanted = probes @ part.weight.mT
+        found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
+        norm += float(wanted.square().sum())
+        error += float((wanted - found).square().sum())
+    return relative_error(error, norm)
+
+
+def loss_of(parts: Sequence[FittedPart], judge: Judge) -> float:
+    """Returns the predicted loss of a layer, relative to that of leaving it out.
+
+    Args:
+        parts: Its parts, fitted on data.
+        judge: Moments to judge by, which may be of other data.
+    """
+    lost = missing = 0.0
+    start = 0
+    for part in parts:
+        weight = part.weight
+        stop = start + len(weight)
+        if judge.curvature is None:
+            curve = torch.eye(len(weight)).to(weight)
+        else:
+            curve = judge.curvature[start:stop, start:stop]
+        lost += float(curved_constant(weight - _total(part), judge.gram, curve))
+        missing += float(curved_constant(weight, judge.gram, curve))
+        start = stop
+    return relative_error(max(lost, 0.0), missing)
+
+
+def _applied(part: FittedPart, term: int, x: Tensor) -> Tensor:
+    layout = part.terms[term]
+    kind = structure(layout.structure)
+    tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
+    tensors |= part.banks[term]
+    operators = part.operators[term]
+    z = encoded(layout, x.double(), operators.get("in"))
+    return decoded(layout, kind.apply(z, tensors, layout), operators.get("out"))
+
+
+# Fits all layers that read one input: sums of terms, sides shared among layers.
+#
+# The terms of a sum are fitted in turn, each to what the others leave over; every step is a closed
+# form, so the error never grows. What is stored is rounded before the next step looks at it.
+
 
 ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
 
@@ -171,7 +374,7 @@ def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequenc
     except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         listed = ", ".join(f"`{name}`" for name in names)
         raise FitError(
-            f"the fit of {listed} failed: {first_line(error)}",
+            f"the fit of {listed} failed: {message_of(error)}",
             getattr(error, "hint", None)
             or "use more calibration data or a larger `damping`, or leave the layer out with "
             "`--keep`",

@@ -1,27 +1,48 @@
-"""What a conversion writes: every tensor of the output, and how its value is made."""
+"""What a conversion writes: every tensor, what stands beside them, and the proof of both."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tcompress.artifact.shards import Stored
+import tcompress
+from tcompress.artifact.checksums import seal
+from tcompress.artifact.format import Stored, quantization_section
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    Manifest,
+    SourceFacts,
+    model_card,
+    write_manifest,
+)
+from tcompress.artifact.reader import Artifact
+from tcompress.artifact.workplace import identity_of
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import WIDER, FittedLayer
+from tcompress.conversion.fit import WIDER, Banks, FittedLayer
 from tcompress.conversion.start import generator_of, projection_moments
-from tcompress.errors import FitError
-from tcompress.integration.attention import first_values
-from tcompress.integration.build import stored_name
-from tcompress.integration.forms import first_table
-from tcompress.planning.disk import rewritten_names
-from tcompress.planning.embeddings import tied_to
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-from tcompress.source import SourceModel, read_finite
-from tcompress.source.keymap import FACTOR_PREFIX
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, listed
+from tcompress.files import write_text
+from tcompress.hf.attention_hooks import first_values
+from tcompress.hf.build import first_table, stored_name
+from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
+from tcompress.models import SourceModel, read_finite
+from tcompress.models.keymap import FACTOR_PREFIX
+from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
+from tcompress.options import Convert
+from tcompress.planning.costs import rewritten_names
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.sites import tied_to
+from tcompress.roles import anatomy_of
+from tcompress.structures.modules.linear import StructuredLinear, bank_layouts
+from tcompress.structures.modules.shared import BankModule
 
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of input sides and those that share them."""
@@ -252,3 +273,265 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
         if largest > torch.finfo(item.dtype).max and not bound:
             raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
     return tensor.to(item.dtype)
+
+
+# What a conversion writes beside the weights, and what it depends on.
+
+
+def conversion_identity(
+    source: SourceModel, recipe: Convert, plan: Plan, data: CalibrationData | None, device: str
+) -> str:
+    """Renders everything that decides what a conversion writes."""
+    return identity_of(
+        {
+            "recipe": recipe.model_dump(mode="json"),
+            "plan": plan.model_dump(mode="json"),
+            "weights": source.store.fingerprint(),
+            "tool": tcompress.__version__,
+            "config": source.settings,
+            "files": source.store.times(),
+            "data": data.fingerprint if data else None,
+            "device": device,
+        }
+    )
+
+
+def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
+    """Says what was converted.
+
+    Args:
+        source: The dense model, without the blocks that were dropped.
+        dense: The same with all its blocks.
+    """
+    return SourceFacts(
+        id=source.id,
+        revision=source.revision,
+        fingerprint=source.store.fingerprint(),
+        bytes=dense.store.total_bytes,
+        config=None if source is dense else dense.settings,
+        init="pretrained" if source.seed is None else "random",
+        seed=source.seed,
+    )
+
+
+def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
+    """Says what a fit looked at."""
+    if data is None:
+        return CalibrationFacts(name="none")
+    held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
+    return CalibrationFacts(
+        name=data.name,
+        samples=data.samples,
+        held_out_samples=sum(held),
+        tokens=data.tokens,
+        fingerprint=data.fingerprint,
+    )
+
+
+def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
+    """Writes everything but the weights; `config.json`, which makes it loadable, last.
+
+    Args:
+        folder: Where the weights are.
+        source: The dense model, without the blocks that were dropped.
+        manifest: What was done.
+        dtype: Dtype of the weights; None for that of the source.
+    """
+    carry_files(source.folder, source.companion_files(), folder)
+    if manifest.plan.longest is not None:
+        shorten_texts(folder, manifest.plan.longest)
+    write_text(folder / CARD, model_card(manifest))
+    config = config_text(source, manifest.plan, dtype)
+    sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
+    write_manifest(folder, manifest.model_copy(update=sealed))
+    write_text(folder / "config.json", config)
+
+
+def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
+    """Renders `config.json`; arguments as for `write_rest`."""
+    raw = dict(source.settings)
+    if dtype is not None:
+        raw.pop("torch_dtype", None)
+        raw["dtype"] = dtype
+    if plan.changes_model:  # else it is a plain model
+        facts: dict[str, Any] = {}
+        if source.model_class.__name__ not in (raw.get("architectures") or []):
+            facts["stored_as"] = source.model_class.__name__
+        if source.keymap.missing:
+            facts["absent"] = sorted(source.keymap.missing)
+        section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
+        raw["quantization_config"] = section
+    return json.dumps(raw, indent=2) + "\n"
+
+
+def with_links(plan: Plan, source: SourceModel) -> Plan:
+    """Warns of links out of the model's folder, which are not carried along."""
+    names = stray_links(source.folder, source.trust_remote_code)
+    if not names:
+        return plan
+    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    note = f"links out of the model's folder are not carried along: {listed}; copy the files there"
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
+
+
+def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Plan:
+    """Warns where candidates were compared on nothing but what they were fitted to."""
+    compares = recipe.weighs_methods or recipe.weighs_depth
+    if data is None or data.holdout or not compares:
+        return plan
+    note = (
+        f"the calibration data has no sample to hold out ({data.samples} in all): candidates were "
+        "compared on what they were fitted to, which favours those that adapt most; give more data"
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
+
+
+def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:
+    """Warns of layers that were fitted without data, as in towers that read pictures.
+
+    Args:
+        plan: The plan.
+        names: Those layers.
+    """
+    if not names:
+        return plan
+    note = (
+        f"the calibration data does not reach {len(names)} of {len(plan.layers)} layers (such as "
+        f"`{names[0]}`): they are fitted without data; `--keep` leaves them dense"
+    )
+    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
+
+
+# What was written is opened and compared with what was fitted, before it is published.
+
+
+ROWS = 4  # inputs that a layer is tried on
+EXACT = 1e-9  # largest difference where the very same numbers are compared, in float64
+
+
+@dataclass
+class Proof:
+    """Compares the files with the fits of one block, and of one place of every other kind.
+
+    Args:
+        outputs: What is written.
+        plan: The plan.
+    """
+
+    outputs: Outputs
+    plan: Plan
+    kept: dict[str, BlockResult] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layers, self.blocks = self.plan.layers, set[str]()
+        for kind in dict.fromkeys(entry.kind for entry in layers):
+            blocks = [entry.block for entry in layers if entry.kind == kind]
+            if blocks and not any(e.kind == kind and e.block in self.blocks for e in layers):
+                self.blocks.add(max(dict.fromkeys(blocks), key=blocks.count))
+        if not self.blocks & {entry.block for entry in self.plan.attention}:
+            self.blocks |= {entry.block for entry in self.plan.attention[:1]}
+        if not self.blocks:  # a plain model that lost blocks
+            source = self.outputs.source
+            for block in anatomy_of(source.keymap.model).blocks[:1]:
+                self.blocks.add(source.keymap.checkpoint_prefix(block.name))
+        chosen = [entry for entry in layers if entry.block in self.blocks]
+        self.entries = (*self.plan.embeddings[:1], *chosen)
+
+    def keep(self, cluster: Cluster, result: BlockResult) -> None:
+        """Keeps fits in memory that no file of the working folder holds, as those of a block."""
+        if cluster[0] in self.entries and not result.block:
+            self.kept[cluster[0].name + cluster[0].parameter] = result
+
+    def check(
+        self,
+        folder: Path,
+        fit: Callable[[Cluster], BlockResult],
+        banks: Banks,
+    ) -> None:
+        """Opens the folder and compares.
+
+        Args:
+            folder: Folder of the written model.
+            fit: Gives the fits of layers once more.
+            banks: What layers share.
+
+        Raises:
+            WriteError: It does not load, or a layer is not what was fitted.
+        """
+        source = self.outputs.source
+        if self.plan.changes_model:
+            with unloadable():
+                Artifact.open(folder)
+        written = Reopened(folder, source.model_class, source.keymap.missing)
+        self._check_headers(written)
+        prefixes = tuple(f"{block}." for block in self.blocks)
+        for item in self.outputs.tensors:
+            if item.key.startswith(prefixes) or item.key in self.outputs.positions:
+                wanted = self.outputs.given(item)
+                if wanted is not None and not _same(written.store.tensor(item.key), wanted):
+                    raise differs(item.key, "its values are others")
+        for cluster in {id(c): c for c in self.outputs.made.values()}.values():
+            if cluster[0] in self.entries:
+                kept = self.kept.get(cluster[0].name + cluster[0].parameter)
+                result = kept or fit(cluster)
+                # What is fitted again, after a kill, may differ in the last digit that is stored.
+                again = kept is None and not result.block
+                digit = torch.finfo(self.outputs.dtype_of(cluster[0])).eps if again else 0.0
+                self._check_cluster(written, cluster, result, banks, EXACT + 16 * digit)
+
+    def _check_headers(self, written: Reopened) -> None:
+        store = written.store
+        wanted = {item.key: (tuple(item.shape), item.dtype) for item in self.outputs.tensors}
+        found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
+        wrong = {key for key, _ in wanted.items() ^ found.items()}
+        if wrong:
+            raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
+
+    def _check_cluster(
+        self, written: Reopened, cluster: Cluster, result: BlockResult, banks: Banks, slack: float
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for entry, wanted in zip(cluster, _fitted(cluster, result, banks), strict=True):
+            layer = written.layer(entry)
+            rows = torch.randn(ROWS, entry.in_features, generator=generator, dtype=torch.float64)
+            own, found = applied(wanted, rows), applied(layer, rows)
+            change, size = (own - found).abs().max(), own.abs().max()
+            if not change <= slack * size:
+                raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
+            bias = result.biases.get(entry.name)
+            if bias is not None and not _same(layer.bias, bias.to(self.outputs.dtype_of(entry))):
+                raise differs(entry.name, "its bias is another")
+
+
+def _fitted(cluster: Cluster, result: BlockResult, banks: Banks) -> Iterator[StructuredLinear]:
+    """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
+    made: dict[str, StructuredLinear] = {}
+    for entry in cluster:
+        tensors = result.layers[f"{entry.name}.{entry.parameter}"].tensors
+        layer = StructuredLinear(
+            entry.parts,
+            input_of=None if entry.input_of is None else made[entry.input_of],
+            readers=entry.readers,
+            banks={name: _lent(entry, name, banks) for name in entry.bank_of},
+            experts=entry.experts,
+            dtype=torch.float64,
+        )
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(tensors[name])
+        made[entry.name] = layer
+        yield layer
+
+
+def _lent(entry: LayerPlan, name: str, banks: Banks) -> BankModule:
+    module = BankModule(bank_layouts(entry.parts)[name], torch.float64)
+    exact = {key: item.double() for key, item in banks[entry.bank_of[name], name].items()}
+    module.load_state_dict(exact, assign=True)
+    return module
+
+
+def _same(found: Tensor | None, wanted: Tensor) -> bool:
+    """Whether values are equal, NaN to NaN."""
+    if found is None or found.shape != wanted.shape:
+        return False
+    return torch.equal(found.double().nan_to_num(), wanted.double().cpu().nan_to_num())

@@ -1,14 +1,138 @@
-"""What a measurement gives: numbers of a model, to show and to keep."""
+"""From the numbers of a model to metrics, differences, thresholds and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcompress.artifact.manifest import Metric, read_manifest, write_manifest
-from tcompress.evaluation.compare import Baseline
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from tcompress.artifact.manifest import Difference, Interval, Metric, read_manifest, write_manifest
+from tcompress.errors import InputError
+from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What of a measured model others are compared with; it can be kept for later runs.
+
+    Attributes:
+        name: The model as it was given.
+        values: Its numbers on all examples.
+        draws: Their values on resamples.  # (resamples,) each
+        units: Number of examples of each number.
+        signature: Equal for models that read the same tokens.
+    """
+
+    name: str
+    values: Sequence[float]
+    draws: Sequence[Array]
+    units: Sequence[int]
+    signature: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {**vars(self), "draws": [draws.tolist() for draws in self.draws]}
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Baseline:
+        """Reads what `to_json` returns."""
+        draws = [np.asarray(draws, dtype=float) for draws in data["draws"]]
+        return cls(**{**data, "draws": draws})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Numbers of a model, and their values on resamples.
+
+    Attributes:
+        name: The model as it was given.
+        statistics: The numbers.
+        values: Their values on all examples.
+        draws: Their values on resamples.
+        signature: Equal for models that read the same tokens.
+    """
+
+    name: str
+    statistics: Sequence[Statistic]
+    values: Sequence[float]
+    draws: Sequence[Array]
+    signature: str
+
+    @classmethod
+    def of(
+        cls, name: str, statistics: Sequence[Statistic], signature: str, times: int, seed: int
+    ) -> Measured:
+        """Computes numbers and resamples.
+
+        Raises:
+            InputError: A number is not defined for this model.
+        """
+        values = [statistic.value() for statistic in statistics]
+        for statistic, value in zip(statistics, values, strict=True):
+            if not math.isfinite(value):
+                raise InputError(
+                    f"`{statistic.name}` of `{name}` is not defined on this data ({value})",
+                    "give more examples; a model that answers everything alike has no correlation",
+                )
+        # One example alone has nothing to draw from.
+        times = times if statistics[0].units > 1 else 0
+        return cls(name, statistics, values, resampled(statistics, times, seed), signature)
+
+    @property
+    def baseline(self) -> Baseline:
+        """What other models can be compared with."""
+        units = [statistic.units for statistic in self.statistics]
+        return Baseline(self.name, self.values, self.draws, units, self.signature)
+
+    def metrics(self, baseline: Baseline | None, protocol: Mapping[str, Any]) -> list[Metric]:
+        """Makes metrics.
+
+        Args:
+            baseline: What to compare with, if anything.
+            protocol: How it was measured.
+        """
+        return [self._metric(index, baseline, protocol) for index in range(len(self.values))]
+
+    def _metric(self, index: int, baseline: Baseline | None, protocol: Mapping[str, Any]) -> Metric:
+        statistic = self.statistics[index]
+        facts = dict(protocol)
+        difference = None
+        if baseline is not None and statistic.per_token and self._other_tokens(baseline):
+            facts["not_compared"] = "its tokens are not those of the baseline"
+        elif baseline is not None:
+            difference = self._difference(index, baseline)
+        return Metric(
+            name=statistic.name,
+            value=self.values[index],
+            higher_is_better=statistic.higher_is_better,
+            interval=interval(self.draws[index]),
+            difference=difference,
+            protocol=facts,
+        )
+
+    def _difference(self, index: int, baseline: Baseline) -> Difference:
+        # Texts cut into other windows make no pairs.
+        one, two = self.draws[index], baseline.draws[index]
+        paired = self.statistics[index].units == baseline.units[index]
+        return Difference(
+            baseline=baseline.name,
+            baseline_value=baseline.values[index],
+            value=self.values[index] - baseline.values[index],
+            interval=interval(one - two) if paired and len(one) == len(two) else None,
+        )
+
+    def _other_tokens(self, baseline: Baseline) -> bool:
+        return self.signature != baseline.signature
+
+
+# What a measurement gives: numbers of a model, to show and to keep.
+
 
 _SAME = ("task", "data_fingerprint", "split")  # of two measurements of which the newer is kept
 
@@ -99,3 +223,127 @@ def store(folder: Path, metrics: Sequence[Metric]) -> bool:
 
 def _identity(metric: Metric) -> tuple[object, ...]:
     return (metric.name, *(metric.protocol.get(name) for name in _SAME))
+
+
+# A quality that models have to reach.
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A bound on the main number of a task. Use `Threshold.parse`.
+
+    Attributes:
+        value: A number, or a factor of the baseline's.
+        relative: Whether it is a factor.
+    """
+
+    value: float
+    relative: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Threshold:
+        """Reads `0.8` or `0.95x`.
+
+        Raises:
+            InputError: It is neither.
+        """
+        try:
+            value = float(text.removesuffix("x"))
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise InputError(
+                f"`--threshold {text}` is no number", "write `0.8`, or `0.95x` for the baseline's"
+            )
+        return cls(value, relative=text.endswith("x"))
+
+    def missed(self, metric: Metric) -> bool:
+        """Tells whether a model fails.
+
+        The baseline passes every factor. A model that cannot be compared with it, because it reads
+        other tokens, fails.
+
+        Args:
+            metric: Main number of the model. Where lower is better, the bound is the most it may
+                be.
+        """
+        if not self.relative:
+            bound = self.value
+        elif metric.difference is not None:
+            bound = self.value * metric.difference.baseline_value
+        else:
+            return "not_compared" in metric.protocol
+        return metric.value < bound if metric.higher_is_better else metric.value > bound
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" + (" x baseline" if self.relative else "")
+
+
+# The table of a measurement.
+
+
+def headline(scores: Sequence[ModelScores]) -> str:
+    """Says in a line what was measured."""
+    facts = scores[0].metrics[0].protocol
+    length = f", at most {facts['max_length']} tokens" if facts["max_length"] else ""
+    dtypes = sorted({item.metrics[0].protocol["dtype"] for item in scores})
+    text = (
+        f"{facts['task']} on {facts['data']}: {facts['examples']:,} examples{length}, "
+        f"{'/'.join(dtypes)} on {facts['device']}"
+    )
+    if facts["bootstrap"]:
+        text += f"; in brackets 95 % intervals of {facts['bootstrap']:,} bootstrap resamples"
+    return text
+
+
+def score_table(scores: Sequence[ModelScores]) -> Table:
+    """Makes a table with a row for each number of each model, and of forecasts without one."""
+    unit = f"{scores[0].unit}/s"
+    compared = len(scores) > 1
+    names = ["model", "metric", "value", *(["difference", "ratio"] if compared else []), unit]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in names:
+        right = name not in ("model", "metric")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    labels = _labels([item.name for item in scores])
+    for label, item in zip(labels, scores, strict=True):
+        for index, metric in enumerate(item.metrics):
+            cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
+            cells += _comparison(metric) if compared else []
+            cells.append("" if index else f"{item.per_second:,.1f}")
+            table.add_row("" if index else label, *cells)
+    for label, numbers in scores[0].metrics[0].protocol.get("naive", {}).items():
+        for index, (name, value) in enumerate(numbers.items()):
+            table.add_row("" if index else f"{label} (no model)", name, _number(value))
+    return table
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """The ends of names, if they tell the models apart."""
+    ends = [name.rstrip("/").rpartition("/")[2] for name in names]
+    return ends if len({*ends}) == len(ends) else list(names)
+
+
+def _comparison(metric: Metric) -> list[str]:
+    difference, ratio = metric.difference, ratio_of(metric)
+    if difference is None:
+        return ["", ""]
+    text = f"{_number(difference.value, '+')}{_range(difference.interval, '+')}"
+    return [text, "" if ratio is None else f"{ratio:.3f} x"]
+
+
+def _range(found: Interval | None, sign: str = "") -> str:
+    if found is None:
+        return ""
+    low, high = (_number(value, sign, fewer=1) for value in (found.low, found.high))
+    return f" [{low}, {high}]"
+
+
+def _number(value: float, sign: str = "", fewer: int = 0) -> str:
+    if abs(value) >= 1000:
+        digits = 0
+    elif abs(value) >= 10:
+        digits = 2 - fewer
+    else:
+        digits = 4 - fewer
+    return f"{value:{sign},.{digits}f}"

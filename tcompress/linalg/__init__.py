@@ -1,5 +1,5 @@
-"""Linear algebra of tcompress: tensors in, tensors out.
+"""Solvers and transforms: tensors in, tensors out, and nothing known of models.
 
-Solvers, fits and transforms, without a word about layers or models. Start with `moments.py`, which
-says in what norm weights are fitted.
+`moments` say in which norm a weight is fitted, `fits` do it; the algebra of the L-product, tensor
+trains and Tucker factors have a file each. Open `moments.py` first.
 """

@@ -1,12 +1,8 @@
-"""Moments of activations: all that a data-aware fit needs to know of the data.
-
-For dense inputs x and the inputs x' that the compressed part of the model produces, a fit
-minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
-``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
-"""
+"""Moments of activations, and what follows from them at once: low rank, conjugate gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -14,6 +10,11 @@ import torch
 from torch import Tensor
 
 from tcompress.errors import FitError
+
+# For dense inputs x and the inputs x' that the compressed part of the model produces, a fit
+# minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
+# ``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
+
 
 SMALLEST, LARGEST = 1e-15, 1e15
 """Numbers whose products, and sums of very many of them, float32 holds."""
@@ -225,3 +226,115 @@ def safe_cholesky(gram: Tensor) -> Tensor:
         if not bool(info.any()):
             return factor
     raise FitError("a moment matrix is not positive semidefinite")
+
+
+# Whitened truncated SVD: the best low-rank weight in the norm of the data.
+
+
+def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors the best rank-r approximation of a matrix, through its smaller Gram matrix.
+
+    The eigendecomposition of the smaller side is several times faster than an SVD; in float64 it
+    blurs only directions below 1e-8 of the largest, far below what a truncation discards.
+
+    Args:
+        matrix: Any real matrices, float64.  # (..., m, n)
+        rank: Rank r.
+
+    Returns:
+        Left (..., m, r) and right (..., r, n) factors, whose product is the truncated SVD.
+    """
+    tall = matrix.shape[-2] >= matrix.shape[-1]
+    a = matrix if tall else matrix.mT
+    _, vectors = torch.linalg.eigh(a.mT @ a)
+    leading = vectors[..., -rank:]
+    left, right = a @ leading, leading.mT
+    return (left, right) if tall else (right.mT, left.mT)
+
+
+def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Gives both factors of every rank-one term the same norm: low precision needs it."""
+    ratio = (right.norm(dim=-1) / left.norm(dim=-2)).sqrt()
+    ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
+    return left * ratio[..., None, :], right / ratio[..., :, None]
+
+
+def fit_lowrank(target: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Fits A B in the norm of the moments: closed form.
+
+    With G = L L^T the optimum is the truncated SVD of (W C) L^-T, brought back by L^-1.
+
+    Args:
+        target: W C, the dense weight times the cross moment.  # (..., out, d)
+        gram: G, damped.  # (..., d, d)
+        rank: Rank r.
+
+    Returns:
+        A (out, r) and B (r, d), of equal scale.
+    """
+    factor = safe_cholesky(gram)
+    whitened = torch.linalg.solve_triangular(factor, target.mT, upper=False).mT
+    left, right = best_factors(whitened, rank)
+    # B = right L^-1, that is L^T B^T = right^T.
+    return balanced(left, torch.linalg.solve_triangular(factor.mT, right.mT, upper=True).mT)
+
+
+# Conjugate gradients for normal equations that are too large to be written down.
+
+
+Operator = Callable[[Tensor], Tensor]
+
+
+def conjugate_gradients(
+    apply: Operator,
+    wanted: Tensor,
+    start: Tensor,
+    *,
+    precondition: Operator | None = None,
+    iterations: int = 50,
+    tolerance: float = 1e-6,
+) -> Tensor:
+    """Solves N x = b for positive semidefinite N, starting from a known good x.
+
+    No step makes <x, N x> - 2 <x, b> larger, and where rounding did, the start comes back: the
+    result is never worse than the start.
+
+    Args:
+        apply: x to N x, both of the shape of `start`.
+        wanted: b.  # (...)
+        start: First x.  # (...)
+        precondition: An approximate inverse of N, positive definite; default the identity.
+        iterations: Most steps to take.
+        tolerance: Stop where the residual is this small relative to b, both measured in the norm
+            of the preconditioner, which does not depend on the scale of N.
+
+    Returns:
+        The solution.  # (...)
+    """
+    inverse = precondition or _same
+    x, residual = start, wanted - apply(start)
+    before = -_dot(start, wanted + residual)
+    floor = tolerance**2 * _dot(wanted, inverse(wanted))
+    z = direction = inverse(residual)
+    size = _dot(residual, z)
+    for _ in range(iterations):
+        if size <= floor:
+            break
+        image = apply(direction)
+        bend = _dot(direction, image)
+        if bend <= 0:  # only rounding is left in this direction
+            break
+        x = x + (size / bend) * direction
+        residual = residual - (size / bend) * image
+        z = inverse(residual)
+        size, last = _dot(residual, z), size
+        direction = z + (size / last) * direction
+    return x if _dot(x, apply(x) - 2 * wanted) <= before else start
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum())

@@ -1,9 +1,11 @@
-"""Fixed p x p transforms Z for the mode-3 transform of the L-product."""
+"""Transforms of the features: fixed p x p matrices, and orthogonal ones of a few stages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.fft
@@ -13,6 +15,282 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcompress.errors import InputError
+
+# Batched products that write where the result belongs.
+#
+# All slice and rotation products of the project are one operation: ``p`` independent matrix
+# products whose operands and result are strided views of larger matrices. ``torch.bmm`` alone
+# returns a contiguous ``(p, tokens, c)`` tensor, and the copy that brings slices side by side
+# costs as much as the product, so the product is written into a strided view of the result.
+#
+# Activations are logically ``(tokens, features)``. Their memory is row-major, or feature-major
+# (strides ``(1, tokens)``): between the stages of a rotation the feature-major form lets every
+# operand keep a unit stride, so that no stage copies anything.
+
+
+_ROWS = (1, 0, 2)  # memory order of (batch, rows, cols): rows outermost, batches side by side
+_FEATURES = (0, 2, 1)  # feature-major: batches outermost, rows innermost
+_STRIDED = (2, 0, 1)  # feature-major with interleaved batches
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def _empty(shape: tuple[int, ...], order: tuple[int, ...], like: Tensor) -> Tensor:
+    memory = torch.empty([shape[axis] for axis in order], dtype=like.dtype, device=like.device)
+    return memory.permute([order.index(axis) for axis in range(3)])
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(3), key=lambda axis: -strides[axis]))
+
+
+class _ProductInto(torch.autograd.Function):
+    """``a @ b`` over a batch, with a chosen memory order; twice differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _product_into(a, b, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        a, b = ctx.saved_tensors
+        (grad,) = grads
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = _apply(grad, b.transpose(1, 2), _memory_order(a))
+        if ctx.needs_input_grad[1]:
+            grad_b = _apply(a.transpose(1, 2), grad, _memory_order(b))
+        return grad_a, grad_b, None
+
+
+def _apply(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+    return _ProductInto.apply(a, b, order)  # type: ignore[no-untyped-call]
+
+
+def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+    out = _empty((a.shape[0], a.shape[1], b.shape[2]), order, a)
+    if a.device.type == "cpu" and a.dtype in _LOW:
+        # Strided operands of low precision fall to loops that are hundreds of times slower.
+        return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
+    torch.bmm(a, b, out=out)
+    return out
+
+
+def batched_product(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Multiplies two batches of matrices into a given memory order.
+
+    Args:
+        a: Left operands.  # (batch, rows, inner)
+        b: Right operands.  # (batch, inner, cols)
+        order: Axes of the result from outermost to innermost in memory.
+
+    Returns:
+        The products as a view in that memory order.  # (batch, rows, cols)
+    """
+    if torch.compiler.is_compiling():
+        return torch.bmm(a, b)  # a compiler chooses the memory order itself
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _apply(a, b, order)
+    return _product_into(a, b, order)
+
+
+def slice_product(x: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tensor:
+    """Multiplies every slice of the features by its own matrix: the facewise product.
+
+    Args:
+        x: Activations, row- or feature-major.  # (tokens, p * a)
+        slices: One matrix per slice.  # (p, c, a)
+        feature_major: Memory order of the result.
+
+    Returns:
+        Slices side by side.  # (tokens, p * c)
+    """
+    count, _, width = slices.shape
+    parts = x.unflatten(1, (count, width)).transpose(0, 1)  # (p, tokens, a)
+    out = batched_product(parts, slices.transpose(1, 2), _FEATURES if feature_major else _ROWS)
+    return out.transpose(0, 1).flatten(1)
+
+
+def rotate_runs(x: Tensor, blocks: Tensor, *, feature_major: bool = True) -> Tensor:
+    """Multiplies every run of ``b`` neighbouring features by its own block.
+
+    Args:
+        x: Activations, row- or feature-major.  # (tokens, m * b)
+        blocks: One block per run.  # (m, b, b)
+        feature_major: Memory order of the result.
+
+    Returns:
+        The rotated activations.  # (tokens, m * b)
+    """
+    return slice_product(x, blocks, feature_major=feature_major)
+
+
+def rotate_strided(x: Tensor, blocks: Tensor) -> Tensor:
+    """Multiplies every group of ``b`` features that lie ``m`` apart by its own block.
+
+    Args:
+        x: Activations, feature-major if nothing is to be copied.  # (tokens, b * m)
+        blocks: One block per group.  # (m, b, b)
+
+    Returns:
+        The rotated activations, feature-major.  # (tokens, b * m)
+    """
+    groups, size, _ = blocks.shape
+    parts = x.unflatten(1, (size, groups)).permute(2, 0, 1)  # (m, tokens, b)
+    out = batched_product(parts, blocks.transpose(1, 2), _STRIDED)
+    return out.permute(1, 2, 0).flatten(1)
+
+
+# Orthogonal transforms of a few block-diagonal stages: the fitted transform of ``lprod``.
+#
+# Even stages rotate each run of ``b`` neighbouring coordinates, odd stages each group of ``b``
+# coordinates that lie ``d / b`` apart. Every block is ``exp(A - A^T)``; the stored numbers are the
+# generators, the strict upper triangles of ``A``, so training them keeps orthogonality.
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Shape of a staged rotation.
+
+    Attributes:
+        features: Width d of the rotated space.
+        block: Size b of the blocks; divides d.
+        count: Number of stages, contiguous and strided in turn.
+    """
+
+    features: int
+    block: int
+    count: int
+
+    @property
+    def groups(self) -> int:
+        """Blocks in one stage."""
+        return self.features // self.block
+
+    @property
+    def generators_shape(self) -> tuple[int, int, int]:
+        """Shape of the stored numbers: (stages, groups, b (b - 1) / 2)."""
+        return (self.count, self.groups, self.block * (self.block - 1) // 2)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds for one token."""
+        return self.count * self.features * self.block
+
+
+def nearest_block(features: int, wanted: int) -> int:
+    """Returns the divisor of `features` that is closest to `wanted`, the smaller one of two."""
+    divisors = [size for size in range(1, features + 1) if features % size == 0]
+    return min(divisors, key=lambda size: (abs(size - wanted), size))
+
+
+_SQUARINGS, _TERMS = 6, 10
+
+
+def build_blocks(generators: Tensor, block: int) -> Tensor:
+    """Builds the orthogonal blocks from their generators.
+
+    Computed in float64, whatever the generators' dtype, by a Taylor series with scaling and
+    squaring. A fixed number of batched products serves all blocks at once, several times faster
+    than `torch.linalg.matrix_exp`, which sorts matrices by norm; exact to rounding up to norms
+    of about 10, far beyond what a fit reaches.
+
+    Args:
+        generators: Strict upper triangles.  # (..., b (b - 1) / 2)
+        block: Size b of a block.
+
+    Returns:
+        exp(A - A^T), float64.  # (..., b, b)
+    """
+    rows, cols = torch.triu_indices(block, block, 1, device=generators.device)
+    upper = generators.new_zeros(*generators.shape[:-1], block, block, dtype=torch.float64)
+    upper[..., rows, cols] = generators.double()
+    step = (upper - upper.mT) / 2**_SQUARINGS
+    eye = torch.eye(block, dtype=torch.float64, device=generators.device)
+    result = eye + step / _TERMS
+    for term in range(_TERMS - 1, 0, -1):
+        result = eye + step @ result / term
+    for _ in range(_SQUARINGS):
+        result = result @ result
+    return result
+
+
+def merges_with(stages: Stages, size: int) -> bool:
+    """Tells whether a p x p transform of tubes can be folded into the last, strided, stage."""
+    return stages.count % 2 == 0 and stages.block % size == 0
+
+
+def fold_tube_transform(blocks: Tensor, z: Tensor) -> Tensor:
+    """Folds a tube transform into the last stage, at no cost when the model runs.
+
+    The tubes of a p-slice tensor lie ``d / p`` apart; when p divides b they lie inside the groups
+    of a strided stage, where ``Z`` acts as ``Z (x) I`` of size b.
+
+    Args:
+        blocks: All stages.  # (stages, groups, b, b)
+        z: Transform of the tubes.  # (p, p)
+
+    Returns:
+        Stages whose last one applies Z after its rotation.  # (stages, groups, b, b)
+    """
+    inner = torch.eye(blocks.shape[-1] // z.shape[0], dtype=blocks.dtype, device=blocks.device)
+    mixing = torch.kron(z.to(blocks), inner)
+    return torch.cat([blocks[:-1], (mixing @ blocks[-1])[None]])
+
+
+def mix_tubes(x: Tensor, z: Tensor) -> Tensor:
+    """Multiplies the tubes of every token's p-slice tensor by a p x p transform.
+
+    Args:
+        x: Activations, row- or feature-major; the result is alike.  # (tokens, d)
+        z: Transform Z.  # (p, p)
+
+    Returns:
+        Transformed activations.  # (tokens, d)
+    """
+    size = z.shape[0]
+    if x.stride(0) == 1 and x.stride(1) > 1:
+        return (z @ x.mT.reshape(size, -1)).view(x.shape[1], x.shape[0]).mT
+    return (z @ x.unflatten(1, (size, -1))).flatten(1)
+
+
+def rotate(x: Tensor, blocks: Tensor) -> Tensor:
+    """Applies the stages in order: T x.
+
+    Args:
+        x: Activations, row-major.  # (tokens, d)
+        blocks: Orthogonal blocks.  # (stages, groups, b, b)
+
+    Returns:
+        Rotated activations, feature-major.  # (tokens, d)
+    """
+    for index, stage in enumerate(blocks.unbind(0)):
+        x = rotate_runs(x, stage) if index % 2 == 0 else rotate_strided(x, stage)
+    return x
+
+
+def rotate_back(x: Tensor, blocks: Tensor) -> Tensor:
+    """Applies the transposed stages in reverse order: T^T x.
+
+    Args:
+        x: Activations, feature-major if nothing is to be copied.  # (tokens, d)
+        blocks: Orthogonal blocks.  # (stages, groups, b, b)
+
+    Returns:
+        Activations in the original coordinates, row-major.  # (tokens, d)
+    """
+    last_first = list(enumerate(blocks.unbind(0)))[::-1]
+    for index, stage in last_first:
+        if index % 2:
+            x = rotate_strided(x, stage.mT)
+        else:
+            x = rotate_runs(x, stage.mT, feature_major=index > 0)
+    return x
+
+
+# Fixed p x p transforms Z for the mode-3 transform of the L-product.
+
 
 # Everything is built in numpy and handed to torch at the very end, so that neither a default
 # device (models are built under `torch.device("meta")`) nor a default dtype can change a transform.

@@ -1,8 +1,7 @@
-"""What a user may ask for, declared once: models of options, and recipes made of them.
+"""What a user may ask for, from YAML to models with readable errors, and the recipes that ship.
 
-A field of a model is a flag with its help and completion (`cli/flags.py`), a key of recipes, a
-keyword in Python and a row of the reference; `fields.py` says how one is declared, `read.py` reads
-values from anywhere. Nothing here imports torch. Names are looked up on first use.
+Names are looked up on first use, so that listing recipes costs no import of torch. `schema` is what
+a recipe may say, `load` reads one. Open `schema.py` first.
 """
 
 from __future__ import annotations
@@ -11,36 +10,83 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.options.attention import AttentionSpec, mechanism_names
-    from tcompress.options.change import change_recipe, check_recipe, choose_variants
-    from tcompress.options.convert import Calibration, Convert, Embeddings, LayerRule
+    from tcompress.options.convert_options import Calibration, Convert, Embeddings, LayerRule
     from tcompress.options.fields import DType
     from tcompress.options.library import copy_recipe, find_recipe, recipe_names, recipe_text
-    from tcompress.options.load import dump_recipe, load_recipe, parse_recipe
-    from tcompress.options.measuring import Bench, Evaluate
-    from tcompress.options.methods import (
+    from tcompress.options.load import (
+        change_recipe,
+        check_recipe,
+        choose_variants,
+        dump_recipe,
+        load_recipe,
+        parse_recipe,
+    )
+    from tcompress.options.method_options import (
+        AttentionSpec,
         AutoSpec,
         MethodSpec,
         default_method,
         lookup_methods,
+        mechanism_names,
         method_names,
     )
-    from tcompress.options.recipe import RECIPE_VERSION, Recipe, Sweep, json_schema
-    from tcompress.options.scratch import Architecture, PaperRow, Words
-    from tcompress.options.training import Finetune, TrainingData
+    from tcompress.options.schema import RECIPE_VERSION, Recipe, Sweep, json_schema
+    from tcompress.options.steps import (
+        Architecture,
+        Bench,
+        Evaluate,
+        Finetune,
+        PaperRow,
+        TrainingData,
+        Words,
+    )
 
 _HOMES = {
-    "attention": ("AttentionSpec", "mechanism_names"),
-    "change": ("change_recipe", "check_recipe", "choose_variants"),
-    "convert": ("Calibration", "Convert", "Embeddings", "LayerRule"),
+    "method_options": (
+        "AttentionSpec",
+        "AutoSpec",
+        "MethodSpec",
+        "default_method",
+        "lookup_methods",
+        "mechanism_names",
+        "method_names",
+    ),
+    "load": (
+        "change_recipe",
+        "check_recipe",
+        "choose_variants",
+        "dump_recipe",
+        "load_recipe",
+        "parse_recipe",
+    ),
+    "convert_options": (
+        "Calibration",
+        "Convert",
+        "Embeddings",
+        "LayerRule",
+    ),
     "fields": ("DType",),
-    "library": ("copy_recipe", "find_recipe", "recipe_names", "recipe_text"),
-    "load": ("dump_recipe", "load_recipe", "parse_recipe"),
-    "measuring": ("Bench", "Evaluate"),
-    "methods": ("AutoSpec", "MethodSpec", "default_method", "lookup_methods", "method_names"),
-    "recipe": ("RECIPE_VERSION", "Recipe", "Sweep", "json_schema"),
-    "scratch": ("Architecture", "PaperRow", "Words"),
-    "training": ("Finetune", "TrainingData"),
+    "library": (
+        "copy_recipe",
+        "find_recipe",
+        "recipe_names",
+        "recipe_text",
+    ),
+    "steps": (
+        "Architecture",
+        "Bench",
+        "Evaluate",
+        "Finetune",
+        "PaperRow",
+        "TrainingData",
+        "Words",
+    ),
+    "schema": (
+        "RECIPE_VERSION",
+        "Recipe",
+        "Sweep",
+        "json_schema",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

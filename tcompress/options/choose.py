@@ -8,12 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tcompress.errors import RecipeError
-from tcompress.options.attention import MECHANISMS, MechanismSpec, mechanism_names
-from tcompress.options.convert import BUDGETS, DEPTH, Convert
+from tcompress.options.convert_options import BUDGETS, DEPTH, Convert
 from tcompress.options.fields import Options, Place, flag_of
-from tcompress.options.methods import METHODS, Spec, default_method, lookup_methods, method_names
+from tcompress.options.method_options import (
+    MECHANISMS,
+    METHODS,
+    MechanismSpec,
+    Spec,
+    default_method,
+    lookup_methods,
+    mechanism_names,
+    method_names,
+)
 from tcompress.options.read import Given, read
-from tcompress.options.recipe import Recipe
+from tcompress.options.schema import Recipe
 
 NO_METHOD = "none"
 """Rewrite no layer."""

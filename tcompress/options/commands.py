@@ -1,12 +1,12 @@
-"""What may be asked of commands beside what recipes say: models, folders, and how they talk."""
+"""What may be asked of commands beside what recipes say, and what completion offers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from tcompress.options.convert import METHOD
+from tcompress.options.convert_options import METHOD
 from tcompress.options.fields import Section, option
-from tcompress.options.measuring import MEASUREMENT
+from tcompress.options.steps import MEASUREMENT
 
 MODEL, OUTPUT, REPORT = "Model", "Output", "What is printed"
 _MODELS = {"metavar": "MODEL...", "complete": "models", "positional": True, "min_length": 1}

@@ -11,7 +11,7 @@ _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
 
 def methods(incomplete: str) -> list[str]:
     """Offers structures, mechanisms, and to rewrite no layer."""
-    from tcompress.options.attention import mechanism_names
+    from tcompress.options.method_options import mechanism_names
 
     return _starting((*_structures(), *mechanism_names()), incomplete)
 
@@ -33,7 +33,7 @@ def devices(incomplete: str) -> list[str]:
 
 def models(incomplete: str) -> list[str]:
     """Offers local folders, then short names of well-known models."""
-    from tcompress.source import ALIASES
+    from tcompress.models import ALIASES
 
     return [*_paths(incomplete, ()), *_starting(ALIASES, incomplete)]
 
@@ -72,7 +72,7 @@ def listed(words: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _structures() -> tuple[str, ...]:
-    from tcompress.options.methods import method_names
+    from tcompress.options.method_options import method_names
 
     return (*method_names(), "none")
 

@@ -110,7 +110,7 @@ def read_text(path: str | Path) -> str:
 def _shipped() -> dict[str, Traversable]:
     """Finds the recipes: inside the package once installed, beside it in a checkout."""
     package = files("tcompress")
-    folder = package.joinpath("data", "recipes")
+    folder = package.joinpath("assets", "recipes")
     if not folder.is_dir():
         folder = Path(str(package)).parent / "recipes"
     return dict(_walk(folder, "")) if folder.is_dir() else {}

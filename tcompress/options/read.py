@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
-from tcompress.options.fields import DIGITS, Place, Typed
-from tcompress.options.typed import plain
+from tcompress.options.fields import DIGITS, Place, Typed, plain
 
 if TYPE_CHECKING:
     from tcompress.options.document import Key, Problem

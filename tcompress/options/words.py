@@ -1,4 +1,4 @@
-"""Words for what was found and what is allowed; the latter come from the JSON schema."""
+"""Words for what was found and what is allowed, and problems that validation found."""
 
 from __future__ import annotations
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tcompress.anatomy import Anatomy, anatomy_of
-from tcompress.errors import PlanError
+from tcompress.errors import PlanError, listed
+from tcompress.models import SourceModel
+from tcompress.models.fewer_layers import cut_blocks, fixed_blocks
 from tcompress.options import Convert
+from tcompress.planning.costs import size_of
 from tcompress.planning.entries import DepthPlan, Plan, StackPlan
-from tcompress.planning.goals import size_of
-from tcompress.source import SourceModel
-from tcompress.source.cut import cut_blocks, fixed_blocks
-from tcompress.source.text import listed
+from tcompress.roles import Anatomy, anatomy_of
 
 
 def stacks_of(anatomy: Anatomy) -> tuple[StackPlan, ...]:

@@ -8,28 +8,146 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from tcompress.mechanisms.base import AnyMechanismLayout, mechanism
-from tcompress.mechanisms.module import CHILD
-from tcompress.options.budget import BudgetKind
-from tcompress.planning.form import FormPlan as FormPlan
-from tcompress.planning.stacks import BlockLoss as BlockLoss
-from tcompress.planning.stacks import DepthPlan as DepthPlan
-from tcompress.planning.stacks import StackPlan as StackPlan
-from tcompress.structures.bank import bank_module
+from tcompress.attention.module import CHILD
+from tcompress.attention.replacement import AnyMechanismLayout, mechanism
+from tcompress.options.method_options import BudgetKind
 from tcompress.structures.base import Layout, Shapes, Side
-from tcompress.structures.capabilities import shared_of, transform_shapes
-from tcompress.structures.counting import lookup_macs, macs_of
-from tcompress.structures.linear import PartLayout, bank_layouts, own_shapes, side_name
+from tcompress.structures.capabilities import lookup_macs, macs_of, shared_of, transform_shapes
+from tcompress.structures.modules.linear import PartLayout, bank_layouts, own_shapes, side_name
+from tcompress.structures.modules.shared import bank_module
+
+# A plan's entry for a module of the host that keeps its tensors, and takes another form.
+
+
+class FormPlan(BaseModel):
+    """A module of the host that keeps its tensors, and takes another form.
+
+    Attributes:
+        name: Name of the module in the checkpoint.
+        kind: A table of positions, or a layer norm.
+        form: What it becomes, see `Convert.positions` and `Convert.norm`.
+        p: Number of slices.
+        shape: Shape of its weight.
+        offset: Rows of a table before that of the first position.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    kind: Literal["positions", "norm"]
+    form: str
+    p: int
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its tensors are parameters."""
+        return self.kind == "norm" or self.form == "learned"
+
+
+# A plan's entries for stacks of blocks: which of them stay.
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StackPlan(_Entry):
+    """What stays of one stack of blocks.
+
+    Attributes:
+        name: What it is called, such as `decoder`.
+        path: Its module path.
+        blocks: Number of blocks of the dense model.
+        kept: Those that stay, from 0.
+    """
+
+    name: str
+    path: str
+    blocks: int
+    kept: tuple[int, ...]
+
+
+class BlockLoss(_Entry):
+    """What dropping one block costs.
+
+    Attributes:
+        path: Its module path in the dense model.
+        loss: Change of what the model puts out, summed over the calibration data, in the unit of
+            predicted losses.
+        parameters: Its parameters.
+    """
+
+    path: str
+    loss: float
+    parameters: int
+
+
+class DepthPlan(_Entry):
+    """Which blocks stay.
+
+    Attributes:
+        stacks: All stacks of the model, in its order.
+        chosen: Who chose: the recipe (`asked`), the change that blocks make on data (`measured`),
+            equal distances (`spread`), or nobody yet (`later`; the blocks named stand in).
+        dropped: In the order in which they were chosen, with the loss of all up to each.
+        weighed: Where the number of blocks was chosen under a budget, the change of the output
+            per sample, measured on data held out, with no block dropped, one, and so on; None
+            where the budget was out of reach.
+    """
+
+    stacks: tuple[StackPlan, ...]
+    chosen: Literal["asked", "measured", "spread", "later"]
+    dropped: tuple[BlockLoss, ...] = ()
+    weighed: tuple[float | None, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the dense model."""
+        return sum(stack.blocks for stack in self.stacks)
+
+    @property
+    def kept(self) -> int:
+        """Number of blocks that stay."""
+        return sum(len(stack.kept) for stack in self.stacks)
+
+    @property
+    def deeper(self) -> bool:
+        """Whether copies of blocks are put on top: what is dense then has them too."""
+        return self.kept > self.blocks
+
+    @property
+    def which(self) -> str:
+        """The kept blocks in words, such as `1, 3, 5`."""
+        if self.chosen == "later":
+            return "chosen when converting"
+        lists = {stack.name: ", ".join(map(str, stack.kept)) for stack in self.stacks}
+        if len(lists) == 1:
+            return next(iter(lists.values()))
+        return "; ".join(f"{name} {numbers}" for name, numbers in lists.items())
+
+    @property
+    def stands_for(self) -> tuple[int, ...]:
+        """For each block the dense one whose output it should give, counted over all stacks.
+
+        The last one of a stack stands for the last one.
+        """
+        found, start = [], 0
+        for stack in self.stacks:
+            found += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]
+            start += stack.blocks
+        return tuple(found)
+
+
+# A plan: a flat list of frozen entries that says all about a conversion before it runs.
+
 
 SIDES: tuple[Side, Side] = ("in", "out")
 
 
 BankKey = tuple[str, str]
 """Name of the layer that owns a bank, and name of the bank."""
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LayerPlan(_Entry):

@@ -28,10 +28,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tcompress.anatomy import Anatomy, Block, Layer, attentions_of
-from tcompress.mechanisms.base import mechanism
+from tcompress.attention.replacement import mechanism
 from tcompress.planning.entries import AttentionPlan, LayerPlan
-from tcompress.structures.counting import macs_of
+from tcompress.roles import Anatomy, Block, Layer, attentions_of
+from tcompress.structures.capabilities import macs_of
 
 Planned = Mapping[tuple[str, str], LayerPlan]
 """Rewritten layers by module path and parameter."""

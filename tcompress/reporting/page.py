@@ -1,32 +1,227 @@
-"""What the page of a report shows, worked out so that its template only has to place it."""
+"""One HTML file with everything in it: what it shows, worked out, and the file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from markupsafe import Markup
 
+import tcompress
 from tcompress.artifact.manifest import Metric, Speed
+from tcompress.errors import InputError
+from tcompress.files import check_file, unwritable, write_text
+from tcompress.reporting import formatting
 from tcompress.reporting.charts import Dot, trade_off, training_charts
-from tcompress.reporting.choice import main_metrics, main_speeds, other_baseline
-from tcompress.reporting.console import short_name
-from tcompress.reporting.heat import Heat, heat_of
-from tcompress.reporting.published import Published, published
-from tcompress.reporting.rows import calibration_text, healed_text
-from tcompress.reporting.summary import Line, parts_of, shows_dense, summary_of
-from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
-from tcompress.reporting.verdict import verdict
-from tcompress.reporting.words import (
+from tcompress.reporting.console import median_text, memory_text, short_name, speed_notes
+from tcompress.reporting.formatting import (
     count_text,
+    error_name,
+    error_text,
     errors_note,
+    interval_text,
     machine_text,
     metric_labels,
+    metric_ratio,
+    ratio_text,
+    short_blocks,
+    signed_text,
+    speed_words,
     tick_text,
+    value_text,
 )
+from tcompress.reporting.table_rows import (
+    Line,
+    Published,
+    calibration_text,
+    healed_text,
+    parts_of,
+    published,
+    shows_dense,
+    summary_of,
+)
+from tcompress.reporting.tree import (
+    Amount,
+    LayerReport,
+    ModelReport,
+    main_metrics,
+    main_speeds,
+    mean_errors,
+    other_baseline,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+# The one sentence above a report.
+
+
+_MUCH = 0.2  # of a model
+
+
+def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
+    """Says what a reader should take home.
+
+    Args:
+        reports: The models.
+        names: Their names for people.
+    """
+    metrics = main_metrics(reports)
+    if len(reports) == 1:
+        return _alone(reports[0], metrics[0])
+    small = [index for index, report in enumerate(reports) if report.is_smaller]
+    measured = [index for index in small if metrics[index] is not None]
+    if not measured:
+        if not small:
+            return f"{len(reports)} dense models."
+        least = min(small, key=lambda index: reports[index].parameters.total.now)
+        return f"The smallest, {names[least]}, {_alone(reports[least], None)}"
+    best = max(measured, key=lambda index: _goodness(metrics[index]))
+    if len(measured) == 1:  # nothing to compare with
+        only = "" if len(small) == 1 else f", of {len(small)} conversions the only one measured,"
+        return f"{names[best]}{only} {_alone(reports[best], metrics[best])}"
+    return f"Of {len(reports)} models, {names[best]} comes closest to the dense quality: it " + (
+        _alone(reports[best], metrics[best])
+    )
+
+
+def _alone(report: ModelReport, metric: Metric | None) -> str:
+    """What one model keeps: weights, quality, time."""
+    if not report.is_smaller:
+        known = "" if metric is None else f": {metric.name} {value_text(metric.value)}"
+        return f"is dense{known}."
+    parts = report.parameters
+    kept = f"keeps {parts.total.kept:.1%} of the parameters"
+    if parts.rewritten.dense and parts.rewritten.kept != parts.total.kept:
+        kept += f" ({parts.rewritten.kept:.1%} of those rewritten{_untouched(report)})"
+    words = [kept, *_quality(report, metric)]
+    if report.speed:
+        words.append(speed_words(report.speed))
+    return f"{', '.join(words[:-1])} and {words[-1]}."
+
+
+def _untouched(report: ModelReport) -> str:
+    """Says what makes the two shares so different, where it is the embeddings."""
+    parts = report.parameters
+    share = parts.embeddings.dense / max(1, parts.total.dense)
+    if share < _MUCH or parts.embeddings.kept != 1:
+        return ""
+    return f"; embeddings, {share:.0%} of the dense model, stay as they are"
+
+
+def _quality(report: ModelReport, metric: Metric | None) -> list[str]:
+    if metric is None:
+        kind = next(iter(report.errors), None)
+        shown = [] if kind is None else [f"has a mean {error_name(kind)} of"]
+        if kind is not None:
+            shown = [f"{shown[0]} {error_text(report.errors[kind])}"]
+        return [*shown, "its quality on a task was not measured"]
+    text = f"has {metric.name} {value_text(metric.value)}"
+    found, ratio = metric.difference, metric_ratio(metric)
+    if found is not None:
+        share = f", {ratio_text(ratio)}" if ratio is not None else ""
+        who = other_baseline(report, metric) or "dense"
+        text += f" ({who} {value_text(found.baseline_value)}{share}"
+        if found.interval is None:
+            text += ")"
+        elif found.interval.low <= 0 <= found.interval.high:
+            ends = interval_text(found.interval, signed=True)
+            text += f"; the interval of the difference, {ends}, holds 0)"
+        else:
+            text += f"; difference {signed_text(found.value)}, "
+            text += f"{found.interval.level:.0%} interval {interval_text(found.interval, True)})"
+    return [text]
+
+
+def _goodness(metric: Metric | None) -> float:
+    assert metric is not None
+    return metric.value if metric.higher_is_better else -metric.value
+
+
+# Errors of layers by block and role, as a table of shades.
+
+
+_LIGHTEST, _DARKEST = 4, 62  # per cent; darker shades would take the contrast from the numbers
+
+
+@dataclass(frozen=True)
+class Shade:
+    """One cell.
+
+    Attributes:
+        value: The error; the mean where a block has several layers of a role.
+        shade: How dark the cell is, in per cent.
+    """
+
+    value: float
+    shade: int
+
+
+@dataclass(frozen=True)
+class Heat:
+    """The table.
+
+    Attributes:
+        kind: What the errors are.
+        blocks: Blocks, one for each column.
+        rows: A role and its cells; None where a block has no such layer.
+        worst: Where the error is greatest: block, role and error.
+        least: The smallest error, which has the lightest shade.
+    """
+
+    kind: str
+    blocks: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Shade | None, ...]], ...]
+    worst: tuple[str, str, float]
+    least: float
+
+
+def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
+    """Makes the table of the most telling kind of error, if there are errors."""
+    kind = next(iter(mean_errors(layers)), None)
+    if kind is None:
+        return None
+    short = short_blocks(layers)
+    blocks = list(short)
+    roles = list(dict.fromkeys(layer.role for layer in layers))
+    found: dict[tuple[str, str], list[float]] = {}
+    for layer in layers:
+        if kind in layer.errors:
+            found.setdefault((layer.role, layer.block), []).append(layer.errors[kind])
+    means = {place: sum(errors) / len(errors) for place, errors in found.items()}
+    place = max(means, key=lambda place: means[place])
+    low, top = min(means.values()), means[place]
+    rows = tuple(
+        (role, tuple(_shade(means.get((role, block)), low, top) for block in blocks))
+        for role in roles
+    )
+    worst = (short[place[1]], place[0], means[place])
+    return Heat(error_name(kind), _columns(list(short.values())), rows, worst, low)
+
+
+def _shade(value: float | None, low: float, top: float) -> Shade | None:
+    """Shades span what errors there are: differences show, though all are small or all large."""
+    if value is None:
+        return None
+    share = (value - low) / (top - low) if top > low else 0.5
+    return Shade(value, round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
+
+
+def _columns(names: Sequence[str]) -> tuple[str, ...]:
+    """Drops what all names begin with, such as `layer.`, where only numbers are left."""
+    numbers = [name.rpartition(".")[2] for name in names]
+    alone = len({name.rpartition(".")[0] for name in names}) == 1
+    return tuple(numbers if alone else names)
+
+
+# What the page of a report shows, worked out so that its template only has to place it.
+
 
 COLOURS = 8
 
@@ -234,3 +429,77 @@ def _time_words(speed: Speed) -> str:
     size = f"batch {speed.batch}, length {speed.length}"
     mode = "" if speed.mode == "eager" else f"{speed.mode}, "
     return f"time of a pass ({size}, {mode}{machine_text(speed)})"
+
+
+# One HTML file with everything in it: no script, no font, no request to anywhere.
+
+
+_ENDINGS = (".html", ".htm")
+
+
+def render_html(reports: Sequence[ModelReport]) -> str:
+    """Renders models as a page; the same reports always give the same text."""
+    return _template().render(page=page_of(reports), version=tcompress.__version__)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bytes": formatting.bytes_text,
+        "count": formatting.count_text,
+        "coverage": formatting.coverage_text,
+        "duration": formatting.time_text,
+        "error": formatting.error_text,
+        "interval": formatting.interval_text,
+        "machine": formatting.machine_text,
+        "memory": memory_text,
+        "median": median_text,
+        "milliseconds": formatting.milliseconds_text,
+        "notes": speed_notes,
+        "plain": plain,
+        "position": lambda items, item: items.index(item),
+        "ratio": formatting.ratio_text,
+        "ratio_of": formatting.metric_ratio,
+        "signed": formatting.signed_text,
+        "value": formatting.value_text,
+    }
+    source = files("tcompress").joinpath("assets", "report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source)
+
+
+def check_target(path: Path) -> None:
+    """Refuses a file that cannot or should not be written.
+
+    Raises:
+        InputError: It is a folder, its folder is missing, or it is a file of another kind.
+    """
+    check_file(path)
+    if path.exists() and path.suffix.lower() not in _ENDINGS:
+        raise InputError(
+            f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
+        )
+
+
+def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
+    """Writes models as a page: beside an older one first, then in its place.
+
+    Args:
+        reports: The models.
+        path: File to write.
+
+    Raises:
+        InputError: The file cannot be written there.
+    """
+    target = Path(path).expanduser()
+    check_target(target)
+    text = render_html(reports)
+    try:
+        write_text(target, text)
+    except OSError as error:
+        raise unwritable(target, error) from error
+    return target

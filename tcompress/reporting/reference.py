@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tcompress.mechanisms import mechanisms
-from tcompress.options.methods import AUTO_ABOUT, AutoSpec
-from tcompress.options.recipe import json_schema
+from tcompress.attention import mechanisms
+from tcompress.options.method_options import AUTO_ABOUT, AutoSpec
+from tcompress.options.schema import json_schema
 from tcompress.options.words import Fragment, describe, quoted, resolve
 from tcompress.structures import structures
 

@@ -1,7 +1,12 @@
-"""Structures: ways of storing and applying a weight. The import list below is the registry."""
+"""Structures: ways of storing and applying a weight. The import list below is the registry.
+
+`base` says what a structure is, one file each for low rank, L-product, tensor train and Tucker;
+`modules` are the layers that serve all of them. Open `base.py` first, then `lowrank.py`.
+"""
 
 from __future__ import annotations
 
+from tcompress.options.method_options import Spec
 from tcompress.structures import lowrank as lowrank
 from tcompress.structures import lprod as lprod
 from tcompress.structures import tt as tt
@@ -10,7 +15,6 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Site,
-    Spec,
     Structure,
     Target,
     register,

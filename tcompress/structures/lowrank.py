@@ -10,9 +10,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
-from tcompress.linalg.lowrank import balanced, best_factors, fit_lowrank
-from tcompress.options.methods import LowRankSpec as LowRankSpec
+from tcompress.linalg.fits import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
+from tcompress.linalg.moments import balanced, best_factors, fit_lowrank
+from tcompress.options.method_options import LowRankSpec
 from tcompress.structures.base import (
     Layout,
     Refusal,

@@ -12,28 +12,24 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from tcompress.linalg.curvature import whitened_product
+from tcompress.linalg.fits import whitened_product
 from tcompress.linalg.tensortrain import (
     bond_tails,
+    clip_ranks,
     contract_macs,
     contract_moves,
+    matrix_modes,
+    parameter_count,
+    quantized_matrix_modes,
+    rank_for_budget,
     rebuild_macs,
     tt_apply,
     tt_rows,
     tt_svd,
     tt_to_matrix,
 )
-from tcompress.linalg.ttcost import fit_bytes, fit_macs
-from tcompress.linalg.ttfit import SWEEPS, fit_tt, tt_loss
-from tcompress.linalg.ttmodes import (
-    clip_ranks,
-    matrix_modes,
-    parameter_count,
-    quantized_matrix_modes,
-    rank_for_budget,
-)
-from tcompress.options.methods import Modes, Way
-from tcompress.options.methods import TTSpec as TTSpec
+from tcompress.linalg.ttfit import SWEEPS, fit_bytes, fit_macs, fit_tt, tt_loss
+from tcompress.options.method_options import Modes, TTSpec, Way
 from tcompress.structures.base import (
     Layout,
     Refusal,

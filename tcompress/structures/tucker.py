@@ -19,10 +19,10 @@ from pydantic import PositiveInt
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tcompress.linalg import tucker as forms
-from tcompress.linalg.curvature import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
-from tcompress.linalg.lowrank import best_factors, fit_lowrank
-from tcompress.linalg.tuckerbank import (
+from tcompress.linalg import tuckerfit as forms
+from tcompress.linalg.fits import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
+from tcompress.linalg.moments import best_factors, fit_lowrank
+from tcompress.linalg.tuckerfit import (
     STEPS,
     SWEEPS,
     Bank,
@@ -32,8 +32,7 @@ from tcompress.linalg.tuckerbank import (
     mixed_cores,
     mixed_weight,
 )
-from tcompress.options.methods import Edges, Share
-from tcompress.options.methods import TuckerSpec as TuckerSpec
+from tcompress.options.method_options import Edges, Share, TuckerSpec
 from tcompress.structures.base import (
     Layout,
     Refusal,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -19,19 +21,60 @@ from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader
 from tcompress.training.checkpoints import Checkpoints, RunState
-from tcompress.training.losses import Losses, tokens_in
-from tcompress.training.micro import examples_in, is_out_of_memory
-from tcompress.training.observe import Batch
-from tcompress.training.schedule import (
+from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
+from tcompress.training.objectives import Batch
+from tcompress.training.setup import (
     SURE,
     Pace,
+    Setup,
     block_steps,
     highest_rate,
     learning_rate,
     total_steps,
 )
-from tcompress.training.setup import Setup
-from tcompress.training.stopping import Stopping
+
+# Ctrl-C between steps, not within one.
+
+
+class Stopping:
+    """While it is open, Ctrl-C asks to stop after the step; a second one stops at once.
+
+    Args:
+        say: Tells the user that the first one was heard.
+
+    Attributes:
+        asked: Whether it was asked for.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked = False
+        self._say = say
+        self._old: Any = None
+
+    def __enter__(self) -> Stopping:
+        try:
+            self._old = signal.signal(signal.SIGINT, self._hear)
+        except ValueError:  # not in the main thread, which alone receives signals
+            self._old = None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say("stopping after this step")
+
+
+# The training loop, on accelerate.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The loss of a batch: teacher and student side by side, terms summed over all processes."""
+"""The loss of a batch: teacher and student side by side, in pieces that fit into memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,49 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tcompress.reading.collate import IGNORED
+from tcompress.data.inputs import IGNORED
 from tcompress.training.batches import in_order, loader
-from tcompress.training.micro import examples_in, pieces
-from tcompress.training.observe import Batch, Observed, fed_with
+from tcompress.training.objectives import Batch, Observed, fed_with
 from tcompress.training.setup import Setup
+
+# Cutting a batch into pieces that fit into memory.
+
+
+def examples_in(batch: Batch) -> int:
+    """Number of examples; pairs of sentences are two rows each."""
+    labels = batch.get("labels")
+    return len(labels if labels is not None else next(iter(batch.values())))
+
+
+def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
+    """Cuts a batch along its examples.
+
+    Args:
+        batch: The batch.
+        parts: Number of pieces, if there are so many examples.
+    """
+    count = examples_in(batch)
+    size = -(-count // parts)
+    for first in range(0, count, size):
+        last = min(first + size, count)
+        yield {name: _cut(value, count, first, last) for name, value in batch.items()}
+
+
+def _cut(value: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
+    rows = len(value) // count
+    return value[first * rows : last * rows]
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tells whether a device, or this machine, has run out of memory."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in text for words in ("out of memory", "not enough memory", "can't allocate memory")
+    )
+
+
+# The loss of a batch: teacher and student side by side, terms summed over all processes.
+
 
 UNITS = ("examples", "tokens", "targets")
 

@@ -13,15 +13,13 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tcompress.data.examples import Examples, Needs
+from tcompress.data.inputs import IGNORED, MEAN, Pooling, window_of
 from tcompress.errors import DataError
-from tcompress.integration.models import Head
-from tcompress.reading.collate import IGNORED
-from tcompress.reading.examples import Examples, Needs
-from tcompress.reading.inputs import window_of
-from tcompress.reading.pooling import MEAN, Pooling
-from tcompress.source import SourceModel
-from tcompress.training.examples import with_wrong_pairs
-from tcompress.training.observe import Batch, Observed, token_mask
+from tcompress.hf.opening import Head
+from tcompress.models import SourceModel
+from tcompress.training.batches import with_wrong_pairs
+from tcompress.training.objectives import Batch, Observed, token_mask
 
 WRONG_PAIRS = 3
 """Wrong responses beside every right one."""

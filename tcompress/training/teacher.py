@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from tcompress.anatomy import Anatomy
 from tcompress.artifact.manifest import Manifest
 from tcompress.artifact.reader import open_checked
+from tcompress.data.inputs import inputs_of, longest_text
 from tcompress.errors import InputError, SourceError
+from tcompress.models import SourceModel
+from tcompress.models.names import local_folder
 from tcompress.planning.entries import DepthPlan
-from tcompress.reading.inputs import inputs_of, longest_text
-from tcompress.source import SourceModel
-from tcompress.source.names import local_folder
+from tcompress.roles import Anatomy
 
 
 def find_teacher(

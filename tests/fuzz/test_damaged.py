@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import tcompress
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import TCompressError
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, few_steps, make

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 from tcompress.artifact.reader import Artifact
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import TCompressError
 from tcompress.options import Convert
 from tests.support.cli import run

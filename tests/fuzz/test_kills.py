@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.errors import InputError
 from tests.support.cli import run as command
 from tests.support.interrupted import contents, convert_again, killed, several_files

@@ -9,11 +9,12 @@ import pytest
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric
 from tcompress.conversion.estimate import Estimate
+from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.console import layer_table, render, render_plan
-from tcompress.reporting.model import ModelReport, mean_errors, report_of
-from tcompress.source import SourceModel
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.tree import ModelReport, mean_errors
 from tests.support.cli import shown
 from tests.support.converted import converted, recipe
 from tests.support.golden import Golden

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tcompress.errors import SourceError
-from tcompress.source import WeightStore
+from tcompress.models import WeightStore
 
 _TEXT = {
     "hidden_size": 32,

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.run import Converted, convert
-from tcompress.linalg.slices import fit_rotation
+from tcompress.conversion.converter import Converted, convert
+from tcompress.data.calibration import CalibrationData
+from tcompress.linalg.fits import fit_rotation
 from tcompress.linalg.ttfit import fit_tt
 from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.structures import lprod, tt
-from tcompress.structures.experts import StructuredExperts
-from tcompress.structures.linear import StructuredLinear
+from tcompress.structures.modules.experts import StructuredExperts
+from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.tiny import TINY, build
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tcompress.conversion.run import Converted, convert
-from tcompress.linalg.slices import fit_rotation
+from tcompress.conversion.converter import Converted, convert
+from tcompress.linalg.fits import fit_rotation
 from tcompress.options import Convert
 from tests.support.tiny import build
 

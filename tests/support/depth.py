@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcompress.anatomy import anatomy_of
-from tcompress.calibrate.data import CalibrationData
-from tcompress.conversion.probe import OutputProbe
+from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.data.calibration import CalibrationData
+from tcompress.roles import anatomy_of
 from tests.support.tiny import TINY, TinyModel
 
 _COUNTS = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.conversion.run import convert
+from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tests.support.tiny import TINY, TinyModel, named

@@ -18,9 +18,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from tcompress.conversion.run import Converted, Silent, convert
+from tcompress.conversion.converter import Converted, convert
 from tcompress.files import _exchange
 from tcompress.options import Convert
+from tcompress.progress import Silent
 from tests.support.conversions import calibration, recipe
 
 MODULES = ["tests.support.interrupted", "transformers.models.auto.modeling_auto"]

@@ -8,11 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tcompress.mechanisms import Host, MechanismLayout, MechanismSpec, Visible, mechanism_of
-from tcompress.mechanisms.graph import GraphSpec
-from tcompress.mechanisms.kronecker import KroneckerSpec
-from tcompress.mechanisms.multilinear import MultilinearSpec
-from tcompress.mechanisms.tam import TamSpec
+from tcompress.attention import Host, MechanismLayout, MechanismSpec, Visible, mechanism_of
+from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 
 HEADS, WIDTH = 2, 4
 TEXT = Host(heads=HEADS, key_heads=HEADS, head_dim=WIDTH)

@@ -7,11 +7,11 @@ from typing import Any
 
 import transformers
 
-from tcompress.conversion.run import Converted, convert
+from tcompress.conversion.converter import Converted, convert
+from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.scratch import Architecture
-from tcompress.scratch.architecture import open_architecture
-from tcompress.source import SourceModel
+from tcompress.options.steps import Architecture
+from tcompress.own_models.architecture import open_architecture
 from tests.support.tiny import TINY
 
 BERT: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.structures import Site, structure
-from tcompress.structures.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.structures import fill_random
 
 WIDTH, OUTPUTS = 16, (24, 16, 8)

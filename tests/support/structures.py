@@ -21,9 +21,9 @@ from tcompress.structures.capabilities import (
     shared_of,
     transform_of,
 )
-from tcompress.structures.linear import PartLayout, StructuredLinear
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tcompress.structures.tt import TTLayout
 from tcompress.structures.tucker import TuckerLayout
 

@@ -14,12 +14,10 @@ from torch.nn.functional import normalize
 
 from tcompress import pipeline
 from tcompress.artifact.manifest import Difference, Metric
-from tcompress.evaluation.compare import Baseline
-from tcompress.evaluation.scores import ModelScores
+from tcompress.evaluation.scores import Baseline, ModelScores
+from tcompress.models import SourceModel
 from tcompress.options import Evaluate, Recipe
-from tcompress.source import SourceModel
-from tcompress.sweeping.outcome import Swept
-from tcompress.sweeping.run import sweep
+from tcompress.sweeps import Swept, sweep
 from tests.support.evaluation import headed, loaded, one_thread, rows_file
 from tests.support.model_folders import sentences, text_file
 

@@ -19,12 +19,12 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from tcompress.artifact.manifest import read_manifest
+from tcompress.models import SourceModel
 from tcompress.options import Finetune
 from tcompress.progress import Silent
-from tcompress.source import SourceModel
 from tcompress.training.batches import loader
+from tcompress.training.finetuning import Finetuned, finetune
 from tcompress.training.losses import Losses
-from tcompress.training.run import Finetuned, finetune
 from tcompress.training.setup import set_up
 from tcompress.training.teacher import find_teacher
 from tests.support.converted import converted

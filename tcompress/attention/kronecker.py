@@ -1,0 +1,272 @@
+"""Kronecker attention: tokens sit on a grid, and every axis is mixed by a small matrix of its own.
+
+The attention matrix is the Kronecker product of one matrix per axis, which is never built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log, prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from tcompress.attention.replacement import (
+    Host,
+    Mechanism,
+    MechanismLayout,
+    Visible,
+    as_they_are,
+    register,
+    repeat_heads,
+)
+from tcompress.errors import DataError
+from tcompress.options.method_options import Kernel, KroneckerSpec, Pool
+from tcompress.structures.base import Refusal, Shapes, Tensors
+
+
+class KroneckerLayout(MechanismLayout):
+    """A grid behind some special tokens; its first axis is open where rows are folded."""
+
+    mechanism: Literal["kronecker"] = "kronecker"
+    grid: tuple[int, ...] = ()
+    fold: int | None = None
+    special: int = 0
+    kernel: Kernel = "softmax"
+    features: int = 0
+    pool: Pool = "mean"
+    seed: int = 0
+
+    @property
+    def axes(self) -> int:
+        """Number of axes."""
+        return len(self.grid) or 2
+
+    def sizes(self, tokens: int) -> tuple[int, ...]:
+        """Sizes of the axes for so many tokens on the grid."""
+        return self.grid or (-(-tokens // self.fold), self.fold)  # type: ignore[operator,return-value]
+
+
+class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
+    """One attention matrix per axis of a grid, from pooled queries and keys."""
+
+    name = "kronecker"
+    summary = "one small attention matrix per axis of a grid: images, videos, folded text"
+    reference = "Higher Order Transformers: Efficient Attention for Tensor Structured Data (HOT)"
+    spec = KroneckerSpec
+    layout_type = KroneckerLayout
+
+    def arrange(self, spec: KroneckerSpec, host: Host) -> KroneckerLayout:
+        if spec.grid and spec.fold:
+            raise Refusal("`grid` and `fold` are both given; allowed is one")
+        if spec.fold and host.grid:
+            there = " x ".join(map(str, host.grid))
+            raise Refusal(f"its tokens sit on a grid of {there} already: leave `fold` out")
+        grid = () if spec.fold else spec.grid or host.grid
+        if not grid and not spec.fold:
+            raise Refusal(
+                "its tokens sit on no grid that the config tells of: give `grid`, or for text "
+                "`fold`, the tokens in a row"
+            )
+        special = 0 if spec.fold else host.special
+        if grid and host.tokens is not None and prod(grid) + special != host.tokens:
+            raise Refusal(
+                f"a grid of {' x '.join(map(str, grid))} with {special} special tokens holds "
+                f"{prod(grid) + special} tokens, the model has {host.tokens}"
+            )
+        if grid and host.tokens is None:
+            raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
+        drawn = spec.kernel != "softmax"
+        return KroneckerLayout(
+            heads=host.heads,
+            key_heads=host.key_heads,
+            head_dim=host.head_dim,
+            grid=grid,
+            fold=spec.fold,
+            special=special,
+            kernel=spec.kernel,
+            features=(spec.features or 2 * host.head_dim) if drawn else 0,
+            pool=spec.pool,
+            seed=spec.seed if drawn else 0,
+        )
+
+    def tensors(self, layout: KroneckerLayout) -> Shapes:
+        shapes: Shapes = {"scale": (layout.axes, layout.heads)}
+        return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
+
+    def ordered(self, layout: KroneckerLayout) -> bool:
+        return layout.fold is not None
+
+    def start(
+        self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        values = {"scale": torch.zeros(layout.axes, layout.heads)}  # of its logarithm
+        if layout.special:
+            first = log(prod(layout.grid) / layout.special)
+            values["gate"] = torch.full((layout.heads,), first)
+        return values
+
+    def constants(self, layout: KroneckerLayout) -> Tensors:
+        if layout.kernel == "softmax":
+            return {}
+        generator = torch.Generator().manual_seed(layout.seed)
+        width, count = layout.head_dim, layout.features
+        drawn = torch.randn(-(-count // width), width, width, generator=generator)
+        lengths = torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
+        if layout.kernel == "smreg":
+            lengths = torch.full_like(lengths, width**0.5)
+        turned, upper = torch.linalg.qr(drawn)  # uniform once the signs are
+        turned = turned * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+        return {"directions": turned.flatten(0, 1)[:count] * lengths}
+
+    def apply(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Tensors,
+        layout: KroneckerLayout,
+        seen: Visible,
+    ) -> Tensor:
+        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
+        special, tokens = layout.special, seen.tokens
+        if layout.grid and q.shape[2] != prod(layout.grid) + special:
+            raise DataError(
+                f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens met "
+                f"{q.shape[2]} tokens",
+                "give inputs of the size that the config of the model names",
+            )
+        valid = None if tokens is None else tokens[:, special:]
+        with as_they_are(q.device):
+            mixed = mix_grid(
+                q[:, :, special:], k[:, :, special:], v[:, :, special:], valid, tensors, layout
+            )
+        if not special:
+            return mixed
+        keep = None if tokens is None else tokens[:, None, None]
+        first = scaled_dot_product_attention(q[:, :, :special], k, v, attn_mask=keep)
+        if special == 1:  # softmax over one key
+            other = v[:, :, :1]
+        else:
+            few = None if keep is None else keep[..., :special]
+            other = scaled_dot_product_attention(
+                q[:, :, special:], k[:, :, :special], v[:, :, :special], attn_mask=few
+            )
+        gate = tensors["gate"].sigmoid()[:, None, None]
+        return torch.cat([first, torch.lerp(other, mixed, gate)], 2)
+
+
+def mix_grid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    tensors: Tensors,
+    layout: KroneckerLayout,
+) -> Tensor:
+    """Mixes the tokens of a grid, one axis at a time.
+
+    Args:
+        q: Queries.  # (batch, heads, tokens, head_dim)
+        k: Keys.  # (batch, heads, tokens, head_dim)
+        v: Values.  # (batch, heads, tokens, head_dim)
+        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
+        tensors: `scale`, and `directions` for the kernel `favor`.
+        layout: The layout.
+
+    Returns:
+        The mixed values.  # (batch, heads, tokens, head_dim)
+    """
+    tokens = q.shape[2]
+    sizes = layout.sizes(tokens)
+    extra = prod(sizes) - tokens
+    if extra:
+        valid = q.new_ones(1, tokens, dtype=torch.bool) if valid is None else valid
+        q, k, v = (pad(x, (0, 0, 0, extra)) for x in (q, k, v))
+        valid = pad(valid, (0, extra))
+    weight = None
+    if valid is not None:
+        weight = valid[:, None, :, None].to(v.dtype)
+        whole = weight.expand(len(v), v.shape[1], -1, 1)
+        v = torch.cat([v * weight, whole], -1)
+    # Pooled tokens are few, and they and random features leave the range of half precision, as
+    # shares of valid tokens do that scores leave next to nothing of.
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    v = v.to(wide) if layout.kernel != "softmax" or weight is not None else v
+    for axis in range(len(sizes)):
+        rows, count = _pooled(q, weight, sizes, axis, layout.pool)
+        columns, _ = _pooled(k, weight, sizes, axis, layout.pool)
+        scale = tensors["scale"][axis].exp()[:, None, None] * layout.head_dim**-0.5
+        rows, columns, scale = (x.to(wide) for x in (rows, columns, scale))
+        empty = None if count is None else count == 0
+        if layout.kernel == "softmax":
+            scores = rows * scale @ columns.mT
+            if empty is not None:
+                scores = scores.masked_fill(empty.mT, torch.finfo(wide).min)
+            factors: tuple[Tensor, ...] = (scores.softmax(-1),)
+        else:
+            factors = _favor(rows, columns, scale.sqrt(), empty, tensors["directions"].to(wide))
+        for factor in reversed(factors):
+            v = _along(factor.to(v.dtype), v, sizes, axis)
+    if weight is not None:
+        v = v[..., :-1] / v[..., -1:].clamp_min(torch.finfo(v.dtype).tiny)  # none are 0 / 0
+    return v[:, :, :tokens].to(dtype)
+
+
+def _pooled(
+    x: Tensor, weight: Tensor | None, sizes: Sequence[int], axis: int, pool: Pool
+) -> tuple[Tensor, Tensor | None]:
+    """Pools a grid over all axes but one: (batch, heads, size, width), and how many were valid."""
+    shape = (prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :]))
+    grid, wide = x.unflatten(2, shape), torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        pooled = grid.mean if pool == "mean" else grid.sum
+        return pooled((2, 4), dtype=wide), None
+    weights = weight.unflatten(2, shape)
+    count = weights.sum((2, 4), dtype=wide)
+    total = (grid * weights).sum((2, 4), dtype=wide)
+    return (total / count.clamp(min=1) if pool == "mean" else total), count
+
+
+def _favor(
+    rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns two thin factors of an axis' matrix: positive random features (Performer).
+
+    Both are normalised as logarithms: features by columns first, then rows by features. No row is
+    lost whose features hardly any column has.
+    """
+
+    def exponents(x: Tensor) -> Tensor:
+        x = x * scale
+        return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
+
+    right = exponents(columns)
+    if empty is not None:
+        right = right.masked_fill(empty, torch.finfo(right.dtype).min)
+    total = right.logsumexp(-2, keepdim=True)
+    return (exponents(rows) + total).softmax(-1), (right - total).exp().mT
+
+
+def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
+    """Multiplies one axis of a grid by a matrix; axes before it are as they were.
+
+    Args:
+        factor: The matrix.  # (batch, heads, new, size)
+        x: The grid, flat.  # (batch, heads, tokens, width)
+        sizes: Sizes of the axes; that of `axis` may have changed, the tensor tells.
+        axis: Which one.
+    """
+    before, after = prod(sizes[:axis]), prod(sizes[axis + 1 :])
+    width = x.shape[-1]
+    if before == 1:
+        return (factor @ x.reshape(*x.shape[:2], -1, after * width)).reshape(
+            *x.shape[:2], -1, width
+        )
+    grid = x.reshape(*x.shape[:2], before, -1, after * width)
+    return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)
+
+
+register(Kronecker())

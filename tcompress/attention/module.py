@@ -1,0 +1,224 @@
+"""The modules that serve every mechanism inside a host model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.attention.replacement import (
+    MechanismLayout,
+    QueryKeyMoments,
+    Visible,
+    check_alike,
+    mechanism,
+)
+from tcompress.errors import DataError, refuse_replica
+
+CHILD = "tc_attn"
+"""Name of the mechanism below the host's attention."""
+
+
+class MechanismModule(nn.Module):
+    """Owns the tensors of a mechanism, and mixes tokens.
+
+    Args:
+        layout: What it is.
+        name: Name of the host's attention, for errors.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+    """
+
+    def __init__(
+        self,
+        layout: MechanismLayout,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout, self.name = layout, name
+        self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
+        self.host_config: Any = None  # the model's, which says how masks are made
+        for key, shape in mechanism(layout.mechanism).tensors(layout).items():
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(key, nn.Parameter(empty))
+        self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+
+    def fill(self, seed: int, *, pretrained: bool, moments: QueryKeyMoments | None = None) -> None:
+        """Gives the tensors their first values.
+
+        Args:
+            seed: Seed of what is random.
+            pretrained: Whether the host's projections are trained.
+            moments: Of the host's queries and keys, where they are known.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        kind = mechanism(self.layout.mechanism)
+        values = kind.start(self.layout, generator, pretrained=pretrained)
+        if moments is not None:
+            values |= kind.adapted(self.layout, moments)
+        with torch.no_grad():
+            for key, value in values.items():
+                getattr(self, key).copy_(value)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        scaling: float | None = None,
+    ) -> Tensor:
+        """Mixes tokens.
+
+        Args:
+            q: Queries.  # (batch, heads, queries, head_dim)
+            k: Keys.  # (batch, key_heads, keys, head_dim)
+            v: Values.  # (batch, key_heads, keys, head_dim)
+            mask: The host's mask, see `Visible.of`.
+            causal: Whether a host without a mask looks only back.
+            scaling: What the host multiplies scores by; default 1 / sqrt(head_dim).
+
+        Returns:
+            The mixed values.  # (batch, queries, heads, head_dim)
+
+        Raises:
+            DataError: The input does not suit the mechanism; the message names the layer.
+        """
+        usual = self.layout.head_dim**-0.5
+        if scaling is not None and scaling != usual:  # some hosts scale their queries before
+            q = q * (scaling / usual)
+        try:
+            seen = Visible.of(mask, q, k, causal=causal)
+            if self.segments is not None:
+                first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
+                seen = replace(seen, first=first)
+            if not mechanism(self.layout.mechanism).pairwise:
+                check_alike(mask, seen)
+            mixed = self._mixed(q, k, v, seen)
+        except DataError as error:
+            raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
+        return mixed.transpose(1, 2).contiguous()
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
+        """Mixes tokens, among which padding may come first."""
+        kind = mechanism(self.layout.mechanism)
+        tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
+        tensors |= self._fixed(q)
+        order = seen.padding_last() if kind.ordered(self.layout) else None
+        if order is None:
+            return kind.apply(q, k, v, tensors, self.layout, seen)
+        q, k, v = (_moved(x, order) for x in (q, k, v))
+        mixed = kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
+        return _moved(mixed, order.argsort(1))
+
+    def _fixed(self, like: Tensor) -> dict[str, Tensor]:
+        key = (like.device, like.dtype)
+        if key not in self._constants:
+            # They may serve training after a pass in inference mode, and are drawn on the CPU.
+            with torch.inference_mode(False), torch.device("cpu"):
+                made = mechanism(self.layout.mechanism).constants(self.layout)
+                device, dtype = key
+                self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
+        return self._constants[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves constants behind: copies make their own."""
+        return {**self.__dict__, "_constants": {}, "segments": None}
+
+    _replicate_for_data_parallel = refuse_replica
+
+    def extra_repr(self) -> str:
+        """Shows the layout."""
+        fields = self.layout.model_dump(exclude_defaults=True)
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _moved(x: Tensor, order: Tensor) -> Tensor:
+    """Puts tokens in another order.  # (batch, heads, tokens, width), (batch | 1, tokens)."""
+    return x.gather(2, order[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
+
+
+class _Guarded(nn.Module):
+    """Answers under the dense name with an empty tensor.
+
+    Plain Transformers then stops on a checkpoint, instead of running attention that the weights
+    were not made for.
+    """
+
+    weight: Tensor
+
+    def __init__(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super().__init__()
+        guard = torch.empty(0, dtype=dtype, device=device)
+        guard._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.register_buffer("weight", guard)
+
+
+class UnusedProjection(_Guarded):
+    """Stands where a host calls a projection that its mechanism has no use for.
+
+    Args:
+        out_features: Width of the output, which is all zeros and takes no memory.
+        dtype: Dtype of the guard.
+        device: Device of the guard.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns zeros.  # (..., in) -> (..., out)."""
+        return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Shows the width."""
+        return f"out={self.out_features}"
+
+
+class GuardedLinear(_Guarded):
+    """A dense layer that stores its weight as `tc_weight`, beside an empty `weight`.
+
+    Where only the mixing of tokens changes, all dense weights stay, and nothing else would keep
+    plain Transformers from running them with another attention.
+
+    Args:
+        shape: Shape of the weight as the host stores it.
+        bias: Width of the bias, or None without one.
+        transposed: Whether the host stores it as (in, out).
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        bias: int | None,
+        *,
+        transposed: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.transposed = transposed
+        self.tc_weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        own = None if bias is None else torch.empty(bias, dtype=dtype, device=device)
+        self.register_parameter("bias", None if own is None else nn.Parameter(own))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer.  # (..., in) -> (..., out)."""
+        weight = self.tc_weight.mT if self.transposed else self.tc_weight
+        return nn.functional.linear(x, weight, self.bias)

@@ -1,0 +1,114 @@
+"""Block-term attention of the Tensorized Transformer: a tensor of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.attention.replacement import (
+    Host,
+    Mechanism,
+    MechanismLayout,
+    Visible,
+    register,
+    repeat_heads,
+)
+from tcompress.errors import DataError
+from tcompress.options.method_options import MultilinearSpec
+from tcompress.structures.base import Refusal, Shapes, Tensors
+
+
+class MultilinearLayout(MechanismLayout):
+    """One diagonal core per head, and a projection of all pairs of so many tokens."""
+
+    mechanism: Literal["multilinear"] = "multilinear"
+    length: int = Field(gt=1)
+
+
+class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
+    """A three-way tensor of tokens, averaged over heads, whose slices are projected back."""
+
+    name = "multilinear"
+    summary = "three-way tensor of queries, keys and values; fixed length, starts at random"
+    reference = "Ma et al. 2019, A Tensorized Transformer for Language Modeling"
+    spec = MultilinearSpec
+    layout_type = MultilinearLayout
+
+    def arrange(self, spec: MultilinearSpec, host: Host) -> MultilinearLayout:
+        length = spec.length or host.tokens
+        if length is None:
+            raise Refusal("inputs differ in length, and its size is tied to one: give `length`")
+        if host.tokens is not None and length != host.tokens:
+            raise Refusal(f"`length` is {length}, and inputs have {host.tokens} tokens")
+        if host.longest is not None and length > host.longest:
+            raise Refusal(f"`length` is {length}, and the model takes {host.longest} at most")
+        return MultilinearLayout(
+            heads=host.heads, key_heads=host.key_heads, head_dim=host.head_dim, length=length
+        )
+
+    def tensors(self, layout: MultilinearLayout) -> Shapes:
+        width = layout.heads * layout.head_dim
+        return {
+            "core": (layout.heads, layout.head_dim),
+            "out": (layout.length**2, width),
+        }
+
+    def ordered(self, layout: MultilinearLayout) -> bool:
+        return True
+
+    def longest(self, layout: MultilinearLayout) -> int | None:
+        return layout.length
+
+    def note(
+        self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
+    ) -> str | None:
+        if not pretrained:
+            return None
+        return (
+            "multilinear attention takes nothing from the host's own: its output projection starts "
+            "at random, so the model has to be trained"
+        )
+
+    def start(
+        self, layout: MultilinearLayout, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        shapes = self.tensors(layout)
+        core = torch.zeros(shapes["core"])
+        if not pretrained:
+            core = torch.rand(shapes["core"], generator=generator)
+        spread = (layout.heads * layout.head_dim) ** 0.5 / layout.length
+        out = torch.randn(shapes["out"], generator=generator) * spread
+        return {"core": core.softmax(-1), "out": out}
+
+    def apply(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Tensors,
+        layout: MultilinearLayout,
+        seen: Visible,
+    ) -> Tensor:
+        tokens, length = q.shape[2], layout.length
+        if tokens > length or k.shape[2] != tokens:
+            raise DataError(
+                f"multilinear attention over {length} tokens met {tokens} queries and "
+                f"{k.shape[2]} keys",
+                f"cut inputs to {length} tokens",
+            )
+        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
+        valid = seen.tokens
+        if valid is not None:
+            q, k, v = (x * valid[:, None, :, None].to(x.dtype) for x in (q, k, v))
+        k, v = (pad(x, (0, 0, 0, length - tokens)) for x in (k, v))
+        weighed = q * tensors["core"][:, None] / layout.heads
+        pairs = k.mT[..., None] * v.mT[..., None, :]  # (batch, heads, head_dim, length, length)
+        tensor = weighed.transpose(1, 2).flatten(2) @ pairs.flatten(3).flatten(1, 2)
+        return (tensor @ tensors["out"]).unflatten(-1, (layout.heads, -1)).transpose(1, 2)
+
+
+register(Multilinear())

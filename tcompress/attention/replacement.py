@@ -1,0 +1,468 @@
+"""What a replacement of attention is: pure functions of a layout, masks, and the registry."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tcompress.errors import DataError, RecipeError
+from tcompress.options.method_options import MechanismSpec
+from tcompress.structures.base import Refusal, Shapes, Tensors
+
+# Which tokens see which: one form of the many in which hosts hand over their masks.
+
+
+HIDDEN = -1e3
+"""What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
+
+# Masks whose queries were seen to be alike, with their version: all layers of a pass have the same.
+_ALIKE = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys every query sees.
+
+    Attributes:
+        pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
+        first: True for tokens of the first of two texts; None where texts are not told apart.
+            # (batch, keys)
+    """
+
+    pairs: Tensor | None = None
+    first: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Keys that some query sees: all but padding.  # (batch | 1, keys), or None."""
+        return None if self.pairs is None else self.pairs.any(-2)[:, 0]
+
+    @property
+    def topic(self) -> Tensor | None:
+        """Tokens of the first text, or of the only one; None for all.  # (batch | 1, keys)."""
+        if self.first is None:
+            return self.tokens
+        return self.first if self.tokens is None else self.first & self.tokens
+
+    def padding_last(self) -> Tensor | None:
+        """Order of tokens in which padding comes last; None where it does.  # (batch | 1, keys)."""
+        tokens = self.tokens
+        if tokens is None:
+            return None
+        known = not torch.compiler.is_compiling()
+        if known and not bool((tokens[:, 1:] & ~tokens[:, :-1]).any()):
+            return None
+        return (~tokens).to(torch.uint8).argsort(dim=1, stable=True)
+
+    def in_order(self, order: Tensor) -> Visible:
+        """The same for tokens in another order, where all queries see the same.
+
+        Args:
+            order: Where each token comes from.  # (batch | 1, keys)
+        """
+        tokens, first = self.tokens, self.first
+        if tokens is not None:
+            tokens = tokens.gather(1, order)[:, None, None]
+        if first is not None:
+            first = first.gather(1, order.expand(len(first), -1))
+        return Visible(tokens, first)
+
+    @classmethod
+    def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
+        """Reads a host's mask.
+
+        Args:
+            mask: None, where only `causal` counts; True, or zero, where a query sees a key; or
+                one where a token is no padding.  # (batch | 1, 1, queries, keys), (batch, keys)
+            q: Queries.  # (batch, heads, queries, head_dim)
+            k: Keys.  # (batch, key_heads, keys, head_dim)
+            causal: Whether the host looks only back; four-dimensional masks say so themselves.
+
+        Raises:
+            DataError: The mask has another form, such as that of a compiled kernel.
+        """
+        queries, keys = q.shape[-2], k.shape[-2]
+        if mask is None:
+            alone = not causal or queries == 1
+            return cls(None if alone else past(queries, keys, q.device)[None, None])
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise DataError(
+                f"an attention mask of {found} cannot be read",
+                'load the model with `attn_implementation="sdpa"`',
+            )
+        if mask.dim() == 2:
+            pairs = mask[:, None, None, -keys:] > 0
+            return cls(pairs & past(queries, keys, q.device) if causal else pairs)
+        mask = mask[:, :1, :, :keys]
+        if mask.dtype == torch.bool:
+            return cls(mask)
+        return cls(mask > HIDDEN if mask.is_floating_point() else mask > 0)
+
+
+def check_alike(mask: Tensor | None, seen: Visible) -> None:
+    """Checks that all queries see the same keys, but for those of padding, which see none.
+
+    Args:
+        mask: What a host gave.
+        seen: What was read from it.
+
+    Raises:
+        DataError: They do not.
+    """
+    pairs = seen.pairs
+    if mask is None or pairs is None or pairs.shape[-2] == 1 or torch.compiler.is_compiling():
+        return
+    # Tensors made in inference mode have no version, which would tell of changes.
+    version = None if mask.is_inference() else mask._version
+    if version is not None and _ALIKE.get(mask) == version:
+        return
+    unlike = (pairs != pairs.any(-2, keepdim=True)) & pairs.any(-1, keepdim=True)
+    if bool(unlike.any()):
+        raise DataError(
+            "tokens are told to see different others, as in packed texts, and this mechanism mixes "
+            "all of a text",
+            "give a mask of padding alone, one text in a row, or convert with `tga`",
+        )
+    if version is not None:
+        _ALIKE[mask] = version
+
+
+def past(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Lets the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
+    whole = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return whole.tril(keys - queries)
+
+
+# What a mechanism is: pure functions of a layout, and the registry of all mechanisms.
+#
+# A mechanism stands where a host model has softmax attention: the host projects tokens to queries,
+# keys and values per head, the mechanism mixes them, and the host projects the result. Its own
+# tensors are few, and are stored with the host's attention.
+#
+# Dropout of attention weights has no counterpart here; the host's other dropout stays as it is.
+
+
+NO_TENSORS: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Host:
+    """The attention that a mechanism would take the place of.
+
+    Attributes:
+        heads: Number of query heads.
+        key_heads: Number of heads of keys and values; a divisor of `heads`.
+        head_dim: Width of one head.
+        causal: Whether a token sees only itself and those before it.
+        window: How far a token sees, if it does not see all.
+        biased: Whether the host adds a bias of positions to its scores.
+        tokens: Number of tokens of every input, if it is fixed.
+        grid: Sizes of the grid on which the last tokens sit; empty without one.
+        special: Number of tokens before the grid, such as a class token.
+        longest: Most tokens of an input, if there is a limit.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool = False
+    window: int | None = None
+    biased: bool = False
+    tokens: int | None = None
+    grid: tuple[int, ...] = ()
+    special: int = 0
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class QueryKeyMoments:
+    """Second moments of a host's queries and keys, head by head, float64.
+
+    Attributes:
+        queries: E[q q^T].  # (heads, head_dim, head_dim)
+        keys: E[k k^T], of keys less their mean over a text where softmax follows: what all keys
+            have in common shifts all scores of a query alike.  # (key_heads, head_dim, head_dim)
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class MechanismLayout(BaseModel):
+    """All that is needed to build one mechanism: it is stored in the artefact.
+
+    Attributes:
+        mechanism: Name of the mechanism.
+        heads: Number of query heads.
+        key_heads: Number of heads of keys and values.
+        head_dim: Width of one head.
+        causal: Whether a token sees only itself and those before it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mechanism: str
+    heads: int = Field(gt=0)
+    key_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    causal: bool = False
+
+    @model_serializer(mode="wrap")
+    def _with_mechanism(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keeps the name in dumps without defaults: it selects the class on reading."""
+        return {"mechanism": self.mechanism, **handler(self)}
+
+
+S = TypeVar("S", bound=MechanismSpec)
+L = TypeVar("L", bound=MechanismLayout)
+
+
+class Mechanism(ABC, Generic[S, L]):
+    """One way of mixing tokens. Stateless; tensors are passed in.
+
+    Attributes:
+        name: Lower snake case.
+        summary: One line.
+        reference: Paper.
+        spec: Options.
+        layout_type: What is stored.
+        unused: Roles of the host's projections that the mechanism has no use for.
+        causal: Whether a token never sees later ones in a causal host.
+        windows: Whether it keeps to the window of a host.
+        pairwise: Whether every query may see other keys; else all see all but padding.
+        segments: Whether it tells the two texts of a pair apart, where the host does.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+    spec: type[S]
+    layout_type: type[L]
+    unused: ClassVar[tuple[str, ...]] = ()
+    causal: ClassVar[bool] = False
+    windows: ClassVar[bool] = False
+    pairwise: ClassVar[bool] = False
+    segments: ClassVar[bool] = False
+
+    def layout(self, spec: S, host: Host) -> L:
+        """Decides sizes for a host, or raises `Refusal`."""
+        if host.causal and not self.causal:
+            raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
+        if host.window is not None and not self.windows:
+            raise Refusal(
+                f"each token sees only {host.window} others, and `{spec_name(spec)}` mixes all"
+            )
+        if host.biased:
+            raise Refusal("its attention adds a bias of positions, which has no place here")
+        if host.heads % host.key_heads:
+            raise Refusal(f"{host.heads} heads do not share {host.key_heads} heads of keys evenly")
+        return self.arrange(spec, host)
+
+    @abstractmethod
+    def arrange(self, spec: S, host: Host) -> L:
+        """Decides sizes for a host that passed the common checks, or raises `Refusal`."""
+
+    @abstractmethod
+    def tensors(self, layout: L) -> Shapes:
+        """Shapes of the mechanism's own tensors."""
+
+    def macs(self, layout: L, tokens: int) -> int:
+        """Multiply-adds of matrix products in a pass over so many tokens, none of them padding."""
+        return _counted(layout, tokens)
+
+    @abstractmethod
+    def start(
+        self, layout: L, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        """Makes first values of the tensors, float32.
+
+        Args:
+            layout: The layout.
+            generator: Source of what is random.
+            pretrained: Whether the host's projections are trained, so that the result should be as
+                near to the host's own attention as the mechanism can be; else as in the paper.
+        """
+
+    def centres_keys(self, layout: L) -> bool | None:
+        """Whether `adapted` wants moments of centred keys; None where it wants no moments."""
+        return None
+
+    def adapted(self, layout: L, moments: QueryKeyMoments) -> dict[str, Tensor]:
+        """Makes those first values in a trained host that depend on its queries and keys.
+
+        Args:
+            layout: The layout.
+            moments: Of the host's queries and keys.
+
+        Returns:
+            Tensors that take the place of those of `start`.
+        """
+        return {}
+
+    @abstractmethod
+    def apply(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, seen: Visible
+    ) -> Tensor:
+        """Mixes tokens.
+
+        Args:
+            q: Queries.  # (batch, heads, queries, head_dim)
+            k: Keys.  # (batch, key_heads, keys, head_dim)
+            v: Values.  # (batch, key_heads, keys, head_dim)
+            tensors: The mechanism's own, and its constants.
+            layout: The layout.
+            seen: What tokens see of each other; if `ordered`, padding comes last.
+
+        Returns:
+            The mixed values.  # (batch, heads, queries, head_dim)
+
+        Raises:
+            DataError: The input has more tokens than the mechanism can take.
+        """
+
+    def constants(self, layout: L) -> Tensors:
+        """Fixed tensors: made once, neither stored nor trained; float32."""
+        return NO_TENSORS
+
+    def ordered(self, layout: L) -> bool:
+        """Whether tokens are known by their place, so that padding has to come after them."""
+        return False
+
+    def longest(self, layout: L) -> int | None:
+        """Most tokens of an input, where the mechanism limits them and the host does not."""
+        return None
+
+    def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
+        """What a user should know before converting, if there is anything.
+
+        Args:
+            layout: The layout.
+            longest: Most tokens of an input, if there is a limit.
+            pretrained: Whether the model is converted, and not drawn at random.
+        """
+        return None
+
+
+@lru_cache(maxsize=1024)
+@torch.no_grad()
+def _counted(layout: MechanismLayout, tokens: int) -> int:
+    """Multiply-adds as torch counts them in a pass on the meta device."""
+    kind, meta = mechanism(layout.mechanism), torch.device("meta")
+    tensors = {
+        name: torch.empty(shape, device=meta) for name, shape in kind.tensors(layout).items()
+    }
+    tensors |= {name: tensor.to(meta) for name, tensor in kind.constants(layout).items()}
+    q, k = (
+        torch.empty(1, heads, tokens, layout.head_dim, device=meta)
+        for heads in (layout.heads, layout.key_heads)
+    )
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        kind.apply(q, k, k, tensors, layout, Visible())
+    return counter.get_total_flops() // 2
+
+
+def spec_name(spec: MechanismSpec) -> str:
+    """Returns the name that selected a mechanism, such as `tsa`."""
+    return str(spec.name)  # type: ignore[attr-defined]
+
+
+def spec_names(spec: type[MechanismSpec]) -> tuple[str, ...]:
+    """Returns the names that select a mechanism."""
+    return spec.names()
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[object]:
+    """Leaves every product in the dtype of its factors, which autocast would lower."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeats heads of keys or values, as hosts with grouped queries do.
+
+    Args:
+        x: Keys or values.  # (batch, key_heads, tokens, head_dim)
+        heads: Number of query heads.
+
+    Returns:
+        One for every query head.  # (batch, heads, tokens, head_dim)
+    """
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _parse_layout(value: Any) -> Any:
+    if isinstance(value, dict) and "mechanism" in value:
+        return mechanism(str(value["mechanism"])).layout_type.model_validate(value)
+    return value
+
+
+AnyMechanismLayout = Annotated[SerializeAsAny[MechanismLayout], BeforeValidator(_parse_layout)]
+"""A layout of any registered mechanism, as it is read from a plan."""
+
+
+_MECHANISMS: dict[str, Mechanism[Any, Any]] = {}
+
+
+def register(mechanism: Mechanism[Any, Any]) -> None:
+    """Adds a mechanism to the registry.
+
+    Raises:
+        ValueError: The name is not lower snake case, or name or spec class are already taken.
+    """
+    name = mechanism.name
+    if not name.isidentifier() or name != name.lower():
+        raise ValueError(f"mechanism name `{name}` is not lower snake case")
+    if name in _MECHANISMS or any(mechanism.spec is other.spec for other in _MECHANISMS.values()):
+        raise ValueError(f"mechanism `{name}` or its spec class is already registered")
+    _MECHANISMS[name] = mechanism
+
+
+def mechanism(name: str) -> Mechanism[Any, Any]:
+    """Looks a mechanism up by name.
+
+    Raises:
+        RecipeError: There is no such mechanism; the message lists the known ones.
+    """
+    if name in _MECHANISMS:
+        return _MECHANISMS[name]
+    close = difflib.get_close_matches(name, _MECHANISMS, 1)
+    known = ", ".join(f"`{known}`" for known in _MECHANISMS)
+    hint = f"did you mean `{close[0]}`?" if close else None
+    raise RecipeError(f"unknown mechanism `{name}`; known mechanisms are {known}", hint)
+
+
+def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
+    """Returns the mechanism that options belong to."""
+    return next(item for item in mechanisms() if isinstance(spec, item.spec))
+
+
+def mechanism_named(name: str) -> Mechanism[Any, Any]:
+    """Returns the mechanism that a name selects, such as `tsa`."""
+    return next(item for item in mechanisms() if name in spec_names(item.spec))
+
+
+def mechanisms() -> tuple[Mechanism[Any, Any], ...]:
+    """Returns all mechanisms in the order of registration."""
+    return tuple(_MECHANISMS.values())

@@ -1,0 +1,319 @@
+"""Attention of several objects with a Tucker core: queries and keys meet through semantics."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tcompress.attention.replacement import (
+    Host,
+    Mechanism,
+    MechanismLayout,
+    QueryKeyMoments,
+    Visible,
+    register,
+    repeat_heads,
+)
+from tcompress.linalg.fits import damped_curvature, fit_lowrank_curved
+from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
+from tcompress.structures.base import Shapes, Tensors
+
+# A recurrent network that reads keys in order, after the context of TAM (paper, section 5.1).
+#
+# The paper makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what
+# a network of its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and
+# h leave a trained model as it is.
+#
+# Two texts are read one by one, each from a fresh state, and their states stand side by side again.
+# The network is one of PyTorch's own, called with tensors that a mechanism owns.
+
+
+_NAMES = ("context_in", "context_state", "context_in_bias", "context_state_bias")
+
+
+def gru_tensors(heads: int, width: int) -> Shapes:
+    """Shapes of the network and of two gates per head, for keys and for values."""
+    size = heads * width
+    shapes = ((3 * size, size), (3 * size, size), (3 * size,), (3 * size,))
+    return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
+
+
+def gru_macs(size: int, tokens: int) -> int:
+    """Multiply-adds over so many tokens of one text; of a pair twice as many."""
+    return 6 * size**2 * tokens
+
+
+def start_gru(
+    heads: int, width: int, generator: torch.Generator, *, pretrained: bool
+) -> dict[str, Tensor]:
+    """Draws the network as PyTorch does; in a trained host its gates are closed."""
+    bound = (heads * width) ** -0.5
+    values = {
+        name: torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        for name, shape in gru_tensors(heads, width).items()
+    }
+    gate = torch.zeros if pretrained else torch.ones
+    return {**values, "context_gate": gate(2, heads)}
+
+
+def add_context(
+    k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Adds what the network makes of the keys to keys and values, each through its gate.
+
+    Args:
+        k: Keys.  # (batch, heads, tokens, width)
+        v: Values.  # (batch, heads, tokens, width)
+        tensors: The network and its gates.
+        first: True for tokens of the first of two texts.  # (batch, tokens), or None
+    """
+    read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
+    states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
+    gates = tensors["context_gate"][:, :, None, None]
+    return k + gates[0] * states, v + gates[1] * states
+
+
+def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
+    """Reads one text, or two of which each begins with a fresh state.
+
+    Args:
+        x: States of tokens in order.  # (batch, tokens, size)
+        tensors: The network.
+        first: True for tokens of the first text, which come before the others.
+
+    Returns:
+        States of the network.  # (batch, tokens, size)
+    """
+    one = _gru(x, tensors)
+    if first is None:
+        return one
+    # The second text is moved to the front, read, and moved back.
+    tokens, places = x.shape[1], torch.arange(x.shape[1], device=x.device)
+    start = first.long().cumprod(1).sum(1, keepdim=True)
+    two = _gru(_moved(x, (places + start) % tokens), tensors)
+    return torch.where((places < start)[..., None], one, _moved(two, (places - start) % tokens))
+
+
+def _moved(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(1, index[..., None].expand_as(x))
+
+
+def _gru(x: Tensor, tensors: Tensors) -> Tensor:
+    weights = [tensors[name] for name in _NAMES]
+    state = x.new_zeros(1, len(x), x.shape[2])
+    options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
+    states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
+    return states
+
+
+# Attention of several objects with a Tucker core: queries and keys meet through semantics.
+
+
+RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
+
+
+class TamLayout(MechanismLayout):
+    """A core of some form per head, and a projection of the pooled semantics."""
+
+    mechanism: Literal["tam"] = "tam"
+    core: Core = "cp"
+    cores: int = 1
+    rank: int = 0
+    semantic_rank: int = 0
+    normalize: Normalize = "softmax"
+    memory: Memory = "states"
+
+
+class Tam(Mechanism[TamSpec, TamLayout]):
+    """Scores of queries and keys, weighed feature by feature by what the semantics say."""
+
+    name = "tam"
+    summary = "three-way attention of queries, keys and semantics through a core tensor"
+    reference = "Tensorized Attention Model (TAM)"
+    spec = TamSpec
+    layout_type = TamLayout
+    segments = True
+
+    def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
+        tucker = spec.core == "tucker"
+        return TamLayout(
+            heads=host.heads,
+            key_heads=host.key_heads,
+            head_dim=host.head_dim,
+            core=spec.core,
+            cores=spec.cores,
+            rank=min(spec.rank or host.head_dim, host.head_dim) if tucker else 0,
+            semantic_rank=min(spec.semantic_rank, host.head_dim) if tucker else 0,
+            normalize=spec.normalize,
+            memory=spec.memory,
+        )
+
+    def tensors(self, layout: TamLayout) -> Shapes:
+        heads, width, rank, own = (
+            layout.heads,
+            layout.head_dim,
+            layout.rank,
+            layout.semantic_rank,
+        )
+        shapes: Shapes = {
+            "semantic_weight": (heads, width, width),
+            "semantic_bias": (heads, width),
+            "core": (layout.cores, heads, width),
+        }
+        if layout.core == "tucker":
+            shapes |= {
+                "core": (layout.cores, heads, rank, rank, own),
+                "factor_q": (heads, width, rank),
+                "factor_k": (heads, width, rank),
+                "factor_s": (heads, width, own),
+            }
+        if layout.memory == "gru":
+            shapes |= gru_tensors(layout.key_heads, layout.head_dim)
+        return {**shapes, "scale": (heads,)} if layout.normalize == "softmax" else shapes
+
+    def macs(self, layout: TamLayout, tokens: int) -> int:
+        if layout.memory != "gru":
+            return super().macs(layout, tokens)
+        # The network runs token by token: to count it would take as long as a long text is.
+        without = layout.model_copy(update={"memory": "states"})
+        read = gru_macs(layout.key_heads * layout.head_dim, tokens)
+        return super().macs(without, tokens) + read
+
+    def ordered(self, layout: TamLayout) -> bool:
+        return layout.core == "aligned" or layout.memory == "gru"
+
+    def note(self, layout: TamLayout, longest: int | None, *, pretrained: bool) -> str | None:
+        if layout.core != "aligned" or (longest is not None and longest <= layout.head_dim):
+            return None
+        left = "see all tokens alike" if layout.normalize == "softmax" else "get nothing"
+        return (
+            f"the core `aligned` knows queries by their place among the {layout.head_dim} features "
+            f"of a head: those after token {layout.head_dim} {left}"
+        )
+
+    def start(
+        self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
+    ) -> dict[str, Tensor]:
+        shapes = self.tensors(layout)
+        heads, width = layout.heads, layout.head_dim
+        noise = torch.zeros(shapes["core"])
+        if not pretrained:
+            noise = torch.rand(shapes["core"], generator=generator)
+        # With these the scores are the host's own; training lets semantics in.
+        values = {
+            "semantic_weight": torch.zeros(shapes["semantic_weight"]),
+            "semantic_bias": torch.ones(heads, width),
+            "core": noise,
+        }
+        if not pretrained:
+            drawn = torch.randn(shapes["semantic_weight"], generator=generator)
+            values["semantic_weight"] = drawn / width**0.5
+            values["semantic_bias"] = torch.zeros(heads, width)
+        if layout.core == "tucker":
+            values |= self._start_tucker(layout, generator)
+        else:
+            values["core"] = values["core"].softmax(-1)
+        if layout.memory == "gru":
+            values |= start_gru(layout.key_heads, width, generator, pretrained=pretrained)
+        if layout.normalize == "softmax":
+            values["scale"] = torch.full((heads,), log(width) / 2)
+        return values
+
+    def _start_tucker(self, layout: TamLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        """A core whose first semantic slice is the identity, the others small."""
+        shapes, width = self.tensors(layout), layout.head_dim
+        core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
+        core[..., 0] = torch.eye(layout.rank) / width
+        values = {"core": core}
+        for name in ("factor_q", "factor_k"):
+            values[name] = torch.eye(width, layout.rank).expand(shapes[name]).clone()
+        factor = torch.randn(shapes["factor_s"], generator=generator) / width
+        factor[..., 0] = 1 / width
+        return {**values, "factor_s": factor}
+
+    def centres_keys(self, layout: TamLayout) -> bool | None:
+        if layout.core != "tucker" or layout.rank == layout.head_dim:
+            return None
+        return layout.normalize == "softmax"
+
+    def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
+        """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
+        queries = damped_curvature(moments.queries, RIDGE)
+        keys = repeat_heads(damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
+        left, right = fit_lowrank_curved(keys, keys, queries, layout.rank)
+        return {"factor_q": left, "factor_k": right.mT}
+
+    def apply(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible
+    ) -> Tensor:
+        if layout.memory == "gru":
+            k, v = add_context(k, v, tensors, seen.first)
+        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
+        pooled, count = pooled_semantics(q, seen.topic)
+        weight, bias = tensors["semantic_weight"], tensors["semantic_bias"]
+        semantics = (pooled[..., None, :] @ weight.mT)[..., 0, :] + bias
+        if layout.normalize == "none":
+            semantics = semantics * count  # the paper's sum; softmax would saturate
+        scores = tam_scores(q, k, semantics, tensors, layout)
+        if layout.normalize == "none":
+            if seen.pairs is not None:
+                scores = scores.masked_fill(~seen.pairs, 0)
+            return scores @ v
+        scores = scores * tensors["scale"].exp()[:, None, None]
+        if seen.pairs is not None:
+            scores = scores.masked_fill(~seen.pairs, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) @ v
+
+
+def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:
+    """Averages semantic vectors over their tokens, and counts these.
+
+    Args:
+        s: Semantics.  # (batch, heads, tokens, width)
+        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
+
+    Returns:
+        The mean and the number.  # (batch, heads, width), (batch | 1, 1, 1) or int
+    """
+    if valid is None:
+        return s.mean(2), s.shape[2]
+    weights = valid[:, None, :, None].to(s.dtype)
+    count = weights.sum(2)
+    return (s * weights).sum(2) / count.clamp(min=1), count
+
+
+def tam_scores(
+    q: Tensor, k: Tensor, semantics: Tensor, tensors: Tensors, layout: TamLayout
+) -> Tensor:
+    """Scores queries against keys; nothing of queries x keys x semantics is ever built.
+
+    Cores are averaged before they are used: scores are linear in them.
+
+    Args:
+        q: Queries.  # (batch, heads, queries, width)
+        k: Keys.  # (batch, heads, keys, width)
+        semantics: Pooled, or summed, over their tokens.  # (batch, heads, width)
+        tensors: `core`, and the factors of the core `tucker`.
+        layout: The layout.
+
+    Returns:
+        The scores.  # (batch, heads, queries, keys)
+    """
+    core = tensors["core"].mean(0)
+    if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d
+        return q * (core * semantics)[..., None, :] @ k.mT
+    if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features
+        count = min(q.shape[2], layout.head_dim)
+        gate = (core * semantics)[..., :count] * q.sum(-1)[..., :count]
+        scores = gate[..., None] * k[..., :count].mT
+        return pad(scores, (0, 0, 0, q.shape[2] - count))
+    own = (semantics[..., None, :] @ tensors["factor_s"]).mT  # (batch, heads, semantic rank, 1)
+    middle = (core.flatten(1, 2) @ own).unflatten(-2, (layout.rank, layout.rank))[..., 0]
+    return (q @ tensors["factor_q"]) @ middle @ (k @ tensors["factor_k"]).mT
+
+
+register(Tam())

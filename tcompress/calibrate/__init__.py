@@ -1,1 +1,0 @@
-"""Calibration data, and the paused forward passes that carry it through a model."""

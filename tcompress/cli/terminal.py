@@ -1,0 +1,453 @@
+"""The terminal: results to stdout, everything else to stderr; messages, exit codes and bars."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from tcompress.errors import TCompressError
+from tcompress.files import disk_error
+from tcompress.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+    from rich.table import Table
+
+# Where things go: results to stdout, everything else to stderr.
+#
+# Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
+# take for a command gets through: the consoles made here, and `print_json`, are the only way out.
+
+
+SCHEMA = 1
+"""Version of the JSON documents that commands print."""
+
+# Control characters but for line breaks and tabs, marks of direction, halves of characters.
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_PIPE_WIDTH = 100  # of tables in files and pipes, unless COLUMNS says otherwise
+_SILENCED = {
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def results() -> Console:
+    """Opens stdout for tables and text."""
+    return _console(sys.stdout)
+
+
+def notices() -> Console:
+    """Opens stderr for messages and progress."""
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
+            for text, style, control in super().render(*given, **options):
+                yield Segment(text if control else visible(text), style, control)
+
+    width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Safe(file=file, width=width, highlight=False, emoji=False, markup=False)
+
+
+def visible(text: str) -> str:
+    """Shows that there are commands to a terminal, in place of giving them."""
+    return _COMMANDS.sub("\ufffd", text)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Lets work go on where nobody reads stdout or stderr any more, as behind `| head`.
+
+    What is still written is thrown away, here and when the program ends.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = streams = [*map(_outliving, before)]
+    try:
+        yield
+    finally:
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:  # said already
+                stream.throw_away()
+        sys.stdout, sys.stderr = before
+
+
+def _outliving(stream: TextIO | None) -> Any:
+    if stream is None:  # closed before the program began
+        return StringIO()
+    return _Outliving(stream)
+
+
+class _Outliving:
+    """A stream that ignores that its reader has gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self.throw_away()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self.throw_away()
+
+    def throw_away(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError):  # a stream without a file, as in notebooks
+            os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def typed(name: object) -> str:
+    """Writes a path or name as a shell takes it, to be copied into a command."""
+    text = shlex.quote(str(name))
+    return f"./{text}" if text.startswith("-") else text
+
+
+def table(*names: str, right: Collection[str] = ()) -> Table:
+    """Makes an empty table.
+
+    Args:
+        names: Headings.
+        right: Those whose columns are aligned to the right.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in names:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints the one JSON document of a command; `schema` comes first."""
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
+    sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+
+
+def say(text: str, *, quiet: bool = False) -> None:
+    """Tells the user something that is not a result."""
+    if not quiet:
+        notices().print(text, soft_wrap=True)
+
+
+def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
+    """Keeps other libraries' log lines and progress bars off the terminal.
+
+    Has to run before they are imported.
+
+    Args:
+        verbose: Leave them as they are.
+        downloads: Show the bars of downloads all the same.
+    """
+    if verbose:
+        return
+    warnings.simplefilter("ignore")
+    for name, value in _SILENCED.items():
+        if not (downloads and name == "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, value)
+
+
+# From exceptions to messages and exit codes.
+#
+# Exit codes: 0 done, 1 unexpected failure, 2 bad option, recipe or input, 3 a declared threshold
+# was missed, 130 interrupted, 143 by a SIGTERM.
+
+
+UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+
+_NO_HOME = "write the path in full, or `./~name` for a file of that name"
+
+TRACEBACK = "TCOMPRESS_TRACEBACK"
+"""Environment variable that asks for tracebacks."""
+
+# Typer brings its parser along or imports it, by version; either way this is its base class.
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
+
+
+class Interrupted(TCompressError):
+    """The user stopped a command that can go on later."""
+
+    exit_code = INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is said about an exception.
+
+    Attributes:
+        kind: Name of the exception's class.
+        message: One sentence without full stop.
+        hint: What to do next.
+        code: Exit code.
+    """
+
+    kind: str
+    message: str
+    hint: str | None
+    code: int
+
+
+def describe(error: BaseException) -> Failure:
+    """Puts an exception into words."""
+    kind = type(error).__name__
+    if isinstance(error, TCompressError):
+        return Failure(kind, error.message, error.hint, error.exit_code)
+    if isinstance(error, _UsageError):
+        message, hint = _usage_words(error)
+        return Failure("UsageError", message, hint, USAGE)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return Failure("Interrupted", "interrupted", None, INTERRUPTED)
+    refused = disk_error(error)
+    if refused is not None:
+        return describe(refused)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `~name`
+        return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
+    lines = str(error).strip().splitlines()
+    message = f"unexpected `{kind}`" + (f": {lines[0]}" if lines else "")
+    return Failure(kind, message, _unexpected_hint(error), UNEXPECTED)
+
+
+def report_failure(error: BaseException, *, as_json: bool) -> int:
+    """Prints what went wrong.
+
+    Args:
+        error: What was raised.
+        as_json: Print a JSON document to stdout too.
+
+    Returns:
+        The exit code.
+    """
+    failure = describe(error)
+    if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        notices().print("".join(traceback.format_exception(error)), soft_wrap=True)
+    if as_json:
+        facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
+        with suppress(OSError):  # where stdout is what is wrong
+            print_json({"error": facts})
+    _print(failure)
+    return failure.code
+
+
+def suggestion(word: str, known: Iterable[str]) -> str | None:
+    """Returns a hint that names the closest known word, if one is close.
+
+    A word that goes on where a known one ends, such as `--calibration` for `--calib`, means it.
+    """
+    words = {name.lower(): name for name in known}
+    typed = word.lower()
+    begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
+    close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
+    return f"did you mean `{words[close[0]]}`?" if close and words[close[0]] != word else None
+
+
+def _print(failure: Failure) -> None:
+    from rich.text import Text
+
+    text = Text.assemble(("error", "bold red"), f": {failure.message}")
+    if failure.hint:
+        text.append("\n\n").append("hint", "bold cyan").append(f": {failure.hint}")
+    notices().print(text, soft_wrap=True)
+
+
+def _unexpected_hint(error: BaseException) -> str:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
+            "`convert.calibration.batch_size` in a recipe), or another `--device`"
+        )
+    return f"run again with `{TRACEBACK}=1` to see where, and report it"
+
+
+def _usage_words(error: Any) -> tuple[str, str | None]:
+    """Rewords what the parser says about the command line."""
+    context: Any = getattr(error, "ctx", None)
+    path = context.command_path if context else "tcompress"
+    hint = f"see `{path} --help`"
+    text = str(error.format_message())
+    if type(error).__name__ == "NoSuchOption":
+        known = [name for item in context.command.get_params(context) for name in item.opts]
+        name = error.option_name
+        return f"unknown option `{name}`", suggestion(name, known) or hint
+    if found := re.match(r"No such command '(.*?)'", text):
+        known = list(context.command.commands)
+        listed = ", ".join(f"`{name}`" for name in known)
+        message = f"unknown command `{found[1]}`; commands are {listed}"
+        return message, suggestion(found[1], known) or hint
+    text = re.sub(r"'([^' ]+)'", r"`\1`", text.rstrip("."))
+    return text[:1].lower() + text[1:], hint
+
+
+# Progress of long work: bars on a terminal, a line now and then elsewhere.
+
+
+_SECONDS_BETWEEN_LINES = 15.0
+_MOST_LINES = 10  # of a stage
+
+
+@contextmanager
+def shown_progress(*, quiet: bool) -> Iterator[Progress]:
+    """Shows progress on stderr while the block runs.
+
+    Args:
+        quiet: Show nothing.
+    """
+    if quiet:
+        yield Silent()
+    elif sys.stderr.isatty():
+        with _Bars() as bars:
+            yield bars
+    else:
+        lines = _Lines()
+        yield lines
+        lines.close()
+
+
+class _Bars:
+    """One bar for each stage."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=notices(),
+        )
+        self._stage = _Stage("", 0, "")
+        self._task: TaskID | None = None
+        self._parts: TaskID | None = None
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, note="")
+        self._stage = _Stage(name, total, unit)
+        count = self._stage.count()
+        self._task = self._bars.add_task(name, total=total, count=count, note="")
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        if self._task is None:
+            return
+        self._stage.done += amount
+        self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
+
+    def shorten(self, total: int) -> None:
+        if self._task is not None:
+            self._stage.total = total
+            self._bars.update(self._task, total=total, count=self._stage.count())
+
+    def part(self, name: str, number: int, total: int) -> None:
+        """Shows how many jobs are done, and leaves out the bars of the one before."""
+        if self._parts is None:
+            self._parts = self._bars.add_task("cells", total=total, count="", note="")
+        for task in [task for task in self._bars.task_ids if task != self._parts]:
+            self._bars.remove_task(task)
+        self._task = None
+        count = f"{number} of {total}"
+        self._bars.update(self._parts, completed=number - 1, count=count, note=name)
+
+
+class _Lines:
+    """A line when a stage ends, and now and then before: ten of a stage at most."""
+
+    def __init__(self) -> None:
+        self._stage: _Stage | None = None
+        self._last = 0.0
+        self._said = 0
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        self.close()
+        self._stage = _Stage(name, total, unit)
+        self._last, self._said = time.monotonic(), 0
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        if self._stage is None:
+            return
+        self._stage.done += amount
+        if self._stage.done >= self._stage.total:  # what comes after it is no part of it
+            self.close()
+            return
+        part = (self._stage.done - self._said) * _MOST_LINES >= self._stage.total
+        if part and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last, self._said = time.monotonic(), self._stage.done
+            said = f"  {note}" if note and self._stage.unit == "steps" else ""
+            say(f"{self._stage.name}: {self._stage.count()}{said}")
+
+    def shorten(self, total: int) -> None:
+        if self._stage is not None:
+            self._stage.total = total
+
+    def part(self, name: str, number: int, total: int) -> None:
+        self.close()
+        say(f"{name}: {number} of {total}")
+
+    def close(self) -> None:
+        """Says that the stage is over."""
+        if self._stage is not None:
+            seconds = time.monotonic() - self._stage.start
+            say(f"{self._stage.name}: {self._stage.count()} in {seconds:.1f} s")
+        self._stage = None
+
+
+class _Stage:
+    def __init__(self, name: str, total: int, unit: str) -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.done = 0
+        self.start = time.monotonic()
+
+    def count(self) -> str:
+        """Says how far the stage is."""
+        if self.unit == "bytes":
+            return f"{_megabytes(self.done)} of {_megabytes(self.total)} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f}"

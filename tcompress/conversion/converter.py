@@ -1,0 +1,407 @@
+"""The conversion: plan, calibrate, fit, write, publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from tcompress.artifact.checksums import is_whole
+from tcompress.artifact.format import Stored, needed_version, plan_shards, write_index, write_shard
+from tcompress.artifact.manifest import Manifest, environment, read_manifest
+from tcompress.artifact.workplace import check_output
+from tcompress.conversion.blocks import BlockFitter, BlockResult
+from tcompress.conversion.depth_search import choose_blocks, dropping, weigh_depths
+from tcompress.conversion.fit import Banks
+from tcompress.conversion.output_sampler import OutputProbe, probe_of
+from tcompress.conversion.outputs import (
+    Cluster,
+    Outputs,
+    Proof,
+    calibration_facts,
+    conversion_identity,
+    layer_values,
+    source_facts,
+    with_links,
+    with_unheld,
+    with_unreached,
+    write_rest,
+)
+from tcompress.conversion.search import Survey, candidates_of, choose_method
+from tcompress.conversion.start import start_banks
+from tcompress.conversion.state import FitWorkplace
+from tcompress.conversion.whole_model_fits import (
+    EMBEDDINGS,
+    BankFitter,
+    fit_embeddings,
+    fit_without_data,
+    installed,
+)
+from tcompress.data.calibration import CalibrationData, load_batches
+from tcompress.errors import InputError
+from tcompress.hf.opening import pick_device, pick_dtype
+from tcompress.models import SourceModel
+from tcompress.models.fewer_layers import fixed_blocks
+from tcompress.options import Convert
+from tcompress.options.steps import PaperRow
+from tcompress.planning.depth import cut_to, with_depth, within
+from tcompress.planning.entries import DepthPlan, Plan
+from tcompress.planning.planner import make_plan
+from tcompress.progress import Progress, Silent
+from tcompress.roles import anatomy_of
+from tcompress.structures.modules.embedding import StructuredEmbedding
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion produced.
+
+    Attributes:
+        folder: The written folder.
+        manifest: Its manifest.
+        resumed: Whether an interrupted run was continued.
+    """
+
+    folder: Path
+    manifest: Manifest
+    resumed: bool = False
+
+
+def convert(
+    source: SourceModel | str,
+    recipe: Convert,
+    output: Path | str,
+    *,
+    plan: Plan | None = None,
+    data: CalibrationData | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    paper: Sequence[PaperRow] = (),
+) -> Converted:
+    """Converts a model and writes the result.
+
+    Args:
+        source: The dense model, or its name; with `init: random` its weights do not count.
+        recipe: How to convert it.
+        output: Folder to write; it appears only when everything is finished.
+        plan: The plan, if it was already made.
+        data: Calibration batches, instead of those that the recipe names.
+        force: Replace a folder that is not empty.
+        progress: Hears how far it is.
+        paper: Published numbers, to be shown beside those of the result.
+
+    Returns:
+        The written folder and its manifest.
+
+    Raises:
+        InputError: The model, the recipe, the data or the output folder cannot be used.
+        FitError: A weight or a fit is not finite; the message names the layer.
+        WriteError: What was written does not load, or is not what was fitted.
+    """
+    start = time.perf_counter()
+    output = Path(output).expanduser().absolute()
+    check_output(output, force=force)
+    seed = recipe.seed if recipe.init == "random" else None
+    if isinstance(source, str):
+        source = SourceModel.open(source, seed=seed)
+    elif seed is not None:
+        source = source.at_random(seed)
+    folder = source.folder.resolve()
+    if output.resolve() == folder or output.resolve() in folder.parents:
+        raise InputError(
+            f"output `{output}` is the model's own folder, or contains it",
+            "choose another folder with `-o`",
+        )
+    plan = plan or make_plan(recipe, source)
+    job = _Job(source, recipe, plan, output, progress or Silent(), data, tuple(paper))
+    with job.workplace(force) as place:
+        if place.published and (done := read_manifest(output)) is not None:
+            place.discard()
+            return Converted(output, done, resumed=True)
+        job.settle_depth(place)
+        job.settle_method(place)
+        job.settle_sizes(place)
+        place.need(job.size())
+        job.fit_embeddings(place)
+        job.fit_banks(place)
+        job.fit_blocks(place)
+        checksums = job.write(place)
+        manifest = job.finish(place, checksums, time.perf_counter() - start)
+        job.prove(place)
+        place.publish(force=force)
+    return Converted(output, manifest, place.resumed)
+
+
+@dataclass
+class _Job:
+    source: SourceModel
+    recipe: Convert
+    plan: Plan
+    output: Path
+    progress: Progress
+    data: CalibrationData | None = None
+    paper: tuple[PaperRow, ...] = ()
+    values: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.recipe.device)
+        self.dense = self.source  # with all its blocks
+        self.inner = self.recipe.within_blocks  # what is asked of the blocks that stay
+        if not self.plan.reads_data:
+            self.data = None
+        elif self.data is None and self.recipe.calibration.source != "none":
+            self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
+
+    def workplace(self, force: bool) -> AbstractContextManager[FitWorkplace]:
+        """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
+        parts = (self.source, self.recipe, self.plan, self.data, str(self.device))
+        return FitWorkplace(self.output, conversion_identity(*parts), force=force).working()
+
+    def size(self) -> int:
+        """Bytes that the output takes, and with data the fits that are kept until then."""
+        made = self.outputs.made if self.data is not None else {}
+        return sum(item.nbytes * (1 + (item.key in made)) for item in self.outputs.tensors)
+
+    def settle_depth(self, place: FitWorkplace) -> None:
+        """Lets data choose blocks, if it is asked to; from then on the source is the cut model."""
+        depth = self.plan.depth
+        if depth is not None and depth.chosen == "later":
+            depth = place.depth() or self._choose(depth, place)
+            place.adopt(f"{depth.kept}-blocks")
+        self._cut(depth)
+
+    def _cut(self, depth: DepthPlan | None) -> None:
+        self.source = cut_to(self.dense, depth)
+        if depth is not self.plan.depth:
+            self.inner = within(self.recipe, depth, self.dense)
+            plan = make_plan(self.inner, self.source, self.plan.method)
+            self.plan = with_depth(plan, depth, self.dense)
+
+    def _choose(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
+        assert self.data is not None
+        if self.recipe.weighs_depth:
+            chosen = self._weigh(depth, place, self.data)
+        else:
+            chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
+        place.keep_depth(chosen)
+        return chosen
+
+    def _weigh(self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData) -> DepthPlan:
+        """Tries every number of blocks out, and takes over what was fitted for the best one."""
+        stack = depth.stacks[0]
+        most = stack.blocks - max(1, len(fixed_blocks(self.dense, stack.path)))
+        blocks = dropping(self.dense, {stack.path: most}, data, self.device)
+        return weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
+
+    def _tried(self, depth: DepthPlan, place: FitWorkplace) -> float:
+        """Fits these blocks, and measures the change of what the model puts out."""
+        place.note("trial", blocks=depth.kept)
+        gone = depth.blocks - depth.kept
+        label = f"trying without {gone} of {depth.blocks} blocks"
+        own = place.trial(f"{depth.kept}-blocks")
+        return self._attempt(own, label, lambda job: job._cut(depth))
+
+    def _attempt(self, own: FitWorkplace, label: str, prepare: Callable[[_Job], object]) -> float:
+        """Fits what a fresh job is prepared to be, and measures the change of the output."""
+        try:
+            known = own.change()
+            if known is None:
+                self.progress.stage(label, 1, "trial")
+                self.progress.advance(1, "")
+                job = replace(self, source=self.dense, values={}, errors={}, tables={})
+                prepare(job)
+                job.settle_sizes(own)
+                job.fit_embeddings(own)
+                job.fit_banks(own)
+                known = job.fit_blocks(own, probe_of(self.dense))
+                assert known is not None
+                own.keep_change(known)
+        finally:
+            own.close()
+        return known
+
+    def settle_method(self, place: FitWorkplace) -> None:
+        """Lets data choose between what `auto` predicts and methods on their own."""
+        if self.data is None or not self.inner.weighs_methods or self.recipe.weighs_depth:
+            return
+
+        def change(recipe: Convert, name: str) -> float:
+            def prepare(job: _Job) -> None:
+                job._cut(self.plan.depth)
+                job._take(recipe)
+
+            return self._attempt(place.trial(name), f"trying {name}", prepare)
+
+        candidates = candidates_of(self.inner, self.plan, self.source)
+        taken = place.method()
+        if taken not in candidates:
+            taken = choose_method(candidates, place, change)
+        place.adopt(taken)
+        self._take(candidates[taken])
+
+    def _take(self, recipe: Convert) -> None:
+        """Asks this of the blocks that stay."""
+        depth = self.plan.depth
+        plan = make_plan(recipe, self.source, self.plan.method)
+        self.inner, self.plan = recipe, with_depth(plan, depth, self.dense)
+
+    def settle_sizes(self, place: FitWorkplace) -> None:
+        """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
+        recipe, depth = self.inner, self.plan.depth
+        surveys = recipe.surveys if self.data is not None else recipe.by_loss
+        if self.plan.layers and surveys:
+            survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
+            self.plan = with_depth(survey.run(self.progress), depth, self.dense)
+        dtype = pick_dtype(self.recipe.dtype)
+        parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
+        self.outputs = Outputs.of(self.source, *parts)
+        self.proof = Proof(self.outputs, self.plan)
+        self.block_of = {
+            layer.name: block.name
+            for block in anatomy_of(self.source.meta_model()).blocks
+            for layer in block.layers
+        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+
+    def fit_embeddings(self, place: FitWorkplace) -> None:
+        """Fits tables of word embeddings on the words of the calibration data, if there is any."""
+        if self.data is None or not self.plan.embeddings:
+            return
+        result = place.block(EMBEDDINGS)
+        if result is None:
+            self.progress.stage("fitting embeddings", len(self.plan.embeddings), "tables")
+            result = fit_embeddings(
+                self.source, self.plan.embeddings, self.data, self.outputs.dtype_of, self.device
+            )
+            place.keep_block(result)
+            self.progress.advance(len(self.plan.embeddings), "")
+        for entry in self.plan.embeddings:
+            fitted = result.layers[f"{entry.name}.{entry.parameter}"]
+            self.tables[self.outputs.runtime_name(entry)] = installed(entry, fitted, self.device)
+
+    def fit_banks(self, place: FitWorkplace) -> None:
+        """Fits what layers share, if anything is."""
+        if self.source.seed is not None:
+            own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
+            self.banks: Banks = start_banks(*own)
+            return
+        parts = (self.outputs, self.plan.layers, self.data, place, self.device)
+        self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
+
+    def fit_blocks(self, place: FitWorkplace, probe: OutputProbe | None = None) -> float | None:
+        """Fits all blocks on calibration data, if there is any.
+
+        Args:
+            place: Where the fits are kept.
+            probe: Measures the change of the output on data held out, which is returned.
+        """
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
+            return None
+        anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
+        groups = sum(1 for block in anatomy.blocks for _ in block.groups)
+        self.progress.stage("fitting blocks", groups, "groups")
+        fitter = BlockFitter(
+            self.source,
+            anatomy,
+            self.plan.layers,
+            self.data.batches,
+            self.data.holdout,
+            damping=self.recipe.calibration.damping,
+            curvatures=place.curvature,
+            banks=self.banks,
+            dtype_of=self.outputs.dtype_of,
+            device=self.device,
+            whole=self.source if depth is not None and depth.deeper else self.dense,
+            tables=self.tables,
+            attention=self.plan.attention,
+            probe=probe,
+        )
+        for result in fitter.run(
+            place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
+        ):
+            place.keep_block(result)
+        unreached = {None, *fitter.unreached}  # none: a layer outside of all blocks
+        blind = [
+            entry.name
+            for entry in self.plan.layers
+            if self.block_of.get(self.outputs.runtime_name(entry)) in unreached
+        ]
+        self.plan = with_unreached(self.plan, blind)
+        return fitter.change
+
+    def write(self, place: FitWorkplace) -> dict[str, str]:
+        """Writes all weight files that are not yet written; returns their checksums."""
+        self.outputs.take(place.block)
+        shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
+        done = {note["file"]: note["sha256"] for note in place.notes("shard")}
+        for note in place.notes("fit"):
+            self.errors[note["layer"]] = note["errors"]
+        total = sum(item.nbytes for shard in shards for item in shard.tensors)
+        fits = self.data is None and self.plan.changes_model  # values are made as they are written
+        self.progress.stage("fitting and writing" if fits else "writing", total, "bytes")
+        for shard in shards:
+            if is_whole(place.model / shard.file, done.get(shard.file)):
+                self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
+                continue
+            done[shard.file] = write_shard(
+                place.model,
+                shard,
+                lambda item: self.value(item, place),
+                lambda size: self.progress.advance(size, ""),
+            )
+            place.note("shard", file=shard.file, sha256=done[shard.file])
+        write_index(place.model, shards)
+        return done
+
+    def value(self, item: Stored, place: FitWorkplace) -> Tensor:
+        """Makes the value of one output tensor."""
+        given = self.outputs.given(item)
+        if given is not None:
+            return given
+        if item.key not in self.values:
+            self.values |= self._cluster_values(self.outputs.made[item.key], place)
+        return self.values.pop(item.key)
+
+    def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
+        block = self.block_of.get(self.outputs.runtime_name(cluster[0]))  # None outside of them
+        result = place.block(block) if self.data is not None and block is not None else None
+        return result or fit_without_data(self.outputs, cluster, self.banks, self.device)
+
+    def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
+        result = self._fitted(cluster, place)
+        self.proof.keep(cluster, result)
+        values: dict[str, Tensor] = {}
+        for entry in cluster:
+            key = f"{entry.name}.{entry.parameter}"
+            fitted = result.layers[key]
+            bias = result.biases.get(entry.name)
+            values |= layer_values(entry, fitted, bias, self.outputs.dtype_of(entry))
+            self.errors[key] = fitted.errors
+            place.note("fit", layer=key, errors=fitted.errors)
+        return values
+
+    def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
+        """Writes everything but the weights; `config.json`, which makes it loadable, last."""
+        manifest = Manifest(
+            format_version=needed_version(self.plan.attention, drawn=self.source.seed is not None),
+            source=source_facts(self.source, self.dense),
+            recipe=self.recipe.model_dump(mode="json"),
+            plan=with_unheld(with_links(self.plan, self.source), self.recipe, self.data),
+            calibration=calibration_facts(self.data),
+            fit=dict(sorted(self.errors.items())),
+            checksums={**checksums},
+            seconds=round(seconds, 2),
+            environment=environment(),
+            paper=list(self.paper),
+        )
+        write_rest(place.model, self.source, manifest, self.recipe.dtype)
+        return manifest
+
+    def prove(self, place: FitWorkplace) -> None:
+        """Makes sure that what was written loads, and holds what was fitted."""
+        self.proof.check(place.model, lambda group: self._fitted(group, place), self.banks)

@@ -1,0 +1,236 @@
+"""What a model is used for, as random gradients at its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import fsum, inf, isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tcompress.data.inputs import Pooling
+from tcompress.errors import DataError, FitError
+from tcompress.models import SourceModel
+
+_SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
+_OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
+_MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
+_STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
+
+Part = tuple[Tensor, Tensor | None]
+"""What a model puts out, and the mask of its tokens."""
+
+
+def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
+    """Chooses what to draw by what a model is for.
+
+    Raises:
+        DataError: The model is a sentence encoder that is pooled in an unknown way.
+    """
+    reads_text = source.model_class.main_input_name == "input_ids"
+    encodes = reads_text and not source.config.is_encoder_decoder
+    pooling = Pooling.of(source, last=False) if encodes else None
+    several = getattr(source.config, "problem_type", None) == "multi_label_classification"
+    per_token = source.model_class.__name__ in _MARKS_TOKENS
+    return OutputProbe(pooling, seed, independent=several or per_token, per_token=per_token)
+
+
+class OutputProbe:
+    """Draws gradients at the output of a model, reproducibly.
+
+    Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
+    model itself, whose second moment is the Fisher information: exactly the curvature of the
+    Kullback-Leibler divergence from the dense model. Sentence encoders get a random direction
+    of their embedding, other models one of every vector of theirs.
+
+    Args:
+        pooling: How a text encoder makes an embedding, None for other models.
+        seed: Seed of all draws.
+        independent: Whether every score is a yes or no of its own, as for several labels at once.
+        per_token: Whether `logits` hold one score for each token. A matrix of scores looks the
+            same, of classes or of tokens, where there are as many classes as tokens.
+    """
+
+    def __init__(
+        self,
+        pooling: Pooling | None,
+        seed: int = 0,
+        *,
+        independent: bool = False,
+        per_token: bool = False,
+    ) -> None:
+        self._pooling = pooling
+        self._independent = independent
+        self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """Gives tensors of the output, and a gradient for each.
+
+        Raises:
+            DataError: The output has nothing that could be compared.
+            FitError: The output holds NaN or infinity.
+        """
+        scored, parts = self._parts(output, batch)
+        _require_numbers(parts)
+        draw = self._outcome if scored else self._direction
+        return [(item, _masked(draw(item), mask)) for item, mask in parts]
+
+    def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
+        """Measures how far an output is from the dense model's, in the unit of predicted losses.
+
+        That is the mean over drawn gradients of the squared product with the change: twice the
+        Kullback-Leibler divergence of scores (to second order), else the squared distance; a sum
+        over the batch, padding left out. It is a sum of terms in float64 none of which is negative.
+
+        Raises:
+            DataError: The output has nothing that could be compared.
+            FitError: One of both holds NaN or infinity.
+        """
+        (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        _require_numbers([*first, *second])
+        measure = _distance
+        if scored:
+            measure = _binary_divergence if self._independent else _divergence
+        change = fsum(
+            float(_masked(measure(one, two), part).sum())
+            for (whole, mask), (changed, _) in zip(first, second, strict=True)
+            for one, two, part in _examples(whole, changed, mask)
+        )
+        if isnan(change) or (change == inf and measure is _distance):
+            raise _not_finite()
+        return change
+
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
+        """Scores of an output; where it has none, the vectors that count.
+
+        Returns:
+            Whether they are scores, and each with the mask of its tokens, if it has tokens.
+        """
+        scores = {name: getattr(output, name, None) for name in _SCORES}
+        found = [
+            (item, _mask_of(item, batch, per_token=name in self._of_tokens))
+            for name, item in scores.items()
+            if item is not None
+        ]
+        if found:
+            return True, found
+        states = [getattr(output, name, None) for name in _STATES]
+        vectors = [item for item in states if item is not None]
+        if not vectors:
+            raise DataError(
+                f"a `{type(output).__name__}` has no scores and no states",
+                "give every layer the same fraction: `--allocation uniform`",
+            )
+        mask = batch.get("attention_mask")
+        if self._pooling is not None and mask is not None:
+            return False, [(self._pooling(vectors[0], mask), None)]
+        return False, [(item, _mask_of(item, batch)) for item in vectors]
+
+    def _outcome(self, scores: Tensor) -> Tensor:
+        """Drawn outcome less probabilities; a single score is taken as it is."""
+        if self._independent:
+            likely = scores.detach().float().sigmoid().cpu()
+            said = torch.bernoulli(likely, generator=self._generator)
+            return (said - likely).to(scores)
+        if scores.shape[-1] == 1:
+            return self._direction(scores)
+        chances = scores.detach().float().softmax(-1)
+        flat = chances.reshape(-1, chances.shape[-1]).cpu()
+        drawn = torch.multinomial(flat, 1, generator=self._generator).to(chances.device)
+        gradient = -chances.reshape(-1, chances.shape[-1])
+        gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
+        return gradient.reshape(scores.shape).to(scores.dtype)
+
+    def _direction(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self._generator).to(like)
+
+
+def _require_numbers(outputs: Iterable[Part]) -> None:
+    """Refuses NaN and infinity; minus infinity rules outcomes out."""
+    for item, _ in outputs:
+        if not float(item.detach().amax()) < inf:
+            raise _not_finite()
+
+
+def _not_finite() -> FitError:
+    return FitError(
+        "what the model puts out on the calibration data holds NaN or infinity",
+        "repair the checkpoint, or convert this model without data: `--calib none`",
+    )
+
+
+def _examples(
+    one: Tensor, two: Tensor, mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Both outputs in float64 and the mask, some tokens of an example at a time."""
+    length = one.shape[1] if one.dim() == 3 else 1
+    step = max(1, _RUN // one.shape[-1])
+    for index in range(len(one)):
+        for first in range(0, length, step):
+            own: Any = slice(index, index + 1)
+            if one.dim() == 3:
+                own = own, slice(first, first + step)
+            yield one[own].double(), two[own].double(), None if mask is None else mask[own]
+
+
+def _divergence(dense: Tensor, other: Tensor) -> Tensor:
+    if dense.shape[-1] == 1:
+        return _distance(dense, other)
+    return 2 * _surprise(dense.log_softmax(-1), other.log_softmax(-1))
+
+
+def _binary_divergence(dense: Tensor, other: Tensor) -> Tensor:
+    yes = _surprise(logsigmoid(dense), logsigmoid(other))
+    return 2 * (yes + _surprise(logsigmoid(-dense), logsigmoid(-other)))
+
+
+def _surprise(one: Tensor, two: Tensor) -> Tensor:
+    """Terms p ln(p / q) - p + q, none of which is negative; p and q each add up to one.
+
+    Args:
+        one: ln p; minus infinity for what is ruled out.
+        two: ln q.
+    """
+    p, q = one.exp(), two.exp()
+    gap = torch.where(p > 0, one - two, 0.0)
+    # Close to each other the terms are differences of numbers that are nearly equal.
+    terms = p * (gap + torch.expm1(-gap.clamp_min(-1)))
+    far = gap <= -1
+    terms[far] = p[far] * (gap[far] - 1) + q[far]
+    return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
+
+
+def _distance(dense: Tensor, other: Tensor) -> Tensor:
+    return (dense - other).square()
+
+
+_RUN = 2**22
+"""Numbers of an output that are compared at a time: logits are large."""
+
+_MASKS = ("decoder_attention_mask", "attention_mask")
+
+
+def _mask_of(
+    item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
+) -> Tensor | None:
+    """Finds the mask of the tokens along an output's second axis, if that is what stands there.
+
+    Args:
+        item: What a model puts out.
+        batch: What it read.
+        per_token: Whether a matrix is of examples and tokens, not of examples and anything else.
+    """
+    if item.dim() != 3 and not per_token:
+        return None
+    masks = (batch.get(name) for name in _MASKS)
+    return next((it for it in masks if it is not None and it.shape == item.shape[:2]), None)
+
+
+def _masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
+    """Leaves out what padded tokens predict."""
+    if mask is None:
+        return gradient
+    return gradient * mask.reshape(*mask.shape, *[1] * (gradient.dim() - 2)).to(gradient)

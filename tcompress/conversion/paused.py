@@ -1,0 +1,377 @@
+"""Forward passes that can be paused at every block, and what layers read meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from tcompress.attention import Visible
+from tcompress.errors import DataError, SourceError
+from tcompress.models import SourceModel, read_finite
+
+# A model of which only the parts in use hold weights.
+
+
+class Skeleton:
+    """The source model with its blocks on the meta device until they are needed.
+
+    Everything outside the blocks is loaded at once, except what only the output head uses: a
+    calibration stops after the last block. Activations are computed in float32.
+
+    Args:
+        source: The model.
+        blocks: Names of its blocks.
+        device: Where to compute.
+    """
+
+    def __init__(self, source: SourceModel, blocks: Sequence[str], device: torch.device) -> None:
+        self.source = source
+        self.device = device
+        config = copy.deepcopy(source.config)
+        # Buffers that no checkpoint holds (rotary frequencies, position ids) are computed for
+        # real; a key-value cache would grow with every run of a block.
+        with init_empty_weights(include_buffers=False):
+            self.model: nn.Module = source.model_class._from_config(config).eval()
+        for module in self.model.modules():
+            if getattr(module, "config", None) is not None:
+                module.config.use_cache = False  # type: ignore[union-attr]
+        for buffer_name, buffer in list(self.model.named_buffers()):
+            _place(self.model, buffer_name, buffer.to(device))
+        self._inside = tuple(f"{name}." for name in blocks)
+        skipped = (*self._inside, *(f"{name}." for name in self._heads()))
+        self.load(name for name in self._stored_names() if not name.startswith(skipped))
+
+    def load_rest(self) -> None:
+        """Loads the output head too, where it has weights of its own.
+
+        What is not stored at all, such as a pooler that nobody trained, is zero.
+        """
+        self.load(self._empty())
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name in self._empty():
+            _place(self.model, name, torch.zeros(own[name].shape, device=self.device))
+
+    def _empty(self) -> list[str]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        empty = [name for name, item in named if item.is_meta]
+        return [name for name in empty if not name.startswith(self._inside)]
+
+    def _heads(self) -> list[str]:
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        return [name for name, module in self.model.named_modules() if head is module and name]
+
+    def _stored_names(self) -> list[str]:
+        return list(self.model.state_dict(keep_vars=True))
+
+    def load(self, names: Iterable[str]) -> None:
+        """Reads parameters and persistent buffers; what the checkpoint lacks stays empty."""
+        shared: dict[tuple[str, ...], torch.Tensor] = {}
+        for name in names:
+            try:
+                sources = self.source.keymap.sources(name)
+            except SourceError:
+                continue  # a head that this checkpoint does not have
+            key = (*sources.keys, *sources.patterns, name if sources.converter else "")
+            if key not in shared:
+                value = read_finite(self.source.store, self.source.keymap, name)
+                if value.is_floating_point():
+                    value = value.float()
+                shared[key] = value.to(self.device)
+            _place(self.model, name, shared[key])
+
+    def load_block(self, block: str) -> nn.Module:
+        """Loads one block and returns it."""
+        self.load(name for name in self._stored_names() if name.startswith(f"{block}."))
+        return self.model.get_submodule(block)
+
+    def drop_block(self, block: str) -> None:
+        """Frees the weights of a block."""
+        module = self.model.get_submodule(block)
+        for name, parameter in list(module.named_parameters()):
+            _place(module, name, parameter.to("meta"))
+
+
+def _place(root: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Puts a tensor in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[leaf] = value
+
+
+# Forward passes that can be paused at every transformer block.
+#
+# A data-aware conversion walks through the model block by block with two streams of activations:
+# the dense one, and the one that the already rewritten blocks produce. Every model family wires its
+# blocks differently (masks by layer, position biases handed on, encoders feeding decoders), so the
+# model's own forward keeps control: it runs in a thread per batch and stream, and every call of a
+# block hands over to the converter, which decides when and with which weights the block runs. Only
+# one thread runs at any time.
+
+
+class _Stop(BaseException):
+    """Unwinds a paused forward pass whose rest is not needed."""
+
+
+@dataclass
+class Call:
+    """A call of a block that waits to be answered.
+
+    Attributes:
+        block: Name of the block.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+
+    block: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Stream:
+    """One forward pass of one batch, paused whenever it calls a block.
+
+    Args:
+        forward: Runs the model on a batch.
+        batch: Inputs of the model.
+        rewritten: Whether it is the stream of what was rewritten already.
+        keep: Whether to keep what the pass puts out, as `output`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        batch: Mapping[str, Tensor],
+        *,
+        rewritten: bool = False,
+        keep: bool = False,
+    ) -> None:
+        self.batch = batch
+        self.rewritten = rewritten
+        self.output: Any = None
+        self._keep = keep
+        self.call: Call | None = None
+        self._forward = forward
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._mine = threading.Semaphore(0)
+        self._main = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Runs up to the first block."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def answer(self, result: Any) -> None:
+        """Gives the waiting call its result and runs up to the next block, or to the end."""
+        self._answer, self.call = result, None
+        self._mine.release()
+        self._wait()
+
+    def close(self) -> None:
+        """Ends the pass where it is."""
+        if self.call is not None:
+            self.answer(_Stop())
+        if self._thread is not None:
+            self._thread.join()
+
+    def visit(self, call: Call) -> Any:
+        """Called by a block, in the stream's own thread: pauses until there is an answer."""
+        self.call = call
+        self._main.release()
+        self._mine.acquire()
+        if isinstance(self._answer, _Stop):
+            raise self._answer
+        return self._answer
+
+    def _wait(self) -> None:
+        self._main.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        _CURRENT.stream = self
+        try:
+            with torch.no_grad():
+                output = self._forward(**self.batch)
+            self.output = output if self._keep else None
+        except _Stop:
+            pass
+        except BaseException as error:  # handed to the main thread
+            self._error = error
+        finally:
+            self._main.release()
+
+
+class Fork(nn.Module):
+    """Two modules in one place, outside the blocks: each stream runs its own.
+
+    Args:
+        dense: The model's own.
+        rewritten: What takes its place.
+    """
+
+    def __init__(self, dense: nn.Module, rewritten: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.rewritten = dense, rewritten
+
+    @property
+    def weight(self) -> Any:
+        """The dense weight, for hosts that ask for its dtype."""
+        return self.dense.weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the one that the current stream is for."""
+        stream: Stream = _CURRENT.stream
+        return (self.rewritten if stream.rewritten else self.dense)(*args, **kwargs)
+
+
+def common_block(streams: Sequence[Stream]) -> str:
+    """Returns the block at which all these passes wait.
+
+    Raises:
+        DataError: They do not run the same blocks in the same order.
+    """
+    names = {stream.call.block if stream.call else "" for stream in streams}
+    if len(names) > 1:
+        raise DataError(
+            f"forward passes differ in their blocks: {', '.join(sorted(names))}",
+            "convert this model without data: `--calib none`",
+        )
+    return names.pop()
+
+
+_CURRENT = threading.local()
+
+
+def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[..., Any]]:
+    """Makes every call of these blocks pause its stream.
+
+    Args:
+        model: The model; its blocks keep their modules, only their `forward` is replaced.
+        blocks: Names of the blocks.
+
+    Returns:
+        The blocks' own forward functions by name.
+    """
+    own: dict[str, Callable[..., Any]] = {}
+    for name in blocks:
+        block = model.get_submodule(name)
+        own[name] = block.forward
+        block.forward = _pausing(name)
+    return own
+
+
+def _pausing(name: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stream: Stream = _CURRENT.stream
+        return stream.visit(Call(name, args, kwargs))
+
+    return forward
+
+
+# What a layer reads while a block runs, and which of its rows are real tokens.
+
+
+class _Captured(BaseException):
+    """Ends the run of a block as soon as the wanted input is known."""
+
+
+def run_to_input(
+    forward: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]
+) -> Any:
+    """Runs a block up to the first call of one of its modules.
+
+    Args:
+        forward: Runs the block.
+        module: The module whose input is wanted.
+        arguments: Takes the module's arguments and returns what is wanted of them.
+
+    Returns:
+        What `arguments` returned, or None if the module was not called.
+    """
+    found: list[Any] = []
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(arguments(*args, **kwargs))
+        raise _Captured
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        forward()
+    except _Captured:
+        pass
+    finally:
+        handle.remove()
+    return found[0] if found else None
+
+
+def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
+    """Returns the first tensor argument: the input of a linear layer."""
+    return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+
+
+def queries_and_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, **_: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns queries, keys and valid tokens of a call of a mechanism."""
+    return q, k, Visible.of(mask, q, k, causal=causal).tokens
+
+
+def handed_on(call: Call, answer: Any) -> Any:
+    """Returns what a block that is left out would return: the state that it was given.
+
+    Args:
+        call: Its call.
+        answer: What it returns itself; all but its state is kept, such as position biases.
+
+    Raises:
+        DataError: It changes the shape of the state.
+    """
+    state = first_tensor(*call.args, **call.kwargs)
+    own = answer[0] if isinstance(answer, tuple | list) else answer
+    if state.shape != own.shape:
+        raise DataError(
+            f"block `{call.block}` turns {list(state.shape)} into {list(own.shape)}, so that it "
+            "cannot be left out",
+            "name the blocks to keep: `--keep-layers`",
+        )
+    return (state, *answer[1:]) if isinstance(answer, tuple | list) else state
+
+
+def token_rows(
+    x: Tensor, batch: Mapping[str, Tensor], block: str, role: str
+) -> tuple[Tensor, Tensor | None]:
+    """Flattens a layer input to rows and says which rows are not padding.
+
+    The mask is the one whose shape fits; where an encoder's and a decoder's both fit, the
+    block's name and the layer's role tell which stream it reads.
+
+    Returns:
+        Rows (rows, d) and a mask (rows,), or None where all rows count.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if "vision" in block:
+        return rows, None
+    reads_encoder = role in ("cross_k", "cross_v") or "decoder" not in block
+    names = ["attention_mask"]
+    if not reads_encoder and any(name.startswith("decoder_") for name in batch):
+        names = ["decoder_attention_mask"]
+    for name in names:
+        mask = batch.get(name)
+        if mask is not None and mask.dim() == 2 and mask.numel() == rows.shape[0]:
+            if x.dim() > 2 and mask.shape != x.shape[:2]:
+                continue
+            return rows, mask.reshape(-1).to(torch.bool)
+    return rows, None

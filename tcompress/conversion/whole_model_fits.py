@@ -1,0 +1,376 @@
+"""Fits that no block owns: word embeddings, factors that layers share, weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.fit import (
+    CURVATURE_DAMPING,
+    WIDER,
+    Banks,
+    FittedLayer,
+    LayerMoments,
+    fit_layers,
+)
+from tcompress.conversion.outputs import Cluster, Outputs
+from tcompress.conversion.sensitivity import Worth, input_moments
+from tcompress.conversion.start import start_layers
+from tcompress.conversion.state import FitWorkplace
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, SourceError, message_of
+from tcompress.hf.build import fill
+from tcompress.linalg.fits import damped_curvature
+from tcompress.linalg.moments import relative_error
+from tcompress.models import SourceModel, read_finite
+from tcompress.options import Convert
+from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.planning.sites import tied_to
+from tcompress.progress import Progress
+from tcompress.roles import anatomy_of
+from tcompress.structures import Layout, Target, structure
+from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
+from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.structures.modules.linear import bank_layouts
+
+# Fits tables of word embeddings: what counts is how often a word occurs.
+#
+# A table is a weight whose input is one word at a time, so that the moments of its input are the
+# frequencies of words: rows are weighted by their square roots. Calibration texts hold few of the
+# words that a model knows. As much weight as words that were never seen have in text, which Good
+# and Turing put at the share of words that were seen once, is shared out over all words alike.
+#
+# Reference: Good (1953), The population frequencies of species; Chen et al. (2018), GroupReduce
+# (arXiv:1806.06950), weighs rows by frequency.
+
+
+EMBEDDINGS = "embeddings"
+"""Name of what is fitted before all blocks."""
+
+LEAST = 0.01  # share of the weight that all words have alike, at least
+
+_INPUTS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+
+
+def fit_embeddings(
+    source: SourceModel,
+    entries: Sequence[LayerPlan],
+    data: CalibrationData,
+    dtype_of: Callable[[LayerPlan], torch.dtype],
+    device: torch.device,
+) -> BlockResult:
+    """Fits all tables of a plan.
+
+    Args:
+        source: The dense model.
+        entries: Planned tables.
+        data: Calibration data.
+        dtype_of: Dtype in which a table is stored.
+        device: Where to compute.
+
+    Raises:
+        FitError: A table is not finite, or a fit failed.
+        SourceError: An output head is stored that is not the table to which the model ties it.
+    """
+    result = BlockResult(EMBEDDINGS, {}, {})
+    for entry in entries:
+        weight = read_table(source, entry).to(device)
+        counts = [
+            count_words(data, len(weight), held_out=held).to(device) for held in (False, True)
+        ]
+        result.layers[f"{entry.name}.{entry.parameter}"] = fit_table(
+            entry, weight, counts[0], counts[1], dtype_of(entry)
+        )
+    return result
+
+
+def read_table(source: SourceModel, entry: LayerPlan) -> Tensor:
+    """Reads a table, and makes sure that heads which are stored apart are the same.
+
+    Raises:
+        SourceError: One is not.
+    """
+    path = source.keymap.runtime_name(entry.name) or entry.name
+    weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
+    own = source.keymap.sources(f"{path}.{entry.parameter}").keys
+    for other in tied_to(source, path):
+        keys = source.keymap.sources(f"{other}.weight").keys
+        if keys != own and not torch.equal(
+            read_finite(source.store, source.keymap, f"{other}.weight"), weight
+        ):
+            raise SourceError(
+                f"the config ties `{other}` to `{path}`, but the checkpoint stores both, and they "
+                "differ",
+                hint="set `tie_word_embeddings` to false in `config.json`, or leave the word "
+                "embedding as it is",
+            )
+    return weight
+
+
+def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
+    """Counts how often each word occurs in calibration data, padding left out.  # (words,)."""
+    chosen = frozenset(data.holdout)
+    counts = torch.zeros(words, dtype=torch.float64)
+    for index, batch in enumerate(data.batches):
+        if (index in chosen) != held_out:
+            continue
+        for name, mask_name in _INPUTS.items():
+            ids, mask = batch.get(name), batch.get(mask_name)
+            if ids is None:
+                continue
+            seen = ids.flatten() if mask is None else ids[mask.bool()]
+            counts += torch.bincount(seen.cpu(), minlength=words)[:words]
+    return counts
+
+
+def frequencies(counts: Tensor) -> Tensor:
+    """Estimates how often each word will occur; all are above zero and add up to one."""
+    total = counts.sum().clamp_min(1.0)
+    unseen = float((counts == 1).sum() / total) if bool(counts.any()) else 1.0
+    unseen = min(max(unseen, LEAST), 1.0)
+    return (1 - unseen) * counts / total + unseen / len(counts)
+
+
+def fit_table(
+    entry: LayerPlan, weight: Tensor, counts: Tensor, held_out: Tensor, dtype: torch.dtype
+) -> FittedLayer:
+    """Fits one table.
+
+    Args:
+        entry: Its plan.
+        weight: The dense table.  # (words, width)
+        counts: How often words occur in the data to fit to.  # (words,)
+        held_out: How often they occur in what is held out.  # (words,)
+        dtype: Dtype to store in.
+
+    Raises:
+        FitError: The fit is not finite.
+    """
+    layout = entry.parts[0].terms[0]
+    kind = structure(layout.structure)
+    exact = weight.double()
+    scales = (frequencies(counts) * len(counts)).sqrt()
+    scaled = exact * scales[:, None]
+    assert isinstance(kind, LooksUp)  # no other is planned for a table
+    fitted = kind.fit(Target(scaled, None), layout)
+    found = kind.scale_rows(fitted, 1 / scales, layout)
+    if found is None:  # its rows cannot be weighted afterwards, so they all count alike
+        found = kind.fit(Target(exact, None), layout)
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
+        raise FitError(
+            f"the fit of `{entry.name}` is not finite in {dtype}",
+            f"{WIDER}, or leave the word embedding as it is",
+        )
+    dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
+    errors = {"calibration": _error(exact, dense, frequencies(counts))}
+    if bool(held_out.any()):
+        errors["held_out"] = _error(exact, dense, held_out)
+    return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
+
+
+def _error(weight: Tensor, dense: Tensor, counts: Tensor) -> float:
+    """Squared error over squared norm of the vectors that are looked up."""
+    wrong, norm = (weight - dense).square().sum(1), weight.square().sum(1)
+    return relative_error(float(counts @ wrong), float(counts @ norm))
+
+
+def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> StructuredEmbedding:
+    """Builds a fitted table, to run the model on."""
+    table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
+    fill(table, entry, fitted.tensors)
+    return table.requires_grad_(False).eval()
+
+
+# Fits of weights alone, one group of layers at a time.
+
+
+def fit_without_data(
+    outputs: Outputs, cluster: Cluster, banks: Banks, device: torch.device
+) -> BlockResult:
+    """Fits layers to their weights, or draws them where the model begins at random.
+
+    Args:
+        outputs: What is written, and of which model.
+        cluster: Layers that are fitted together.
+        banks: What layers share.
+        device: Where to compute.
+
+    Raises:
+        FitError: A weight holds NaN or infinity.
+    """
+    source = outputs.source
+    weights, biases = [], {}
+    for entry in cluster:
+        path = outputs.runtime_name(entry)
+        if entry.kind == "embedding":
+            weight = read_table(source, entry)
+        else:
+            weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
+        weights.append(entry.matrix(weight).to(device))
+        if entry.bias and entry.kind != "experts":
+            biases[entry.name] = read_finite(source.store, source.keymap, f"{path}.bias")
+    dtype = outputs.dtype_of(cluster[0])
+    if source.seed is not None:
+        fitted = start_layers(cluster, weights, dtype=dtype, banks=banks, seed=source.seed)
+    else:
+        moments = [[LayerMoments()] for _ in cluster]
+        fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, banks=banks)
+    keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
+    return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
+
+
+# Fits banks: what many layers share is fitted once, before any of them, to all of them.
+#
+# The moments are those of the dense model, from the survey where there was one, else from a walk of
+# their own. Without data the weights alone decide.
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One weight that uses a bank: a part of a layer."""
+
+    entry: LayerPlan
+    layout: Layout
+    start: int
+    stop: int
+
+
+@dataclass
+class BankFitter:
+    """Fits the banks of a plan.
+
+    Args:
+        source: The dense model.
+        recipe: How to convert it.
+        outputs: Knows in which dtype layers are stored.
+        layers: The plan's layers.
+        data: Calibration data, if there is any; what is held out is not looked at.
+        place: Where moments and results are kept.
+        device: Where to compute.
+    """
+
+    source: SourceModel
+    recipe: Convert
+    outputs: Outputs
+    layers: Sequence[LayerPlan]
+    data: CalibrationData | None
+    place: FitWorkplace
+    device: torch.device
+
+    def run(self, progress: Progress) -> Banks:
+        """Returns the tensors of all banks as they are stored, or those of an interrupted run.
+
+        Raises:
+            DataError: The model does not run its blocks one after another.
+            FitError: A weight or a result is not finite.
+        """
+        uses = self._uses()
+        if not uses:
+            return {}
+        kept = self.place.banks()
+        if kept is not None:
+            return kept
+        if self.data is not None and not self.recipe.surveys:
+            self._walk(self.data, progress)
+        progress.stage("fitting what layers share", len(uses), "banks")
+        owners = {entry.name: entry for entry in self.layers}
+        fitted: dict[BankKey, dict[str, Tensor]] = {}
+        for (owner, name), used in uses.items():
+            fitted[owner, name] = self._fit(used, self.outputs.dtype_of(owners[owner]))
+            progress.advance(1, f"{owner} {name}")
+        self.place.keep_banks(fitted)
+        return fitted
+
+    def _uses(self) -> dict[BankKey, list[_Use]]:
+        """Weights by the bank that they use, owners of banks first."""
+        found: dict[BankKey, list[_Use]] = {}
+        for entry in self.layers:
+            start = 0
+            for part in entry.parts:
+                stop = start + part.out_features
+                for layout in part.terms:
+                    shared = shared_of(layout)
+                    if shared is not None:
+                        key = (entry.bank_of.get(shared.name, entry.name), shared.name)
+                        found.setdefault(key, []).append(_Use(entry, layout, start, stop))
+                start = stop
+        return found
+
+    def _walk(self, data: CalibrationData, progress: Progress) -> None:
+        """Keeps the input moments of all layers that use a bank."""
+        anatomy = anatomy_of(self.source.meta_model())
+        holdout = frozenset(data.holdout)
+        batches = [batch for i, batch in enumerate(data.batches) if i not in holdout]
+        entries = {
+            self.outputs.runtime_name(entry): entry
+            for entry in self.layers
+            if bank_layouts(entry.parts)
+        }
+        progress.stage("measuring what layers read", len(anatomy.blocks), "blocks")
+        found = input_moments(
+            self.source, anatomy, entries, batches, self.device, lambda b: progress.advance(1, b)
+        )
+        for block, worths in found:
+            moments = damped_inputs(worths, entries, self.recipe.calibration.damping)
+            self.place.keep_inputs(block, moments)
+
+    def _fit(self, used: Sequence[_Use], dtype: torch.dtype) -> dict[str, Tensor]:
+        targets = [self._target(use) for use in used]
+        kind = structure(used[0].layout.structure)
+        assert isinstance(kind, SharesFactors)
+        names = ", ".join(f"`{use.entry.name}`" for use in used[:3])
+        where = f"what {names} and {len(used) - 3} more share" if len(used) > 3 else names
+        try:
+            with torch.no_grad():
+                found = kind.fit_shared(targets, [use.layout for use in used])
+        except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            raise FitError(
+                f"the fit of {where} failed: {message_of(error)}",
+                "use more calibration data or a larger `damping`, or share less",
+            ) from error
+        stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
+            raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
+        return stored
+
+    def _target(self, use: _Use) -> Target:
+        entry = use.entry
+        name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
+        weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
+        weight = entry.matrix(weight)[use.start : use.stop].double()
+        block = self.source.keymap.runtime_name(entry.block) or entry.block
+        gram = self.place.inputs(block).get(entry.name)
+        curvature = self.place.curvature(block).get(entry.name)
+        if gram is not None:
+            gram = gram.to(self.device).double()
+        if curvature is not None:
+            own = curvature[use.start : use.stop, use.start : use.stop].to(self.device).double()
+            curvature = damped_curvature(own, CURVATURE_DAMPING)
+        product = weight if gram is None else weight @ gram
+        scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
+        return Target(product, gram, scale, curvature, weight)
+
+
+def damped_inputs(
+    worths: Mapping[str, Worth], entries: Mapping[str, LayerPlan], damping: float
+) -> dict[str, Tensor]:
+    """Returns damped input moments of the layers that use banks, by planned name.
+
+    Args:
+        worths: What was seen, by name of the layer in the model.
+        entries: Planned layers, likewise.
+        damping: Ridge at one row per input, as a multiple of the mean diagonal.
+    """
+    return {
+        entries[name].name: damped_curvature(
+            worth.moment(centred=entries[name].bias),
+            damping * entries[name].in_features / worth.rows,
+        )
+        for name, worth in worths.items()
+        if worth.rows and name in entries and bank_layouts(entries[name].parts)
+    }

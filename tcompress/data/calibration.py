@@ -1,0 +1,420 @@
+"""Batches of calibration data for a model, from files or from what ships."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcompress.data.encoding import (
+    TextEncoder,
+    decode,
+    has_processor_file,
+    image_reader,
+    plain_reader,
+)
+from tcompress.data.examples import Needs, load_examples
+from tcompress.data.grids import as_input
+from tcompress.data.inputs import (
+    SERIES,
+    Inputs,
+    collate,
+    frames_of,
+    grid_shape,
+    image_shape,
+    inputs_of,
+    spectrogram_shape,
+    window_of,
+)
+from tcompress.data.tables import Kind, Pool, columns_of, draw_texts, opened, undecoded
+from tcompress.errors import DataError
+from tcompress.models import SourceModel
+
+if TYPE_CHECKING:
+    from tcompress.options import Calibration
+
+# Calibration data that needs no files: a shipped text, and made-up pictures and sounds.
+#
+# Pictures are dead leaves: textured shapes of all sizes that cover one another. They have what
+# matters for the statistics of activations, edges and a 1/f spectrum, see Lee, Mumford, Huang,
+# "Occlusion Models for Natural Images" (2001), and Baradad et al., "Learning to See by Looking at
+# Noise" (2021), where networks learn useful features from them. Sounds are spectrograms with the
+# outline of speech. Neither takes the place of real data.
+
+
+MOST_PICTURES = 256
+MOST_SOUNDS = 64
+
+_SYLLABLE = 30  # frames, of 10 ms each
+_FORMANTS = ((0.15, 0.06), (0.4, 0.07), (0.6, 0.08))  # centre and width as shares of the bands
+
+Floats = NDArray[np.float64]
+
+
+def builtin_texts() -> list[str]:
+    """Give the shipped texts, each a line."""
+    file = resources.files("tcompress") / "assets" / "calibration.txt"
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def picture(height: int, width: int, channels: int, rng: Generator) -> NDArray[np.uint8]:
+    """Draw a picture of shape (height, width, channels)."""
+    noise = _noise((4, height, width), rng.uniform(0.7, 1.4), rng)
+    texture = np.moveaxis(0.8 * noise[:1] + 0.3 * noise[1:], 0, -1)  # colours vary together
+    rows, columns = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
+    angle = rng.uniform(0, 2 * np.pi)
+    ramp = (np.cos(angle) * rows + np.sin(angle) * columns)[..., None]
+    canvas = _colour(rng) + ramp * rng.normal(0, 0.3, 3) + rng.uniform(0, 0.3) * texture
+    for _ in range(rng.integers(2, 24)):
+        inside, along = _leaf(rows, columns, rng)
+        leaf = _colour(rng) + rng.uniform(0, 0.15) * np.roll(texture, rng.integers(height), 0)
+        if rng.random() < 0.3:
+            leaf = leaf + 0.2 * np.sin(along * rng.uniform(3, 40))[..., None]
+        canvas = np.where(inside[..., None], leaf, canvas)
+    canvas = canvas * rng.uniform(0.6, 1.1) + rng.normal(0, 0.01, canvas.shape)
+    if channels == 1:
+        canvas = canvas.mean(axis=-1, keepdims=True)
+    return np.asarray((np.clip(canvas, 0, 1) * 255).round(), dtype=np.uint8)
+
+
+def volume(shape: tuple[int, ...], rng: Generator) -> NDArray[np.float32]:
+    """Draw a volume of shape (channels, *sizes) from 0 to 1: a body, or its smooth inside."""
+    noise = _noise((1, *shape[1:]), rng.uniform(1.0, 2.0), rng)
+    body = (noise > rng.normal(0, 0.7)) * 1.0
+    inside = np.clip(0.5 + 0.25 * noise, 0, 1)
+    drawn = body if rng.random() < 0.5 else body * inside
+    return np.broadcast_to(drawn, shape).astype(np.float32)
+
+
+def builtin_series(steps: int, variables: int, rng: Generator) -> NDArray[np.float32]:
+    """Draw series (steps, variables): cycles and slow noise, mixed between variables."""
+    slow = _noise((variables, steps), rng.uniform(0.5, 1.5), rng).T
+    phase = np.arange(steps)[:, None] / rng.uniform(8, 200) + rng.random(variables)
+    drawn = slow + rng.uniform(0, 1.5) * np.sin(2 * np.pi * phase)
+    mixing = np.eye(variables) + rng.normal(0, 0.5 / np.sqrt(variables), (variables, variables))
+    return np.asarray(drawn @ mixing + rng.normal(0, 1, variables), dtype=np.float32)
+
+
+def speech(bands: int, frames: int, rng: Generator) -> NDArray[np.float32]:
+    """Draw a log-mel spectrogram of shape (bands, frames), scaled as Whisper's extractor does."""
+    band = np.linspace(0, 1, bands)[:, None]
+    tracks = _noise((6, frames), 2.0, rng, flat=frames / _SYLLABLE)
+    voiced = 1 / (1 + np.exp(-4 * tracks[0]))
+    power = np.zeros((bands, frames))
+    for track, (centre, width) in zip(tracks[1:4], _FORMANTS, strict=True):
+        place = centre + 0.06 * track
+        power += voiced * np.exp(-(((band - place) / width) ** 2)) * 10 ** (-2 * centre)
+    hiss = np.exp(-(((band - 0.85) / 0.2) ** 2)) / (1 + np.exp(4 * tracks[0]))
+    power = (power + 0.05 * hiss) * 10 ** (0.6 * tracks[4])  # loudness of syllables
+    power += 10 ** (-4.0 - band + 0.2 * tracks[5])  # room
+    power *= rng.chisquare(2, power.shape) / 2  # spread of a periodogram
+    log = np.log10(power + 1e-10)
+    log[:, int(frames * rng.uniform(0.3, 1.0)) :] = -10.0  # silence up to the full length
+    log = np.maximum(log, log.max() - 8.0)
+    return np.asarray((log + 4.0) / 4.0, dtype=np.float32)
+
+
+def _noise(shape: tuple[int, ...], slope: float, rng: Generator, flat: float = 0) -> Floats:
+    """Draw noise with mean 0 and spread 1, of spectrum 1/f**slope along all axes but the first.
+
+    Below the frequency `flat` the spectrum is flat.
+    """
+    axes = tuple(range(1, len(shape)))
+    grids = np.meshgrid(*(np.fft.fftfreq(n) * n for n in shape[1:]), indexing="ij")
+    distance = np.maximum(np.sqrt(sum(grid**2 for grid in grids)), flat)
+    distance.flat[0] = np.inf
+    spectrum = np.fft.fftn(rng.normal(size=shape), axes=axes) / distance**slope
+    noise = np.fft.ifftn(spectrum, axes=axes).real
+    return np.asarray(noise / (noise.std(axis=axes, keepdims=True) + 1e-12))
+
+
+def _colour(rng: Generator) -> Floats:
+    return np.asarray(np.clip(rng.uniform(0.05, 0.95) + rng.normal(0, 0.15, 3), 0, 1))
+
+
+def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.bool_], Floats]:
+    """Give the inside of a random ellipse, rectangle or diamond, and a coordinate along it."""
+    radius = min(0.5, 0.05 / np.sqrt(rng.uniform(0.005, 1)))  # small ones are common
+    angle, stretch = rng.uniform(0, np.pi), rng.uniform(0.4, 1.0)
+    y, x = rows - rng.random(), columns - rng.random()
+    along = (np.cos(angle) * x + np.sin(angle) * y) / radius
+    across = (np.cos(angle) * y - np.sin(angle) * x) / (radius * stretch)
+    power = rng.choice([1.0, 2.0, 8.0])
+    return np.abs(along) ** power + np.abs(across) ** power < 1, along
+
+
+# Batches of calibration data for a model.
+
+
+_Item = TypeVar("_Item", np.uint8, np.float32)
+
+Example = dict[str, Tensor]  # inputs of one sample, without the batch axis
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Batches to run through a model.
+
+    Attributes:
+        batches: Keyword arguments of the model's forward pass, on the CPU.
+        holdout: Indices of the batches kept back for measuring; none if there is one sample.
+        name: What was used, such as `builtin text` or `train.parquet:text`.
+        samples: Number of samples over all batches.
+        tokens: Number of tokens of text, padding not counted.
+        fingerprint: SHA-256 of the texts, pixels and sounds.
+    """
+
+    batches: list[dict[str, Tensor]]
+    holdout: list[int]
+    name: str
+    samples: int
+    tokens: int
+    fingerprint: str
+
+
+def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
+    """Read, draw and encode the calibration data of a model.
+
+    Which samples are drawn, and which of them are held out, does not depend on the batch size.
+
+    Args:
+        source: The model; its own tokenizer and image processor are used.
+        options: What to use; `source` must not be `none`.
+
+    Raises:
+        DataError: If there is no such data, it is not what the model takes, or the model
+            comes without the tokenizer or processor that it needs.
+    """
+    inputs = inputs_of(source)
+    reads_text = inputs.text or inputs.decoder
+    encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
+    drawn = _Drawn()
+    if options.source != "builtin" and inputs.grid is None:
+        _draw_from_data(drawn, source, inputs, options)
+    elif options.source != "builtin":
+        _draw_grids(drawn, source, inputs, options)
+    _draw_builtin(drawn, source, inputs, options)
+    examples = _examples(drawn, inputs, encoder)
+    fitted, held = _split(examples, options.holdout)
+    count, tokens = len(examples), sum(map(_tokens, examples))
+    pad = encoder.pad if encoder else 0
+    batches = [*_batches(fitted, options.batch_size, pad)]
+    first = len(batches)
+    batches += _batches(held, options.batch_size, pad)
+    return CalibrationData(
+        batches=batches,
+        holdout=list(range(first, len(batches))),
+        name=" + ".join(drawn.names),
+        samples=count,
+        tokens=tokens,
+        fingerprint=drawn.digest.hexdigest(),
+    )
+
+
+@dataclass
+class _Drawn:
+    """Samples before they are put together; `frames` are pictures, sounds, volumes or series."""
+
+    texts: list[str] = field(default_factory=list)
+    frames: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def add_texts(self, texts: Iterable[str], name: str) -> None:
+        self.texts = list(texts)
+        self.names.append(name)
+        for text in self.texts:
+            content = text.encode()
+            self.digest.update(f"{len(content)} ".encode() + content)
+
+    def hashed(self, content: NDArray[_Item]) -> NDArray[_Item]:
+        self.digest.update(f"{content.shape} ".encode() + content.tobytes())
+        return content
+
+
+def _draw_from_data(
+    drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration
+) -> None:
+    model = source.model_class.__name__
+    if inputs.audio:
+        raise DataError(
+            f"`{model}` takes sound, which cannot be read from `{options.source}`",
+            hint="give `--calib builtin` or `--calib none`",
+        )
+    if inputs.image and frames_of(source.config):
+        raise DataError(
+            f"`{model}` takes clips, which cannot be read from `{options.source}`",
+            hint="give `--calib builtin` or `--calib none`",
+        )
+    main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
+    needed = {kind for kind, present in main.items() if present}
+    wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
+    with opened(options.source, options.split) as found:
+        table = undecoded(found)
+        chosen = columns_of(table, options.columns, wanted, needed, model)
+        named = tuple(name for columns in chosen.values() for name in columns)
+        if chosen.get("text"):
+            pool = Pool(table, chosen["text"])
+            drawn.add_texts(map(str, pool.draw(options.samples, options.seed)), table.label)
+        if chosen.get("image"):
+            # Without it real pictures would be scaled in a way that the model never saw.
+            read = image_reader(source, needed=True)
+            channels = image_shape(source.config)[0]
+            files = Pool(table, chosen["image"]).draw(options.samples, options.seed)
+            for content in files:
+                pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
+                drawn.frames.append(read(drawn.hashed(pixels)))
+        if not drawn.texts and not drawn.frames:
+            raise DataError(
+                f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
+                + ", ".join(f"`{name}`" for name in named),
+                hint="name other columns in `calibration.columns`, or give other data",
+            )
+        is_plain = table.rows.info.builder_name in ("text", "imagefolder")
+        drawn.names = [table.label if is_plain else f"{table.label}:{','.join(named)}"]
+
+
+def _draw_builtin(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
+    """Draw what the model needs and has not got yet."""
+    if inputs.image and not drawn.frames and frames_of(source.config):
+        drawn.names.append("builtin clips (synthetic, without the model's image processor)")
+        drawn.frames = list(_clips(drawn, source, options))
+    if inputs.image and not drawn.frames:
+        known = "" if has_processor_file(source) else ", without the model's image processor"
+        drawn.names.append(f"builtin images (synthetic{known})")
+        drawn.frames = list(_pictures(drawn, source, options))
+    if inputs.grid is not None and not drawn.frames:
+        _draw_builtin_grids(drawn, source, inputs, options)
+    if inputs.audio:
+        drawn.names.append("builtin audio (synthetic)")
+        shape = spectrogram_shape(source)
+        for index in range(min(options.samples, MOST_SOUNDS)):
+            sound = speech(*shape, np.random.default_rng([options.seed, index]))
+            drawn.frames.append(torch.from_numpy(drawn.hashed(sound)))
+    if (inputs.text or inputs.decoder) and not drawn.texts:
+        texts = draw_texts(builtin_texts(), options.samples, options.seed)
+        drawn.add_texts(texts, "builtin text")
+
+
+def _draw_grids(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
+    """Draw volumes, or windows of a series, from data."""
+    series = inputs.grid == SERIES
+    needs = Needs(window=window_of(source)) if series else Needs(volume=True)
+    found = load_examples(
+        options.source, options.split, needs, limit=options.samples, seed=options.seed
+    )
+    drawn.names.append(found.name)
+    if found.windows is not None:
+        frames = [found.windows.past(index) for index in range(len(found))]
+    else:
+        assert found.volumes is not None  # one of the two was asked for
+        frames = [as_input(volume) for volume in found.volumes]
+    wanted = grid_shape(source, inputs)
+    if tuple(frames[0].shape) != wanted:
+        raise DataError(
+            f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
+            f"{wanted}",
+            hint="give data of that shape, `--calib builtin` or `--calib none`",
+        )
+    drawn.frames = [torch.from_numpy(drawn.hashed(frame.numpy())) for frame in frames]
+
+
+def _draw_builtin_grids(
+    drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration
+) -> None:
+    series, shape = inputs.grid == SERIES, grid_shape(source, inputs)
+    drawn.names.append(f"builtin {'series' if series else 'volumes'} (synthetic)")
+    for index in range(min(options.samples, MOST_PICTURES)):
+        rng = np.random.default_rng([options.seed, index])
+        made = builtin_series(shape[0], shape[1], rng) if series else volume(shape, rng)
+        drawn.frames.append(torch.from_numpy(drawn.hashed(made)))
+
+
+def _pictures(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
+    read = image_reader(source, needed=False)
+    channels, height, width = image_shape(source.config)
+    for index in range(min(options.samples, MOST_PICTURES)):
+        rng = np.random.default_rng([options.seed, index])
+        yield read(drawn.hashed(picture(height, width, channels, rng)))
+
+
+def _clips(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
+    """Pictures that drift, each from another place to another side."""
+    read, count = plain_reader(source), frames_of(source.config) or 1
+    channels, height, width = image_shape(source.config)
+    for index in range(min(options.samples, MOST_PICTURES)):
+        rng = np.random.default_rng([options.seed, index])
+        still = drawn.hashed(picture(height, width, channels, rng))
+        step = rng.integers(-height // 16, height // 16 + 1, 2)
+        yield torch.stack(
+            [read(np.roll(still, tuple(frame * step), (0, 1))) for frame in range(count)]
+        )
+
+
+def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:
+    frame = "input_features" if inputs.audio else inputs.grid or "pixel_values"
+    if encoder is None:
+        return [{frame: value} for value in drawn.frames]
+    texts = drawn.texts
+    if inputs.image or inputs.audio:
+        # With fewer pictures than texts each picture gets several, so that no text is lost.
+        count = min(len(texts), len(drawn.frames))
+        texts = [" ".join(texts[index::count]) for index in range(count)]
+    rows = encoder.encode(texts)
+    if inputs.image or inputs.audio:
+        for row, value in zip(rows, drawn.frames, strict=False):
+            if row:
+                row[frame] = value
+    examples = [row for row in rows if row]
+    if not examples:
+        raise DataError(
+            f"the tokenizer in `{encoder.place}` gives no tokens for any text",
+            hint="check the tokenizer, or convert with `--calib none`",
+        )
+    return examples
+
+
+def _split(examples: list[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Sort by length, longest first, and hold out samples at equal distances."""
+    ordered = sorted(examples, key=_order)
+    if len(ordered) == 1:
+        return ordered, []
+    count = min(max(round(share * len(ordered)), 1), len(ordered) - 1)
+    held = {int((index + 0.5) * len(ordered) / count) for index in range(count)}
+    return (
+        [example for index, example in enumerate(ordered) if index not in held],
+        [example for index, example in enumerate(ordered) if index in held],
+    )
+
+
+def _order(example: Example) -> tuple[tuple[int, ...], int]:
+    return _frame_shape(example), -_tokens(example)
+
+
+def _frame_shape(example: Example) -> tuple[int, ...]:
+    return tuple(size for value in example.values() if value.ndim > 1 for size in value.shape)
+
+
+def _tokens(example: Example) -> int:
+    ids = example.get("input_ids", example.get("decoder_input_ids"))
+    return 0 if ids is None else len(ids)
+
+
+def _batches(examples: list[Example], size: int, pad: int) -> Iterator[dict[str, Tensor]]:
+    """Batch sorted examples; only pictures of equal shape go together."""
+    for _, run in groupby(examples, key=_frame_shape):
+        same = list(run)
+        for first in range(0, len(same), size):
+            chunk = same[first : first + size]
+            yield collate(chunk, pad)
+            for item in chunk:
+                item.clear()  # pictures take memory

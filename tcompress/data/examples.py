@@ -1,0 +1,417 @@
+"""Labelled and unlabelled examples out of a data set, for training and measuring."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
+from tcompress.data.tables import (
+    Table,
+    content,
+    kinds_of,
+    opened,
+    text_columns,
+    undecoded,
+    with_derived,
+)
+from tcompress.errors import DataError, listed
+
+# Which label of a model is which class of the data, as far as their names tell.
+
+
+_NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
+
+
+def label_names(config: Any) -> list[str]:
+    """The names that a model gives its labels, in their order."""
+    return [str(config.id2label[index]) for index in sorted(config.id2label)]
+
+
+def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
+    """The label of each class, if names say so: every class is called as one label is.
+
+    Case does not count, and `LABEL_3` is called 3.
+
+    Args:
+        labels: Names of the model's labels.
+        classes: Names of the data's classes.
+    """
+    place = {_key(name): index for index, name in enumerate(labels)}
+    wanted = [_key(name) for name in classes]
+    if len(place) < len(labels) or len(set(wanted)) < len(wanted) or not {*wanted} <= {*place}:
+        return None
+    return [place[key] for key in wanted]
+
+
+def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
+    """What is doubtful about matching by order: that classes have names, and labels other ones.
+
+    Args:
+        labels: Names of the model's labels.
+        classes: Names of the data's classes.
+    """
+    if are_numbers(classes):
+        return None
+    return (
+        f"the model calls its labels {few(labels)}, the data {few(classes)}; they are matched "
+        "by their order"
+    )
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Tells whether some are numbers, or as good as numbers."""
+    return any(_NUMBER.fullmatch(name) for name in names)
+
+
+def _key(name: str) -> str | int:
+    number = _NUMBER.fullmatch(name)
+    return int(number[1]) if number else name.casefold()
+
+
+def few(names: Sequence[str]) -> str:
+    """Lists the first names."""
+    shown = ", ".join(f"`{name}`" for name in names[:4])
+    return shown + (", ..." if len(names) > 4 else "")
+
+
+# Labelled and unlabelled examples out of a data set, for training and measuring.
+
+
+Target = Literal["class", "score"]
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    # In the order of preference; `text` and `pair` are guessed by content if no name fits.
+    "text": ("sentence1", "premise", "question1", "text_a", "query", "anchor", "context",
+             "sentence", "text", "question", "content", "review"),
+    "pair": ("sentence2", "hypothesis", "question2", "text_b", "document", "passage", "positive",
+             "response", "answer"),
+    "image": ("image", "img", "picture", "pixel_values"),
+    "volume": ("volume", "voxels"),
+    "shape": ("shape",),
+    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
+    "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
+              "label", "labels", "target"),
+}  # fmt: skip
+ROLES = tuple(_NAMES)
+"""What a column can be for: `text`, `pair` (a second text), `image`, `volume` (bytes) with its
+`shape`, `label`, `score`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a task reads.
+
+    Attributes:
+        texts: Fewest and most texts in an example.
+        image: Whether an example has a picture.
+        target: `class`, `score`, or None if nothing is to be predicted.
+        volume: Whether an example has a volume.
+        window: Time steps of a series that are seen, and those that are forecast; None without.
+    """
+
+    texts: tuple[int, int] = (0, 0)
+    image: bool = False
+    target: Target | None = None
+    volume: bool = False
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of a task.
+
+    Attributes:
+        name: Name of the data, such as `train.parquet:sentence,label`.
+        split: Split that was read.
+        fingerprint: SHA-256 of all contents.
+        texts: One or two texts for each example, in columns; empty for pictures alone.
+        images: Contents of picture files.
+        targets: Class ids, or scores; None if nothing is to be predicted.
+        classes: Names of the classes in the order of their ids; () for scores.
+        volumes: All volumes.  # (examples, *shape)
+        windows: Windows of a series.
+        whole: Whether the file holds one split only, so that the name of it says nothing.
+    """
+
+    name: str
+    split: str
+    fingerprint: str
+    texts: tuple[list[str], ...] = ()
+    images: tuple[bytes, ...] = ()
+    targets: list[int] | list[float] | None = None
+    classes: tuple[str, ...] = ()
+    volumes: Volumes | None = None
+    windows: Windows | None = None
+    whole: bool = True
+
+    def __len__(self) -> int:
+        for found in (self.volumes, self.windows):
+            if found is not None:
+                return len(found)
+        return len(self.images) or len(self.texts[0])
+
+
+def load_examples(
+    name: str,
+    split: str,
+    needs: Needs,
+    *,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Examples:
+    """Reads examples of a task.
+
+    Args:
+        name: File, folder or hub id, as `data.tables.opened` takes it.
+        split: Split of a folder or hub data set.
+        needs: What the task reads.
+        columns: Columns by role (`ROLES`), where they should not be guessed; several texts are
+            joined by `+`, such as `question+passage`.
+        limit: Most examples; drawn at random, and kept in the order of the data.
+        seed: Seed of that choice.
+
+    Raises:
+        DataError: There is no such data, it has not the columns that the task needs, or labels
+            are missing; the message lists what it has.
+    """
+    if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
+        return _from_archive(Path(name), split, needs, limit, seed)
+    with opened(name, split) as found:
+        table = undecoded(found)
+        if needs.window is not None:
+            return _windows(table, split, needs.window, limit, seed)
+        table = with_derived(table, (columns or {}).values())
+        chosen = _chosen(table, needs, dict(columns or {}))
+        rows = table.rows.select_columns(list(chosen.values()))
+        # Classes are those of the whole data, whichever of it is drawn.
+        classes = _classes(table, chosen["label"]) if "label" in chosen else ()
+        if limit is not None and limit < len(rows):
+            rows = rows.select(_drawn(len(rows), limit, seed))
+        return _read(table, rows.to_dict(), chosen, classes, split)
+
+
+def _drawn(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Draws examples, and keeps them in order."""
+    return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
+
+
+def _windows(
+    table: Table, part: str, window: tuple[int, int], limit: int | None, seed: int
+) -> Examples:
+    made = windows_of(table.rows.to_dict(), kinds_of(table), table.label, part, window)
+    made = made.chosen(_drawn(len(made), limit, seed).tolist())
+    return Examples(table.label, part, made.fingerprint, windows=made, whole=False)
+
+
+def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed: int) -> Examples:
+    volumes, labels = read_archive(path, split)
+    places = _drawn(len(volumes), limit, seed)
+    classes = tuple(str(index) for index in range(int(labels.max()) + 1))
+    targets = labels[places].tolist() if needs.target else None
+    volumes = volumes[places]
+    return Examples(
+        name=path.resolve().name,
+        split=split,
+        fingerprint=_fingerprint([[item.tobytes() for item in volumes]], targets),
+        targets=targets,
+        classes=classes if needs.target else (),
+        volumes=volumes,
+        whole=False,
+    )
+
+
+def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]:
+    """Columns by role, in the order of `ROLES`."""
+    kinds = kinds_of(table)
+    wanted = _roles(needs)
+    check_columns(table, kinds, given)
+    chosen = {role: column for role, column in given.items() if role in wanted}
+    taken = set(given.values())
+    for role in wanted:
+        guess = None if role in chosen else _guess(table, kinds, role, taken)
+        if guess is not None:
+            chosen[role] = guess
+            taken.add(guess)
+    missing = [role for role, needed in wanted.items() if needed and role not in chosen]
+    if missing:
+        has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+        raise DataError(
+            f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}",
+            hint=f"name it: `--columns {missing[0]}=COLUMN`, or give other data",
+        )
+    return {role: chosen[role] for role in ROLES if role in chosen}
+
+
+def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Checks columns that were named by role.
+
+    Args:
+        table: The data set.
+        kinds: What its columns hold, as `kinds_of` gives it.
+        given: Columns by role.
+
+    Raises:
+        DataError: There is no such role or column, or they do not fit.
+    """
+    for role, column in given.items():
+        if role not in ROLES:
+            raise DataError(
+                f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
+                hint="write, for example, `text=review,label=stars`",
+            )
+        if column not in kinds:
+            raise DataError(
+                f"`{table.label}` has no column `{column}`; it has {listed(kinds)}",
+                hint="check the names of the columns",
+            )
+        if not _fits(role, kinds[column]):
+            raise DataError(
+                f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",
+                hint="name another column",
+            )
+
+
+def _roles(needs: Needs) -> dict[str, bool]:
+    """Roles of use, and whether they are needed."""
+    roles = {}
+    if needs.image:
+        roles["image"] = True
+    if needs.volume:
+        roles |= {"volume": True, "shape": True}
+    if needs.target is not None:
+        roles["label" if needs.target == "class" else "score"] = True
+    if needs.texts[1]:
+        roles["text"] = needs.texts[0] > 0
+    if needs.texts[1] > 1:
+        roles["pair"] = needs.texts[0] > 1
+    return roles
+
+
+def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
+    free = {column: kind for column, kind in kinds.items() if column not in taken}
+    by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
+    for name in _NAMES[role]:
+        if name in by_name:
+            return by_name[name]
+    if role == "image":
+        return next((column for column, kind in free.items() if kind == "image"), None)
+    if role == "text":
+        usable = [column for column, kind in free.items() if kind == "text"]
+        return next(iter(text_columns(table, usable)), None)
+    return None
+
+
+def _fits(role: str, kind: str) -> bool:
+    number = "int" in kind
+    return {
+        "text": kind == "text",
+        "pair": kind == "text",
+        "image": kind in ("image", "bytes"),
+        "volume": kind == "bytes",
+        "shape": kind in ("list", "largelist", "sequence"),
+        "label": kind in ("classlabel", "text", "bool") or number,
+        "score": number or "float" in kind,
+    }[role]
+
+
+def _read(
+    table: Table,
+    data: Mapping[str, list[Any]],
+    chosen: Mapping[str, str],
+    classes: tuple[str, ...],
+    split: str,
+) -> Examples:
+    texts = [
+        [str(content(cell) or "") for cell in data[chosen[role]]]
+        for role in ("text", "pair")
+        if role in chosen
+    ]
+    images: list[bytes] = []
+    if "image" in chosen:
+        images = [_picture(cell, table, chosen["image"]) for cell in data[chosen["image"]]]
+    volumes = None
+    if "volume" in chosen:
+        cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
+        volumes = volumes_of(cells, shapes, f"`{table.label}`")
+        images = list(cells)  # for the fingerprint
+    targets: list[int] | list[float] | None = None
+    if "label" in chosen:
+        known = {name: index for index, name in enumerate(classes)}
+        cells = data[chosen["label"]]
+        targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
+    elif "score" in chosen:
+        targets = _scores(table, chosen["score"], data[chosen["score"]])
+    return Examples(
+        name=f"{table.label}:{','.join(chosen.values())}",
+        split=split,
+        fingerprint=_fingerprint([*map(_encoded, texts), images], targets),
+        texts=tuple(texts),
+        images=tuple(images) if volumes is None else (),
+        targets=targets,
+        classes=classes,
+        volumes=volumes,
+    )
+
+
+def _encoded(texts: Sequence[str]) -> list[bytes]:
+    return [text.encode() for text in texts]
+
+
+def _fingerprint(columns: Sequence[Sequence[bytes]], targets: Sequence[float] | None) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        for item in column:
+            digest.update(f"{len(item)} ".encode() + item)
+    digest.update(repr(targets).encode())
+    return digest.hexdigest()
+
+
+def _picture(cell: Any, table: Table, column: str) -> bytes:
+    picture = content(cell)
+    if not isinstance(picture, bytes):
+        raise DataError(
+            f"column `{column}` of `{table.label}` has a row without a picture",
+            hint="remove that row, or name another column",
+        )
+    return picture
+
+
+def _classes(table: Table, column: str) -> tuple[str, ...]:
+    """Names of the classes of a column of labels, in the order of their ids."""
+    names = getattr(table.rows.features[column], "names", None)
+    labels = set(table.rows.unique(column))
+    if None in labels or labels == {-1}:
+        raise DataError(
+            f"column `{column}` of `{table.label}` has rows without a label",
+            hint="choose a labelled split, or name another column",
+        )
+    if names and min(labels) >= 0:
+        return tuple(names)
+    if any(isinstance(label, str) for label in labels):
+        return tuple(sorted(labels))
+    if min(labels) < 0:
+        raise DataError(
+            f"column `{column}` of `{table.label}` has the label {min(labels)}; "
+            "labels count from 0",
+            hint="renumber the labels, or give their names",
+        )
+    return tuple(str(index) for index in range(int(max(labels)) + 1))
+
+
+def _scores(table: Table, column: str, cells: Sequence[Any]) -> list[float]:
+    values = [float("nan") if cell is None else float(cell) for cell in cells]
+    if not np.isfinite(values).all():
+        raise DataError(
+            f"column `{column}` of `{table.label}` has rows without a finite score",
+            hint="remove those rows, or name another column",
+        )
+    return values

@@ -1,0 +1,284 @@
+"""Volumes, and windows of multivariate series: what is read on a grid."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcompress.errors import DataError, first_line, listed
+
+ARCHIVE = ".npz"
+
+Volumes = NDArray[np.uint8]  # (volumes, *shape)
+
+
+def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volumes:
+    """Puts volumes of a table together.
+
+    Args:
+        cells: The bytes of each volume, in C order.
+        shapes: The shape of each volume.
+        place: Where they come from, for errors.
+
+    Returns:
+        All volumes.
+
+    Raises:
+        DataError: A row has no volume or another number of bytes than its shape says, or the
+            shapes differ.
+    """
+    first = None if not shapes or shapes[0] is None else tuple(shapes[0])
+    for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
+        if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
+            size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
+            raise DataError(
+                f"row {row} of {place} has {size} for a volume of shape {shape}",
+                hint="give volumes of one byte (uint8) for each element, with their shape",
+            )
+        if tuple(shape) != first:
+            raise DataError(
+                f"row {row} of {place} has a volume of shape {tuple(shape)}, row 0 one of {first}",
+                hint="give volumes of one shape",
+            )
+    whole = np.frombuffer(b"".join(cells), dtype=np.uint8)
+    return whole.reshape(len(cells), *(first or ()))
+
+
+def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
+    """Reads volumes and labels of one split from an archive as MedMNIST has it.
+
+    Args:
+        path: File with arrays such as `train_images` and `train_labels`.
+        split: `train`, `validation` (stored as `val`) or `test`.
+
+    Returns:
+        Volumes, and a label for each.
+
+    Raises:
+        DataError: It is no such file, or lacks the split.
+    """
+    part = {"validation": "val"}.get(split, split)
+    wanted = [f"{part}_images", f"{part}_labels"]
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names = list(file.files)
+            found = [file[name] for name in wanted if name in names]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"`{path}` cannot be read as an archive of arrays ({first_line(error)})",
+            hint="give a file that `numpy.savez` wrote",
+        ) from error
+    if len(found) < len(wanted):
+        raise DataError(
+            f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}",
+            hint="choose one of its splits with `--split`",
+        )
+    volumes, labels = found
+    labels = labels.reshape(len(labels), -1)
+    if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"`{path}` has {volumes.dtype} volumes and labels {labels.dtype} of shape "
+            f"{labels.shape}",
+            hint="give volumes of uint8, and one class id for each",
+        )
+    return volumes, labels[:, 0].astype(np.int64)
+
+
+def as_input(volume: NDArray[np.uint8]) -> Tensor:
+    """Scales a volume to 0 to 1 and gives it a channel.  # (*shape) -> (1, *shape)."""
+    return torch.from_numpy(volume.astype(np.float32))[None] / 255
+
+
+# Multivariate series: chronological parts, standardised, in windows that share memory.
+#
+# The protocol is that of long-term forecasting since Informer and Autoformer: the first part
+# trains, the next validates, the last tests; values are standardised by mean and deviation of the
+# training part; a context reaches back over a border, a forecast never does.
+
+
+DATE = "date"
+PARTS = ("train", "validation", "test")
+
+_SHARES = (0.7, 0.1, 0.2)
+# The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
+_ETT = frozenset({"HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"})
+_ETT_HOURS = (12 * 30 * 24, 4 * 30 * 24, 4 * 30 * 24)
+_NUMBERS = ("int", "float", "double")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a series: what a model sees, and what came after it.
+
+    Attributes:
+        values: The whole series, standardised.  # (time steps, variables)
+        starts: Time step at which each window begins.  # (windows,)
+        context: Time steps that a model sees.
+        horizon: Time steps that it forecasts.
+        variables: Names of the variables.
+        train: Time steps of the training part, with which the series begins.
+    """
+
+    values: NDArray[np.float32]
+    starts: NDArray[np.int64]
+    context: int
+    horizon: int
+    variables: tuple[str, ...]
+    train: int = 0
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def past(self, index: int) -> Tensor:
+        """Context of one window, a view.  # (context, variables)."""
+        start = self.starts[index]
+        return torch.from_numpy(self.values[start : start + self.context])
+
+    def future(self, index: int) -> Tensor:
+        """What came after it, a view.  # (horizon, variables)."""
+        start = self.starts[index] + self.context
+        return torch.from_numpy(self.values[start : start + self.horizon])
+
+    def batch(self, places: slice) -> tuple[Tensor, Tensor]:
+        """Contexts and futures of some windows; nothing but these is copied.
+
+        Args:
+            places: Which windows.
+
+        Returns:
+            Contexts (windows, context, variables) and futures (windows, horizon, variables).
+        """
+        size = self.context + self.horizon
+        view = sliding_window_view(self.values, size, axis=0)  # (windows, variables, size)
+        chosen = torch.from_numpy(view[self.starts[places]]).mT
+        return chosen[:, : self.context], chosen[:, self.context :]
+
+    def chosen(self, places: Sequence[int]) -> Windows:
+        """Some of the windows."""
+        return replace(self, starts=self.starts[np.asarray(places, dtype=np.int64)])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the contents."""
+        digest = hashlib.sha256(f"{self.context} {self.horizon} {self.variables}".encode())
+        digest.update(self.values.tobytes() + self.starts.tobytes())
+        return digest.hexdigest()
+
+
+def windows_of(
+    columns: Mapping[str, Sequence[Any]],
+    kinds: Mapping[str, str],
+    place: str,
+    part: str,
+    window: tuple[int, int],
+) -> Windows:
+    """Cuts one part of a table of series into windows, one for each step of time.
+
+    Args:
+        columns: Columns of the table in order of time; `date` is no series.
+        kinds: What they hold, as `kinds_of` gives it.
+        place: Name of the table, for errors.
+        part: `train`, `validation` or `test`.
+        window: Time steps that a model sees, and those that it forecasts.
+
+    Raises:
+        DataError: The columns are no series, or too short for one window.
+    """
+    hours = _hours_in_order(columns, place)
+    names = tuple(name for name in columns if name != DATE)
+    _check_numbers(names, kinds, place)
+    values = np.stack([_numbers(columns[name], name, place) for name in names], axis=1)
+    ends = _ends(len(values), names, hours)
+    if part not in PARTS:
+        raise DataError(
+            f"`{place}` has no part `{part}`; its parts are {listed(PARTS)}",
+            hint="choose one of them with `--split`",
+        )
+    index = PARTS.index(part)
+    first = ends[index - 1] if index else 0
+    context, horizon = window
+    # A forecast begins in its own part; only the first part has no past to look at.
+    starts = np.arange(first - (context if index else 0), ends[index] - context - horizon + 1)
+    starts = starts[starts >= 0]
+    if not len(starts):
+        raise DataError(
+            f"the part `{part}` of `{place}` has {ends[index] - first:,} rows, too few for "
+            f"windows of {context} + {horizon}",
+            hint="give a longer series, or a model with a shorter horizon",
+        )
+    return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
+
+
+def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
+    """Hours between two rows; checks that dates rise."""
+    if DATE not in columns:
+        raise DataError(
+            f"`{place}` has no column `{DATE}`; it has {listed(columns)}",
+            hint="give a table with a column `date` and one column for each series",
+        )
+    try:
+        dates = np.array(columns[DATE], dtype="datetime64[s]")
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})",
+            hint="write dates as `2020-01-31 23:50:00`",
+        ) from error
+    steps = np.diff(dates).astype(np.int64)
+    if (steps < 0).any():
+        row = int(np.argmax(steps < 0)) + 1
+        raise DataError(
+            f"row {row} of `{place}` is earlier than the row before it",
+            hint="sort the rows by date",
+        )
+    return float(np.median(steps)) / 3600 if len(steps) else 0.0
+
+
+def _check_numbers(names: Sequence[str], kinds: Mapping[str, str], place: str) -> None:
+    others = [name for name in names if not kinds[name].startswith(_NUMBERS)]
+    if others or not names:
+        shown = ", ".join(f"`{name}` ({kinds[name]})" for name in others)
+        raise DataError(
+            f"`{place}` has columns that are no series: {shown}"
+            if others
+            else f"`{place}` has no column beside `{DATE}`",
+            hint="every column beside `date` must hold numbers: remove the others",
+        )
+
+
+def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]:
+    values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
+    if not np.isfinite(values).all():
+        count = int((~np.isfinite(values)).sum())
+        raise DataError(
+            f"column `{name}` of `{place}` has {count:,} rows without a finite number",
+            hint="fill them in, or remove the column",
+        )
+    return values
+
+
+def _ends(rows: int, names: Sequence[str], hours: float) -> tuple[int, int, int]:
+    """Rows at which the three parts end."""
+    if frozenset(names) == _ETT and hours > 0:
+        sizes = [round(size / hours) for size in _ETT_HOURS]
+        if sum(sizes) <= rows:
+            return sizes[0], sizes[0] + sizes[1], sum(sizes)
+    train, test = int(rows * _SHARES[0]), int(rows * _SHARES[2])
+    return train, rows - test, rows
+
+
+def _standardised(values: NDArray[np.float64], train: int) -> NDArray[np.float32]:
+    """Subtracts mean and divides by deviation of the training part; constants become 0."""
+    spread = values[:train].std(axis=0)
+    scaled = (values - values[:train].mean(axis=0)) / np.where(spread > 0, spread, 1)
+    return np.ascontiguousarray(scaled, dtype=np.float32)

@@ -1,0 +1,370 @@
+"""What a model's forward pass takes, batches of it, and how a sentence becomes one embedding."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
+
+from tcompress.errors import DataError
+from tcompress.models import SourceModel
+from tcompress.roles.attentions import text_positions
+
+# From examples to batches.
+
+
+IGNORED = -100
+"""Label of tokens that are not predicted."""
+
+
+def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
+    """Puts examples with the same inputs together.
+
+    Args:
+        rows: Inputs of each example; 1-D ones are sequences and are padded on the right.
+        pad: Token to pad with; `labels` are padded with `IGNORED`,
+            everything else with 0.
+    """
+    return {name: _joined(name, [row[name] for row in rows], pad) for name in rows[0]}
+
+
+def _joined(name: str, values: list[Tensor], pad: int) -> Tensor:
+    if values[0].ndim != 1:
+        return torch.stack(values)
+    filler = pad if name.endswith("input_ids") else IGNORED if name == "labels" else 0
+    return pad_sequence(values, batch_first=True, padding_value=filler)
+
+
+# What a model's forward pass takes, read from its signature and its configuration.
+
+
+VOLUMES, SERIES = "grid_values", "past_values"
+
+_GRIDS = (VOLUMES, SERIES)
+_IMAGE_SIDE = 224
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a model.
+
+    Attributes:
+        names: Keyword arguments that the forward pass accepts.
+        text: It reads `input_ids`.
+        image: It reads `pixel_values`.
+        audio: It reads `input_features`.
+        decoder: It has a decoder that reads `decoder_input_ids`.
+        grid: Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values`
+            for series.
+    """
+
+    names: frozenset[str]
+    text: bool
+    image: bool
+    audio: bool
+    decoder: bool
+    grid: str | None = None
+
+
+def inputs_of(source: SourceModel) -> Inputs:
+    """Find out which inputs a model takes.
+
+    Raises:
+        DataError: If it takes none that there can be data for.
+    """
+    kind = source.model_class
+    names = set(inspect.signature(kind.forward).parameters)
+    if kind.main_input_name not in names:
+        # Code that comes with a model may hide its inputs behind `**kwargs`.
+        names |= {kind.main_input_name, "attention_mask"}
+    text = "input_ids" in names
+    # Chat models mark the place of a picture or sound by a token; without it they read text alone.
+    image = "pixel_values" in names and not (text and _has_token(source.config, "image"))
+    audio = "input_features" in names and not (text and _has_token(source.config, "audio"))
+    grid = next((name for name in _GRIDS if name in names), None)
+    if not (text or image or audio or grid):
+        raise DataError(
+            f"there is no kind of data for `{kind.__name__}`, whose input is "
+            f"`{kind.main_input_name}`; `input_ids`, `pixel_values`, `input_features`, "
+            "`grid_values` and `past_values` are known",
+            hint="a conversion can do without data: `--calib none`",
+        )
+    return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names, grid)
+
+
+def longest_text(source: SourceModel, inputs: Inputs) -> int | None:
+    """Give the most tokens that the model has positions for; None if there is no limit."""
+    limits: list[int] = []
+    for decoder in (False, True):
+        if not (inputs.decoder if decoder else inputs.text):
+            continue
+        for config in _text_configs(source.config, decoder):
+            names = ["max_position_embeddings", "n_positions"]
+            if decoder:
+                names.append("max_target_positions")
+            limits.extend(_numbers(config, names))
+    if not limits:
+        return None
+    return text_positions(source.meta_model(), min(limits))
+
+
+def vocabulary_size(source: SourceModel, inputs: Inputs) -> int | None:
+    """Give the number of tokens that the model's text part knows."""
+    sizes = [
+        size
+        for config in _text_configs(source.config, decoder=not inputs.text)
+        for size in _numbers(config, ["vocab_size"])
+    ]
+    return sizes[0] if sizes else None
+
+
+def decoder_start(source: SourceModel) -> int:
+    """Give the token that a decoder starts with.
+
+    Raises:
+        DataError: If the model's files do not say.
+    """
+    from transformers import GenerationConfig
+
+    places: list[Any] = list(_text_configs(source.config, decoder=True))
+    if (source.folder / "generation_config.json").is_file():
+        places.append(GenerationConfig.from_pretrained(source.folder))
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for place in places:
+            token = getattr(place, name, None)
+            if isinstance(token, int):
+                return token
+    raise DataError(
+        f"the configuration in `{source.folder}` does not say which token its decoder starts with",
+        hint="set `decoder_start_token_id` in `config.json`, or convert with `--calib none`",
+    )
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Give channels, height and width of a model's pictures."""
+    channels, size = 3, (_IMAGE_SIDE, _IMAGE_SIDE)
+    for part in _parts(config, ("vision_config", "encoder")):
+        channels = next(iter(_numbers(part, ["num_channels"])), channels)
+        found = getattr(part, "image_size", None)
+        if isinstance(found, int):
+            size = (found, found)
+        elif isinstance(found, list | tuple) and len(found) == 2:
+            size = (int(found[0]), int(found[1]))
+    return (channels, *size)
+
+
+def frames_of(config: Any) -> int | None:
+    """Give the number of pictures in a clip; None for models that take single pictures."""
+    return next(iter(_numbers(config, ["num_frames"])), None)
+
+
+def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
+    """Give frequency bands and frames of a model's log-mel spectrograms.
+
+    Raises:
+        DataError: If the model's sound is not laid out as Whisper's is.
+    """
+    config = source.config
+    bands, positions = (
+        next(iter(_numbers(config, [name])), None)
+        for name in ("num_mel_bins", "max_source_positions")
+    )
+    if bands is None or positions is None:
+        raise DataError(
+            f"there is no built-in sound for `{source.model_class.__name__}`",
+            hint="a conversion can do without data: `--calib none`",
+        )
+    return bands, 2 * positions  # the second convolution halves the number of frames
+
+
+def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
+    """Give the shape of one input on a grid: (channels, *sizes), or (time steps, variables).
+
+    Raises:
+        DataError: The configuration does not say.
+    """
+    config = source.config
+    size = getattr(config, "input_size", None)
+    if not isinstance(size, list | tuple) or (inputs.grid == SERIES and len(size) != 2):
+        raise DataError(
+            f"the config of `{source.model_class.__name__}` does not say how large its "
+            f"`{inputs.grid}` are",
+            hint="a conversion can do without data: `--calib none`; else use the host "
+            "`tcompress_grid`, whose config has `input_size`",
+        )
+    if inputs.grid == SERIES:
+        return int(size[1]), int(size[0])
+    return (int(config.num_channels), *map(int, size))
+
+
+def window_of(source: SourceModel) -> tuple[int, int]:
+    """Give the time steps that a model for forecasting sees, and those that it forecasts.
+
+    Raises:
+        DataError: It forecasts nothing.
+    """
+    inputs = inputs_of(source)
+    horizon = getattr(source.config, "horizon", None)
+    if inputs.grid != SERIES or not isinstance(horizon, int):
+        raise DataError(
+            f"`{source.id}` is a `{source.model_class.__name__}`, which forecasts no series",
+            hint="give a model for forecasting, such as the host `tcompress_grid`",
+        )
+    return grid_shape(source, inputs)[0], horizon
+
+
+def _has_token(config: Any, kind: str) -> bool:
+    return any(
+        isinstance(getattr(config, f"{kind}_token_{suffix}", None), int)
+        for suffix in ("id", "index")
+    )
+
+
+def _parts(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    yield config
+    for name in names:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield part
+
+
+def _text_configs(config: Any, decoder: bool) -> Iterator[Any]:
+    return _parts(config, ("text_config", "decoder" if decoder else "encoder"))
+
+
+def _numbers(config: Any, names: list[str]) -> list[int]:
+    values = [getattr(config, name, None) for name in names]
+    # Some configurations write "no limit" as -1.
+    return [value for value in values if isinstance(value, int) and value > 0]
+
+
+# How a sentence encoder makes one embedding of its tokens, as the model's folder says.
+
+
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_KNOWN = tuple(_FLAGS.values())
+_HINT = (
+    "measure it with sentence-transformers, after `import tcompress`; heal it with objectives "
+    "other than `embedding`"
+)
+_WITHOUT_EFFECT = ("Transformer", "Normalize")  # on the cosine of what a model gives
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the vectors of tokens become one.
+
+    Attributes:
+        modes: Ways of pooling; the results of several are joined.
+        stated: Whether the model's folder says so.
+    """
+
+    modes: tuple[str, ...] = ("mean",)
+    stated: bool = False
+
+    @classmethod
+    def of(cls, source: SourceModel, *, last: bool = True) -> Pooling:
+        """Reads `modules.json`; the mean over tokens is the default.
+
+        Args:
+            source: The model.
+            last: Whether pooling has to be what makes the embedding, with nothing after it.
+
+        Raises:
+            DataError: The model has modules after pooling, or is pooled in an unknown way.
+        """
+        path = source.folder / "modules.json"
+        if not path.is_file():
+            return cls()
+        try:
+            modules = json.loads(path.read_text(encoding="utf-8"))
+            kinds = {str(item["type"]).rpartition(".")[2]: str(item["path"]) for item in modules}
+            place = source.folder / kinds.get("Pooling", "") / "config.json"
+            options = json.loads(place.read_text(encoding="utf-8")) if "Pooling" in kinds else {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"`{path}` is no list of sentence-transformers modules with their files",
+                "repair it, or delete it to take the mean over the tokens",
+            ) from error
+        if last:
+            _check_modules(kinds, source)
+        return cls(_modes(options, source), stated="Pooling" in kinds)
+
+    @property
+    def words(self) -> str:
+        """The way of pooling, for a protocol."""
+        return "+".join(self.modes) + ("" if self.stated else " (default)")
+
+    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Pools.
+
+        Args:
+            hidden: Vectors of tokens.  # (batch, tokens, d)
+            mask: Which tokens count; a row of padding alone gives zeros.  # (batch, tokens)
+
+        Returns:
+            One vector each, of length 1.  # (batch, d)
+        """
+        pooled = torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
+        return normalize(pooled, dim=-1)
+
+
+MEAN = Pooling()
+"""What models that say nothing are pooled by."""
+
+
+def _check_modules(kinds: dict[str, str], source: SourceModel) -> None:
+    more = [kind for kind in kinds if kind not in ("Pooling", *_WITHOUT_EFFECT)]
+    if more:
+        raise DataError(
+            f"`{source.id}` has the sentence-transformers modules {', '.join(more)} after its "
+            "transformer, which are not known here",
+            _HINT,
+        )
+
+
+def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
+    stated = options.get("pooling_mode")
+    if stated is None:
+        modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
+    else:
+        modes = [stated] if isinstance(stated, str) else list(stated)
+    unknown = [mode for mode in modes if mode not in _KNOWN]
+    if unknown:
+        raise DataError(
+            f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(_KNOWN)}",
+            _HINT,
+        )
+    return tuple(modes) or ("mean",)
+
+
+def _pooled(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
+    inside = mask.bool().unsqueeze(-1)
+    if mode == "cls":
+        return hidden[:, 0]
+    if mode == "max":
+        highest = hidden.masked_fill(~inside, -torch.inf).amax(1)
+        return highest.masked_fill(~inside.any(1), 0.0)
+    if mode == "lasttoken":
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+    if mode == "weightedmean":
+        weights = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        return (hidden * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
+    total = (hidden * inside).sum(1)
+    count = inside.sum(1).clamp_min(1)
+    return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)

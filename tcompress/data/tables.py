@@ -1,0 +1,501 @@
+"""Opening data sets: files, folders and hub ids; which columns hold texts and pictures."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tcompress.errors import DataError, first_line, folder_content, listed
+from tcompress.models.names import cached_where_unreachable
+
+# Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
+_EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".arrow": ("arrow", {}),
+    ".csv": ("csv", _EMPTY),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".tsv": ("csv", {"sep": "\t", **_EMPTY}),
+    ".txt": ("text", {}),
+}
+_IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """An opened data set.
+
+    Attributes:
+        rows: The `datasets.Dataset`.
+        label: Short name: the file's or folder's name, or the hub id.
+    """
+
+    rows: Any
+    label: str
+
+
+@contextmanager
+def opened(name: str, split: str) -> Iterator[Table]:
+    """Open a data set for the time of a `with` block.
+
+    Nothing of a local data set stays behind. One from the hub goes through the usual cache, so
+    that it can be read again without network.
+
+    Args:
+        name: File, folder, or hub id; `id:config` selects a configuration of a hub data set.
+        split: Split of a folder or hub data set.
+
+    Raises:
+        DataError: If there is no such data, or it cannot be read.
+    """
+    check_data([name])
+    path = Path(name).expanduser()
+    with ExitStack() as stack:
+        if path.is_file():
+            stack.enter_context(_quiet())
+            rows = _read_file(path, stack)
+        elif path.is_dir():
+            stack.enter_context(_quiet())
+            rows = _read_folder(path, split, stack)
+        else:
+            rows = _read_hub(name, split)
+        if not len(rows):
+            raise _without_rows(name)
+        yield Table(rows, path.resolve().name if path.exists() else name)
+
+
+def check_data(names: Iterable[str]) -> None:
+    """Make sure that files and folders are there; the hub is not asked.
+
+    Args:
+        names: Names as `opened` takes them.
+
+    Raises:
+        DataError: If some are not; the message lists all of them.
+    """
+    found = [problem for name in dict.fromkeys(names) if (problem := _problem(name)) is not None]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "".join(f"\n  - {problem.message}" for problem in found)
+        raise DataError(f"{len(found)} names of data lead nowhere:{lines}", hint="check the paths")
+
+
+def _problem(name: str) -> DataError | None:
+    """Why a name cannot be one of data, if that shows without opening it."""
+    if not name.strip():  # as a path it would mean the current folder
+        return DataError(
+            "the name of the data is empty",
+            hint="give `builtin`, a file, a folder or a hub id",
+        )
+    there = Path(name).expanduser().exists()
+    return None if there or not _looks_like_path(name) else _missing(name)
+
+
+def _read_file(path: Path, stack: ExitStack) -> Any:
+    builder = _BUILDERS.get(path.suffix.lower())
+    if builder is None:
+        raise DataError(
+            f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
+            hint="give such a file, a folder of images or a hub id",
+        )
+    if not path.stat().st_size:
+        raise _without_rows(str(path))
+    kind, options = builder
+    files = [glob.escape(str(path.absolute()))]
+    return _load(str(path), stack, kind, data_files=files, split="train", **options)
+
+
+def _read_folder(path: Path, split: str, stack: ExitStack) -> Any:
+    import datasets
+
+    place = str(path)
+    if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
+        return _explained(place, lambda: datasets.load_from_disk(place))
+    if (path / "dataset_dict.json").is_file():
+        return _explained(place, lambda: datasets.load_from_disk(place)[split])
+    found = Counter(file.suffix.lower() for file in path.rglob("*") if file.is_file())
+    images = sum(found[suffix] for suffix in _IMAGES)
+    tables = sum(found[suffix] for suffix in _BUILDERS)
+    if not images and not tables:
+        raise DataError(
+            f"`{place}` has no data files; it holds {folder_content(path)}",
+            hint=f"give a folder of images, or of files that end in {listed(_BUILDERS)}",
+        )
+    folder = str(path.absolute())
+    if images >= tables:
+        # Named, because the library would take the commonest ending, be it a stray note's.
+        return _load(place, stack, "imagefolder", data_dir=folder, split=split)
+    return _load(place, stack, folder, split=split)
+
+
+def _load(place: str, stack: ExitStack, kind: str, **options: Any) -> Any:
+    import datasets
+
+    cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nobody has to hear of files of one's own
+    try:
+        return _explained(place, lambda: datasets.load_dataset(kind, cache_dir=cache, **options))
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
+
+
+def _read_hub(name: str, split: str) -> Any:
+    import datasets
+
+    repo, _, config = name.partition(":")
+    with cached_where_unreachable():
+        return _explained(name, lambda: datasets.load_dataset(repo, config or None, split=split))
+
+
+def _explained(place: str, read: Callable[[], Any]) -> Any:
+    """Call `read`, and say in one line why it failed."""
+    try:
+        return read()
+    except Exception as error:
+        # Builders, readers of file formats and the hub client each raise their own classes.
+        raise _explanation(place, error) from error
+
+
+def _explanation(place: str, error: Exception) -> DataError:
+    from datasets.exceptions import DatasetNotFoundError
+
+    cause = error.__cause__ or error  # the library wraps what went wrong
+    text = first_line(cause)
+    if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
+        return _without_rows(place)
+    if "Unknown split" in text or isinstance(error, KeyError):
+        return DataError(
+            f"`{place}` has no such split ({text})",
+            hint="name one of its splits",
+        )
+    if "Config name is missing" in text:
+        return DataError(
+            f"`{place}` has several configurations ({' '.join(str(error).split())})",
+            hint="give one of its files or folders"
+            if Path(place).exists()
+            else f"write the one you mean after a colon: `{place}:CONFIGURATION`",
+        )
+    if isinstance(error, DatasetNotFoundError | ConnectionError):
+        return DataError(
+            f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
+            hint="check the name; without network give a local file",
+        )
+    return DataError(
+        f"`{place}` cannot be read as data ({type(cause).__name__}: {text})",
+        hint="check the file; it must be complete, with text in UTF-8",
+    )
+
+
+def _without_rows(place: str) -> DataError:
+    return DataError(f"`{place}` holds no rows", hint="give other data")
+
+
+def _looks_like_path(name: str) -> bool:
+    # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
+    return (
+        name.startswith((".", "/", "~"))
+        or name.endswith("/")
+        or "\\" in name
+        or name.count("/") > 1
+        or Path(name).suffix.lower() in {*_BUILDERS, *_IMAGES}
+        or (Path(name).parent != Path() and Path(name).parent.is_dir())
+    )
+
+
+def _missing(name: str) -> DataError:
+    path = Path(name).expanduser()
+    parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
+    try:
+        content = folder_content(parent)
+        near = get_close_matches(path.name, [item.name for item in parent.iterdir()], n=3)
+    except OSError:
+        content, near = "files that may not be listed", []
+    return DataError(
+        f"there is no file or folder `{name}`; `{parent}` holds {content}",
+        hint=f"did you mean {listed(near)}" if near else "check the path",
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library from drawing bars and logging errors that are reported anyway."""
+    import datasets
+
+    level = datasets.logging.get_verbosity()
+    bars = datasets.utils.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+# Which columns of a data set hold texts and pictures, and drawing samples from them.
+
+
+Kind = Literal["text", "image"]
+
+_STRINGS = {"string", "large_string", "string_view"}
+_BYTES = {"binary", "large_binary", "binary_view"}
+_MAGIC = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_PROBED_ROWS = 200
+
+
+def columns_of(
+    table: Table, named: Sequence[str], wanted: set[Kind], needed: set[Kind], model: str
+) -> dict[Kind, tuple[str, ...]]:
+    """Choose the columns to draw from.
+
+    Args:
+        table: The data set.
+        named: Columns that the user named; empty to guess.
+        wanted: Kinds of column that are of use.
+        needed: Kinds of which at least one must be there.
+        model: Name of the model's class, for errors.
+
+    Returns:
+        Columns by kind, possibly none.
+
+    Raises:
+        DataError: If a named column is missing or of another kind, or none is of use.
+    """
+    kinds = kinds_of(table)
+    uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
+    for name in named:
+        _check(name, kinds, wanted, table, model)
+    usable = named or [name for name, use in uses.items() if use in wanted]
+    if not named:
+        probe = _probe(table)
+        images = [name for name in usable if uses[name] == "image"]
+        texts = [name for name in usable if uses[name] == "text"]
+        read = [name for name in texts if _reads_like_text(probe[name])]
+        usable = [name for name in images if _looks_like_images(probe[name])]
+        usable += texts if len(texts) == 1 else read
+    chosen: dict[Kind, tuple[str, ...]] = {
+        kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
+    }
+    if not any(chosen.get(kind) for kind in needed):
+        found = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
+        raise DataError(
+            f"`{model}` takes {_words(needed)}, but no column of `{table.label}` looks like that; "
+            f"it has {found}",
+            hint="name the columns to read, or give other data",
+        )
+    return chosen
+
+
+def kinds_of(table: Table) -> dict[str, str]:
+    """Columns, and what they hold: `text`, `image`, `bytes`, `classlabel` or the name of a type."""
+    return {name: _kind(feature) for name, feature in table.rows.features.items()}
+
+
+def text_columns(table: Table, names: Sequence[str]) -> list[str]:
+    """Those of some string columns that read like text; the only one, whatever it holds."""
+    if len(names) == 1:
+        return list(names)
+    probe = _probe(table)
+    return [name for name in names if _reads_like_text(probe[name])]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Everything that samples of one kind can be drawn from: each cell of some columns.
+
+    Attributes:
+        table: The data set.
+        columns: The columns, all of one kind.
+    """
+
+    table: Table
+    columns: tuple[str, ...]
+
+    def draw(self, count: int, seed: int) -> Iterator[str | bytes]:
+        """Yield up to `count` distinct samples that are not empty, in seeded random order."""
+        parts = [self.table.rows.select_columns([name]) for name in self.columns]
+        names = self.columns
+
+        def read(index: int) -> str | bytes | None:
+            row, column = divmod(index, len(names))
+            return content(parts[column][row][names[column]])
+
+        order = np.random.default_rng(seed).permutation(len(self.table.rows) * len(names))
+        return _distinct((read(int(index)) for index in order), count)
+
+
+def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
+    """Draw up to `count` distinct texts that are not empty, in seeded random order."""
+    order = np.random.default_rng(seed).permutation(len(texts))
+    return [str(text) for text in _distinct((content(texts[index]) for index in order), count)]
+
+
+def undecoded(table: Table) -> Table:
+    """Leave pictures as the bytes of their files until they are drawn."""
+    import datasets
+
+    rows = table.rows
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+    return Table(rows, table.label)
+
+
+def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
+    seen: set[bytes] = set()
+    for item in items:
+        if not item:
+            continue
+        same = item.strip().encode() if isinstance(item, str) else item
+        key = hashlib.sha256(same).digest()
+        if key in seen:
+            continue
+        seen.add(key)
+        yield item
+        if len(seen) == count:
+            return
+
+
+def content(cell: Any) -> str | bytes | None:
+    """Give a cell's text or the bytes of its picture; None if it is empty."""
+    if isinstance(cell, dict):
+        path, cell = cell.get("path"), cell.get("bytes")
+        if cell is None and path:
+            try:
+                return Path(path).read_bytes()
+            except OSError as error:
+                raise DataError(
+                    f"the picture `{path}` cannot be read ({error.strerror})",
+                    hint="check that the file is where the data set says",
+                ) from error
+    if isinstance(cell, str):
+        return cell if cell.strip() else None  # blanks within a text belong to it
+    return cell or None
+
+
+def _kind(feature: Any) -> str:
+    """Give `text`, `image`, `bytes` (of a picture's file, perhaps), or what else a column holds."""
+    import datasets
+
+    dtype = getattr(feature, "dtype", None)
+    fields = feature if isinstance(feature, dict) else {}
+    if isinstance(feature, datasets.Image) or "bytes" in fields:
+        return "image"
+    if dtype in _BYTES:
+        return "bytes"
+    if isinstance(feature, datasets.Value):
+        return "text" if dtype in _STRINGS else str(dtype)
+    return type(feature).__name__.lower()
+
+
+def _check(name: str, kinds: dict[str, str], wanted: set[Kind], table: Table, model: str) -> None:
+    if name not in kinds:
+        near = get_close_matches(name, kinds, n=3)
+        raise DataError(
+            f"`{table.label}` has no column `{name}`; it has {listed(kinds)}",
+            hint=f"did you mean {listed(near)}" if near else "check the names of the columns",
+        )
+    if kinds[name] not in wanted and not (kinds[name] == "bytes" and "image" in wanted):
+        raise DataError(
+            f"column `{name}` of `{table.label}` holds {kinds[name]}, "
+            f"but `{model}` takes {_words(wanted)}",
+            hint=f"name other columns; there are {listed(kinds)}",
+        )
+
+
+def _words(kinds: set[Kind]) -> str:
+    names = {"text": "text", "image": "images"}
+    return " and ".join(names[kind] for kind in sorted(kinds, reverse=True))
+
+
+def _probe(table: Table) -> dict[str, list[Any]]:
+    step = max(1, len(table.rows) // _PROBED_ROWS)
+    indices = range(0, len(table.rows), step)[:_PROBED_ROWS]
+    found: dict[str, list[Any]] = table.rows.select(indices).to_dict()
+    return found
+
+
+def _looks_like_images(cells: list[Any]) -> bool:
+    for cell in cells:
+        if isinstance(cell, dict) and cell.get("path") and not cell.get("bytes"):
+            return True
+        data = content(cell)
+        if data:
+            return isinstance(data, bytes) and data.startswith(_MAGIC)
+    return False
+
+
+def _reads_like_text(cells: list[Any]) -> bool:
+    """Tell sentences from labels, names, dates, hashes and numbers."""
+    texts = [text for cell in cells if isinstance(text := content(cell), str)]
+    if not texts:
+        return False
+    several_words = sum(any(map(str.isspace, text)) or not text.isascii() for text in texts)
+    letters = sum(sum(map(str.isalpha, text)) for text in texts)
+    length = sum(map(len, texts))
+    return (
+        length >= 8 * len(texts)
+        and 2 * several_words >= len(texts)
+        and 2 * letters >= length
+        and 4 * len(set(texts)) > len(texts)
+    )
+
+
+# Text columns made of others: several joined, and the first of several answers.
+
+
+JOIN = "+"
+
+
+def with_derived(table: Table, named: Iterable[str]) -> Table:
+    """Adds the columns that a user names and that have to be made of others.
+
+    `question+passage` is the text of both with a space between; a list of texts counts as its
+    first one. What cannot be made is left out, and is then reported as any missing column.
+
+    Args:
+        table: The data set.
+        named: Columns that were named.
+    """
+    rows = table.rows
+    for name in dict.fromkeys(named):
+        parts = name.split(JOIN)
+        if any(part not in rows.column_names for part in parts) or name == "":
+            continue
+        if len(parts) > 1 and name not in rows.column_names:
+            columns = [[_text(cell) for cell in rows[part]] for part in parts]
+            made = [" ".join(filter(None, cells)) for cells in zip(*columns, strict=True)]
+            rows = rows.add_column(name, made)
+        elif _holds_lists(rows, name):
+            made = [_text(cell) for cell in rows[name]]
+            rows = rows.remove_columns([name]).add_column(name, made)
+    return replace(table, rows=rows)
+
+
+def _holds_lists(rows: Any, name: str) -> bool:
+    cells = rows[:50][name]
+    found = [cell for cell in cells if cell is not None]
+    return bool(found) and all(
+        isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in found
+    )
+
+
+def _text(cell: Any) -> str:
+    if isinstance(cell, list):
+        cell = cell[0] if cell else None
+    return str(content(cell) or "").strip()

@@ -1,1 +1,0 @@
-"""Converted models in other formats."""

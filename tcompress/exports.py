@@ -1,0 +1,296 @@
+"""A plain model from a converted one: every structured weight multiplied out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
+from tcompress.artifact.reader import Artifact, check_files
+from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.errors import FitError, InputError
+from tcompress.files import write_text
+from tcompress.hf.build import stored_name
+from tcompress.hf.opening import Reopened, applied, differs, unloadable
+from tcompress.models import SourceModel
+from tcompress.models.names import CARD, carry_files, companion_files, local_folder
+from tcompress.planning.entries import LayerPlan
+from tcompress.progress import Progress, Silent
+from tcompress.structures.modules.linear import StructuredLinear
+from tcompress.structures.modules.shared import BankModule, bank_module
+
+LARGEST_SHARD = "2GB"
+
+
+def export_dense(
+    folder: Path | str,
+    output: Path | str,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a plain model that needs no tcompress and computes the same within rounding.
+
+    Tensors are written one by one: memory holds the largest of them, one weight in float64, and
+    what multiplying it out takes.
+
+    Args:
+        folder: Folder of a converted model.
+        output: Folder to write; it appears only when everything is finished.
+        force: Replace a folder that is not empty.
+        progress: Hears how far it is.
+
+    Returns:
+        The written folder.
+
+    Raises:
+        ArtifactError: `folder` holds no converted model, or a damaged one.
+        InputError: `output` cannot be written, or the model has another attention mechanism.
+        FitError: A weight is not finite in the dtype that the layer is stored in.
+        WriteError: What was written does not load, or computes something else.
+    """
+    output = Path(output).expanduser().absolute()
+    check_output(output, force=force)
+    artifact = check_files(Path(folder).expanduser()) or Artifact.open(folder)
+    if artifact.attention:
+        kinds = ", ".join(sorted({f"`{entry.layout.mechanism}`" for entry in artifact.attention}))
+        raise InputError(
+            f"`{folder}` mixes tokens by {kinds} attention, which no plain model does",
+            "load it with `import tcompress`; layers alone can be multiplied out",
+        )
+    if any(entry.kind == "norm" for entry in artifact.forms):
+        raise InputError(
+            f"`{folder}` normalises its features slice by slice, which no plain model does",
+            "load it with `import tcompress`; `norm: host` can be multiplied out",
+        )
+    own = artifact.folder.resolve()
+    if output.resolve() == own or output.resolve() in own.parents:
+        raise InputError(
+            f"output `{output}` is the converted model itself, or contains it",
+            "choose another folder with `-o`",
+        )
+    identity = identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
+    place = Workplace(output, identity, force=force)
+    with place.working(lambda error: False):
+        if place.published:
+            place.discard()
+        else:
+            _write_weights(artifact, place, progress or Silent())
+            _write_rest(artifact, place.model)
+            _prove(artifact, place.model)
+            place.publish(force=force)
+    return output
+
+
+def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
+    """Multiplies out the weight of one rewritten layer, in float64.
+
+    Args:
+        artifact: The converted model.
+        entry: One of its layers.
+
+    Returns:
+        The weight as the dense model stores it, in the dtype of the structured tensors: (out, in),
+        transposed for GPT-2's kind of layer, stacked for experts, with axes of 1 for convolutions.
+
+    Raises:
+        FitError: It is not finite in that dtype.
+    """
+    names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
+    owner = None if entry.input_of is None else _sides(artifact, names[entry.input_of])
+    banks = {bank: _bank(artifact, names[name], bank) for bank, name in entry.bank_of.items()}
+    own = _tensors(artifact, entry)
+    dtype = next(iter(own.values())).dtype
+    weights = [
+        _multiplied(entry, _of_expert(entry, own, index), owner, banks).to(dtype)
+        for index in range(entry.copies)
+    ]
+    weight = torch.stack(weights) if entry.experts else weights[0]
+    if not bool(torch.isfinite(weight).all()):
+        raise FitError(
+            f"the weight of layer `{entry.name}` is not finite in {dtype}",
+            "convert the model again, with `--dtype float32`",
+        )
+    return entry.as_stored(weight).contiguous()
+
+
+def _multiplied(
+    entry: LayerPlan,
+    tensors: Mapping[str, Tensor],
+    owner: StructuredLinear | None,
+    banks: Mapping[str, BankModule],
+) -> Tensor:
+    layer = StructuredLinear(
+        entry.parts, input_of=owner, banks=banks, dtype=torch.float64, device="meta"
+    )
+    _assign(layer, tensors)
+    with torch.no_grad():
+        return layer.dense_weight(torch.float64)
+
+
+def _sides(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
+    """Builds a layer of which only the shared input sides hold numbers."""
+    layer = StructuredLinear(entry.parts, dtype=torch.float64, device="meta")
+    shared = {name for name, _ in layer.named_parameters() if name.partition(".")[2]}
+    _assign(layer, _tensors(artifact, entry, shared))
+    return layer
+
+
+def _bank(artifact: Artifact, entry: LayerPlan, name: str) -> BankModule:
+    """Builds a bank of a layer."""
+    module = BankModule(entry.own_banks[name], torch.float64, "meta")
+    prefix = f"{bank_module(name)}."
+    wanted = {prefix + key for key in module()}
+    found = _tensors(artifact, entry, wanted)
+    exact = {key.removeprefix(prefix): tensor.double() for key, tensor in found.items()}
+    module.load_state_dict(exact, assign=True)
+    return module
+
+
+def _tensors(
+    artifact: Artifact, entry: LayerPlan, wanted: set[str] | None = None
+) -> dict[str, Tensor]:
+    return {
+        name: artifact.store.tensor(f"{entry.name}.{stored_name(entry, name)}")
+        for name in entry.tensor_shapes
+        if wanted is None or name in wanted
+    }
+
+
+def _of_expert(entry: LayerPlan, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Gives one expert's own tensors, and those of the sides that all experts share."""
+    if entry.experts is None:
+        return dict(tensors)
+    return {name: t if "." in name else t[index] for name, t in tensors.items()}
+
+
+def _assign(layer: StructuredLinear, tensors: Mapping[str, Tensor]) -> None:
+    exact = {name: tensor.double() for name, tensor in tensors.items()}
+    layer.load_state_dict(exact, strict=False, assign=True)
+
+
+def _write_weights(artifact: Artifact, place: Workplace, progress: Progress) -> None:
+    made = {f"{entry.name}.{entry.parameter}": entry for entry in artifact.layers}
+    shards = plan_shards(list(_outputs(artifact, made)), LARGEST_SHARD)
+    total = sum(item.nbytes for shard in shards for item in shard.tensors)
+    place.need(total)
+    progress.stage("writing", total, "bytes")
+
+    def value(item: Stored) -> Tensor:
+        if item.key in made:
+            return dense_weight(artifact, made[item.key])
+        return artifact.store.tensor(item.key)
+
+    for shard in shards:
+        write_shard(place.model, shard, value, lambda size: progress.advance(size, ""))
+    write_index(place.model, shards)
+
+
+def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stored]:
+    """Lists what is written: the guards under dense names become weights, factors are dropped."""
+    store = artifact.store
+    dropped = {
+        f"{entry.name}.{stored_name(entry, name)}"
+        for entry in artifact.layers
+        for name in entry.tensor_shapes
+    }
+    names = store.keys()
+    for key in sorted(names, key=lambda key: (store.file_of(key), key)):
+        if key in made:
+            entry = made[key]
+            first = f"{entry.name}.{stored_name(entry, next(iter(entry.tensor_shapes)))}"
+            yield Stored(key, _dense_shape(entry), store.dtype(first))
+        elif key not in dropped:
+            yield Stored(key, tuple(store.shape(key)), store.dtype(key))
+
+
+def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
+    lead = () if entry.experts is None else (entry.experts,)
+    empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
+    return tuple(entry.as_stored(empty).shape)
+
+
+def _write_rest(artifact: Artifact, folder: Path) -> None:
+    """Writes everything but the weights; `config.json`, which makes it loadable, last."""
+    carries_code = bool(artifact.config.get("auto_map"))
+    names = companion_files(artifact.folder, with_code=carries_code)
+    carry_files(artifact.folder, names, folder)
+    write_text(folder / CARD, _card(artifact))
+    config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _prove(artifact: Artifact, folder: Path) -> None:
+    """Opens what was written, and compares a layer of each kind with the converted model."""
+    if _has_own_code(artifact.config):
+        return  # that would run code which came with the model
+    with unloadable():
+        plain = SourceModel.open(str(folder))
+        dense = Reopened(folder, plain.model_class, plain.keymap.missing)
+        structured = Reopened(artifact.folder, plain.model_class, plain.keymap.missing)
+    generator = torch.Generator().manual_seed(0)
+    for entry in {entry.kind: entry for entry in artifact.layers}.values():
+        rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
+        wanted = applied(structured.layer(entry), rows)
+        stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
+        weight = entry.matrix(stored.double())
+        change = (rows @ weight.mT).reshape(wanted.shape) - wanted
+        if not change.abs().max() <= 64 * torch.finfo(stored.dtype).eps * wanted.abs().max():
+            raise differs(entry.name, "its dense weight computes something else")
+
+
+def _has_own_code(config: Mapping[str, Any]) -> bool:
+    """Tells whether the model's class is in code that came with it, or may be."""
+    own = {str(value).rpartition(".")[2] for value in (config.get("auto_map") or {}).values()}
+    kind, names = config.get("model_type"), config.get("architectures") or ()
+    found = [getattr(transformers, name, None) for name in names]
+    types = {getattr(getattr(item, "config_class", None), "model_type", None) for item in found}
+    native = kind in CONFIG_MAPPING and kind in types
+    return bool(own) and (not native or not own.isdisjoint(names))
+
+
+def stands_alone(config: Mapping[str, Any]) -> bool:
+    """Tells by its config whether a plain model loads without tcompress: our own hosts do not."""
+    return not str(config.get("model_type")).startswith("tcompress_")
+
+
+def _card(artifact: Artifact) -> str:
+    manifest = artifact.manifest
+    layers = artifact.layers
+    before = sum(entry.dense_parameters for entry in layers)
+    kept = sum(entry.parameters for entry in layers) / max(1, before)
+    base, origin, method = "", "a model", ""
+    if manifest is not None:
+        source = manifest.source.id
+        origin, method = f"`{Path(source).name}`", f" with `{manifest.plan.method}`"
+        if local_folder(source) is None:  # a path on the author's machine means nothing to others
+            base, origin = f"base_model: {source}\n", f"`{source}`"
+    alone = stands_alone(artifact.config)
+    needs, first = "Transformers", ""
+    if not alone:
+        needs, first = "tcompress' own host", "import tcompress\n"
+    return f"""---
+library_name: transformers
+{base}tags:
+- tcompress
+---
+
+# Dense form of {origin}, compressed{method}
+
+[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
+{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and are as \
+large as before: the model computes what the compressed one computes within rounding, and needs \
+nothing but {needs}.
+
+```python
+{first}from transformers import AutoModel
+
+model = AutoModel.from_pretrained("PATH")
+```
+"""

@@ -1,0 +1,294 @@
+"""Opening models to run them, dense and converted alike, and reading back what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from accelerate.hooks import remove_hook_from_submodules
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from tcompress.errors import (
+    DiskError,
+    InputError,
+    SourceError,
+    TCompressError,
+    WriteError,
+    first_line,
+    listed,
+)
+from tcompress.hf.quantizer import register
+from tcompress.models import KeyMap, SourceModel, WeightStore, read_parameter
+from tcompress.models.model import draw_model
+from tcompress.planning.entries import LayerPlan
+from tcompress.structures.modules.experts import child_of
+from tcompress.structures.modules.linear import StructuredLinear
+
+# Devices and dtypes by the names that users type.
+
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+KINDS = ("cpu", "cuda", "mps", "xpu")
+
+
+def pick_device(name: str) -> torch.device:
+    """Returns the device to compute on.
+
+    Raises:
+        InputError: There is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in KINDS:
+        listed = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
+        raise InputError(f"unknown device `{name}`; known are {listed}", "use `--device auto`")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise InputError(
+            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
+        ) from error
+    return device
+
+
+def pick_dtype(name: str | None) -> torch.dtype | None:
+    """Returns the dtype of that name; None stands for whatever a model is stored in.
+
+    Raises:
+        InputError: It is not one of `DTYPES`.
+    """
+    if name is not None and name not in DTYPES:
+        listed = ", ".join(f"`{known}`" for known in DTYPES)
+        raise InputError(f"unknown dtype `{name}`; known are {listed}", "leave `--dtype` out")
+    return None if name is None else DTYPES[name]
+
+
+# Opening models to run them: dense and converted ones alike.
+
+
+Head = Literal[
+    "classification",
+    "regression",
+    "image-classification",
+    "masked-lm",
+    "causal-lm",
+    "forecasting",
+]
+
+_AUTO: dict[str, Any] = {
+    "classification": transformers.AutoModelForSequenceClassification,
+    "regression": transformers.AutoModelForSequenceClassification,
+    "image-classification": transformers.AutoModelForImageClassification,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "forecasting": transformers.AutoModelForTimeSeriesPrediction,
+}
+
+
+def has_head(source: SourceModel, head: Head) -> bool:
+    """Tells whether a model comes with the head of a task."""
+    mapping = _AUTO[head]._model_mapping
+    kind: Any = mapping.get(type(source.config), None)
+    kinds = kind if isinstance(kind, tuple | list) else (kind,)
+    return source.model_class in kinds
+
+
+def load_model(
+    source: SourceModel,
+    head: Head | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> PreTrainedModel:
+    """Loads a model in evaluation mode.
+
+    Args:
+        source: The model; opened with `converted=True` if it may be a converted one.
+        head: Head that it should have; where it lacks one, a new one is added with random
+            weights. None keeps the class of the checkpoint.
+        dtype: Dtype to compute in; default as stored.
+        device: Where to put it.
+        **options: Passed to `from_pretrained`, such as `num_labels`.
+
+    Raises:
+        SourceError: The weights cannot be loaded, or there is no such head for the family.
+    """
+    register()
+    kind: Any = source.model_class
+    if head is not None and not has_head(source, head):
+        kind = _AUTO[head]
+        if type(source.config) not in kind._model_mapping:
+            raise SourceError(
+                f"there is no `{head}` head for the model type `{source.config.model_type}`",
+                hint="choose another task, or a model of another family",
+            )
+    if source.seed is not None:
+        drawn = draw_model(kind, source.config, source.seed)
+        return drawn.to(device=device, dtype=dtype or torch.float32)
+    try:
+        model: PreTrainedModel = kind.from_pretrained(
+            source.folder,
+            dtype=dtype or "auto",
+            trust_remote_code=source.trust_remote_code,
+            **options,
+        )
+    except InputError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise SourceError(
+            f"`{source.folder}` cannot be loaded ({type(error).__name__}: {first_line(error)})",
+            hint="`tcompress report` on the folder says what is damaged, if it was converted",
+        ) from error
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+# What was written, opened as a user would: names, shapes, and the values that are asked for.
+
+
+_HINT = (
+    "this is a defect of tcompress, or of the versions it runs with: please report it with the "
+    "command; nothing was published"
+)
+
+
+class Reopened:
+    """A model folder on the meta device, loaded by `from_pretrained`.
+
+    Args:
+        folder: The folder.
+        kind: Class of the model.
+        unset: Names of parameters that nothing needs to be stored for.
+
+    Attributes:
+        model: The model, all tensors on the meta device.
+        store: Its weights.
+        keymap: Names of the weights and of the model.
+
+    Raises:
+        WriteError: It does not load, or tensors are missing, unexpected or of another shape.
+    """
+
+    def __init__(
+        self, folder: Path, kind: type[PreTrainedModel], unset: Collection[str] = ()
+    ) -> None:
+        register()
+        with unloadable(), _quiet():
+            options: dict[str, Any] = {"device_map": "meta", "dtype": "auto"}
+            self.model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
+            self.store = WeightStore.open(folder)
+            self.keymap = KeyMap(self.model, self.store.keys())
+        remove_hook_from_submodules(self.model)  # they would send inputs to the meta device
+        problems = [str(text) for text in info.get("error_msgs", ())]
+        for key, what in (
+            ("missing_keys", "missing"),
+            ("unexpected_keys", "unexpected"),
+            ("mismatched_keys", "of another shape"),
+        ):
+            found = {str(name[0] if isinstance(name, tuple) else name) for name in info[key]}
+            if found := found - set(unset):
+                problems.append(f"{listed(found)} {'is' if len(found) == 1 else 'are'} {what}")
+        if problems:
+            raise refusal("; ".join(problems))
+
+    def tensor(self, name: str) -> Tensor:
+        """Reads a parameter or buffer by its name in the model."""
+        return read_parameter(self.store, self.keymap, name)
+
+    def layer(self, entry: LayerPlan) -> StructuredLinear:
+        """Loads a rewritten layer with all that it uses, in float64.
+
+        Raises:
+            WriteError: There is no such layer in the model.
+        """
+        path = self.keymap.runtime_name(entry.name)
+        path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
+        modules = dict(self.model.named_modules())
+        layer = modules.get(path or "")
+        if not isinstance(layer, StructuredLinear):
+            raise WriteError(f"layer `{entry.name}` is no rewritten layer once it is loaded", _HINT)
+        named = self.model.named_parameters(remove_duplicate=False)
+        names = {id(item): name for name, item in named if item.is_meta}
+        for owner in layer.owners():
+            for leaf, item in owner._parameters.items():
+                if item is not None and item.is_meta:
+                    exact = self.tensor(names[id(item)]).double()
+                    owner._parameters[leaf] = nn.Parameter(exact, requires_grad=False)
+        return layer
+
+
+def applied(layer: StructuredLinear, rows: Tensor) -> Tensor:
+    """Applies the weight of a layer, or every weight of a stack, in float64.
+
+    Args:
+        layer: The layer, in float64.
+        rows: Inputs.  # (rows, in)
+
+    Returns:
+        Outputs without bias.  # ([experts x] rows, out)
+    """
+    with torch.no_grad():
+        encoded = layer.encode(rows)
+        if layer.experts is None:
+            return layer.decode(layer.core(encoded))
+        results = layer.core([item.expand(layer.experts, *item.shape) for item in encoded])
+        return layer.decode([[item.flatten(0, 1) for item in row] for row in results])
+
+
+def refusal(reason: str) -> WriteError:
+    """Makes an error about a model as a whole."""
+    return WriteError(f"what was written does not load: {reason}", _HINT)
+
+
+@contextmanager
+def unloadable() -> Iterator[None]:
+    """Turns whatever a class raises on loading into an error of ours."""
+    try:
+        yield
+    except (WriteError, DiskError, MemoryError):
+        raise
+    except OSError as error:
+        if error.errno is not None:  # a disk's, not that of a library which misses a file
+            raise
+        raise refusal(first_line(error)) from error
+    except TCompressError as error:
+        raise refusal(error.message) from error
+    except Exception as error:
+        # The class of a model may raise anything.
+        raise refusal(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def differs(layer: str, reason: str) -> WriteError:
+    """Makes an error about one layer."""
+    return WriteError(f"`{layer}` is not what it was before it was written: {reason}", _HINT)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the bar and the report of loading away from who only converts."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,311 @@
+"""Makes `from_pretrained` build the structured layers that a checkpoint's plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tcompress.artifact.format import (
+    Rebuilt,
+    check_format_version,
+    parse_plan,
+    renamed_like,
+    stored_shapes,
+    verify_headers,
+)
+from tcompress.artifact.manifest import read_manifest
+from tcompress.errors import ArtifactError, SourceError
+from tcompress.hf.attention_hooks import install_attention
+from tcompress.hf.build import install_forms, install_layers
+from tcompress.models.keymap import KeyMap
+from tcompress.models.names import CALLED, METHOD, METHODS
+from tcompress.structures.modules.linear import StructuredLinear
+
+# What Transformers converts on loading and in reverse on saving, without what was rewritten.
+
+
+def without_fusing(conversions: Iterable[Any], names: Sequence[str]) -> list[Any]:
+    """Leave out of a model's conversions those that would fuse given parameters on saving."""
+
+    def fuses(item: Any) -> bool:
+        if not isinstance(item, WeightConverter):
+            return False
+        back = item.reverse_transform()
+        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
+
+    return [item for item in conversions if not fuses(item)]
+
+
+def sparing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
+    """Make a model's conversions let empty tensors under dense names through.
+
+    Args:
+        conversions: What Transformers does on loading, and in reverse on saving.
+        names: Runtime names of the empty tensors.
+    """
+    return [
+        SparingConverter.of(item, names) if names and isinstance(item, WeightConverter) else item
+        for item in conversions
+    ]
+
+
+class SparingConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that lets empty tensors under dense names through, on loading and on saving."""
+
+    __slots__ = ("spared",)
+
+    @classmethod
+    def of(cls, converter: WeightConverter, spared: Collection[str]) -> SparingConverter:
+        """Makes one of another.
+
+        Args:
+            converter: The other.
+            spared: Runtime names of the empty tensors.
+        """
+        old = converter._original_source_patterns, converter._original_target_patterns
+        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
+        made.scope_prefix, made.base_model_prefix = (
+            converter.scope_prefix,
+            converter.base_model_prefix,
+        )
+        made.spared = spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Renames a name, unless it is spared; it may lack, or gain, the base model's prefix."""
+        key = f".{source_key}"
+        for name in self.spared:
+            if key.endswith(f".{name}") or f".{name}".endswith(key):
+                return source_key, None
+        return super().rename_source_key(source_key)  # type: ignore[no-any-return]
+
+    def copy(self, *args: Any, **kwargs: Any) -> SparingConverter:
+        """Makes one with other patterns, such as the reverse ones."""
+        made: SparingConverter = super().copy(*args, **kwargs)
+        made.spared = self.spared
+        return made
+
+
+# Makes `from_pretrained` build the structured layers that a checkpoint's plan names.
+#
+# Transformers asks the registered quantizer before it loads weights. Ours replaces the planned
+# modules and steps aside after loading: what remains is an ordinary model that trains, casts, saves
+# and loads like any other.
+
+
+class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` section of a converted model's `config.json`."""
+
+    def __init__(self, plan: Any = None, format_version: Any = None, **extra: Any) -> None:
+        self.quant_method = METHOD
+        self.format_version = format_version
+        self.plan = plan
+        for name, value in extra.items():
+            if name != "quant_method":
+                setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the section, with the name that says how to load the model."""
+        return {**super().to_dict(), "quant_method": CALLED}
+
+
+class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Builds structured layers before the weights are loaded."""
+
+    requires_calibration = True
+    _check: Callable[[], None] | None = None
+
+    def is_serializable(self) -> bool:
+        """Converted models save like others."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Converted models train like others."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Lets `Trainer` accept the model."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Structured layers trace without graph breaks."""
+        return True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses formats that this version does not know."""
+        check_format_version(self.quantization_config.format_version)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        folder = files[0].parent if files else None
+        manifest = None if folder is None else read_manifest(folder)
+        section = vars(self.quantization_config)
+        plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
+        keymap = KeyMap(model, ())
+        # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
+        needed = _found(plan, keymap)
+        shapes = stored_shapes([str(file) for file in files])
+        if folder is not None and shapes:
+            if not needed:  # a class may hold the model under a name of its own
+                plan = replace(
+                    plan,
+                    layers=renamed_like(plan.layers, shapes),
+                    attention=renamed_like(plan.attention, shapes),
+                )
+                needed = _found(plan, keymap)
+            verify_headers(plan, shapes, needed)
+            own = manifest is not None
+            check = partial(_require_all, folder, section, plan, shapes, own=own)
+            self._check = partial(check, trusted=model.is_remote_code())
+        _install(model, plan, keymap, dtype=kwargs.get("dtype"))
+        self._guards = {
+            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
+            for entry in plan.layers
+            if entry.name in needed
+        }
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):
+                part._init_weights = partial(_initialise, part._init_weights)
+        return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Compares the weights with the model that they were saved from; converts nothing.
+
+        Transformers asks once it has left the contexts in which it builds models without ties.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+        return []
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Keeps Transformers from converting the empty tensors under dense names."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        return sparing(updated, getattr(self, "_guards", ()))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # With the quantizer attached, saving, casting and training take special paths that an
+        # ordinary model does not need.
+        model.is_quantized = False
+        for part in model.modules():
+            vars(part).pop("_init_weights", None)
+        names = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, StructuredLinear) and not module.experts
+        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        model._weight_conversions = without_fusing(conversions or (), names)
+        for name in ("hf_quantizer", "quantization_method"):
+            if hasattr(model, name):
+                delattr(model, name)
+        return model
+
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+
+    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+    """
+    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
+    guards = [layer._buffers.get("weight") for layer in layers]
+    for layer, guard in zip(layers, guards, strict=True):
+        if guard is not None:
+            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+            whole._is_hf_initialized = True  # type: ignore[attr-defined]
+            layer._buffers["weight"] = whole
+    try:
+        original(module)
+    finally:
+        for layer, guard in zip(layers, guards, strict=True):
+            if guard is not None:
+                layer._buffers["weight"] = guard
+
+
+def _found(plan: Rebuilt, keymap: KeyMap) -> set[str]:
+    """Names of the layers and attentions that a model has."""
+    names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
+    return {name for name in names if keymap.runtime_name(name) is not None}
+
+
+def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
+    place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    install_layers(model, plan.layers, keymap.runtime_name, **place)
+    install_attention(model, plan.attention, keymap.runtime_name, **place)
+    install_forms(model, plan.forms, keymap.runtime_name, **place)
+
+
+def _require_all(
+    folder: Path,
+    section: Mapping[str, Any],
+    plan: Rebuilt,
+    stored: Mapping[str, tuple[int, ...]],
+    *,
+    own: bool,
+    trusted: bool,
+) -> None:
+    """Refuses weights that lack tensors which the class that they were saved from has.
+
+    Transformers would draw them at random, as it has to for a new head, and only print a note.
+    What a user's own class has is not known, and poolers are often left out on purpose.
+    """
+    from tcompress.models import SourceModel  # Transformers may be half loaded above
+
+    try:
+        source = SourceModel.described(folder, stored, trusted)
+    except SourceError:
+        return  # Transformers has no such class
+    kind = source.model_class.__name__
+    stored_as = section.get("stored_as")
+    if kind not in (source.config.architectures or ()) and not (own and kind == stored_as):
+        return
+    # Of older artefacts nothing says which head is not there on purpose.
+    known = "digest" in section
+    if not known or stored_as:
+        source = source.as_stored()
+    model = source.meta_model()
+    _install(model, plan, KeyMap(model, ()))
+    keymap = KeyMap(model, stored)
+    absent = set(keymap.missing) - set(section.get("absent") or ())
+    whole = own and known  # then poolers that are not there are known too
+    problems = [f"`{name}` is missing" for name in absent if whole or "pooler" not in name]
+    for name, tensor in model.state_dict().items() if known else ():
+        if keymap.has(name) and keymap.sources(name).converter is None:
+            key = keymap.sources(name).keys[0]
+            if stored[key] != tuple(tensor.shape):
+                sizes = f"{list(stored[key])}, by `config.json` {list(tensor.shape)}"
+                problems.append(f"`{key}` has shape {sizes}")
+    if problems:
+        more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ArtifactError(
+            f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
+            f"{', '.join(sorted(problems)[:8])}{more}",
+            "copy the folder again, or convert the model again"
+            if own
+            else "copy the folder again; if modules were left out on purpose before it was saved, "
+            "name a class of your own as `architectures` in `config.json`",
+        )
+
+
+def register() -> None:
+    """Registers the format with Transformers, once."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        for name in METHODS:
+            register_quantization_config(name)(TCompressConfig)
+        register_quantizer(METHOD)(TCompressQuantizer)

@@ -1,0 +1,353 @@
+"""A model beside its baseline, timed in turn: one cell of the grid at a time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from tcompress.artifact.manifest import Speed, environment
+from tcompress.errors import InputError, TCompressError, first_line
+from tcompress.latency.sizes import Cell, Feed, sequence_length
+from tcompress.models import SourceModel
+
+# Timing two things in turn, so that whatever slows the machine down slows both.
+
+
+Pass = Callable[[], object]
+Clock = Callable[[], float]
+Seconds = tuple[list[float], list[float]]
+
+
+def spread(times: Sequence[float]) -> float | None:
+    """Returns the distance of the quartiles over the median; None for fewer than four times."""
+    if len(times) < 4:
+        return None
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else None
+
+
+def alternate(
+    one: Pass,
+    other: Pass,
+    repeats: int,
+    clock: Clock = time.perf_counter,
+    wait: Callable[[], None] = lambda: None,
+) -> Seconds:
+    """Times two passes in turn; who goes first changes with every repeat.
+
+    Args:
+        one: The first.
+        other: The second.
+        repeats: How often each runs.
+        clock: Tells the time in seconds.
+        wait: Returns when the device has done all its work.
+
+    Returns:
+        Seconds of every run of the first, and of the second.
+    """
+    times: Seconds = ([], [])
+    sides = list(zip((one, other), times, strict=True))
+    for _ in range(repeats):
+        for run, seconds in sides:
+            wait()
+            start = clock()
+            run()
+            wait()
+            seconds.append(clock() - start)
+        sides.reverse()
+    return times
+
+
+# Peak memory of a forward pass: what it allocates itself, weights and inputs not counted.
+#
+# On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
+# profiler's record of every allocation and release; scratch space that a library takes from the
+# system itself, without PyTorch, is not seen. On other devices it is unknown.
+
+
+WHAT = "allocated during the pass, without weights and inputs"
+"""How the number is defined, for protocols."""
+
+
+def peak_bytes(run: Pass, device: torch.device) -> int | None:
+    """Runs a pass once and returns its peak memory, or None where that cannot be known."""
+    if device.type == "cuda":
+        return _on_cuda(run, device)
+    return _on_cpu(run) if device.type == "cpu" else None
+
+
+def _on_cuda(run: Pass, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _on_cpu(run: Pass) -> int:
+    # Read when the profiler first starts, which otherwise talks on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    level = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        level += change.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+# The machine that a time belongs to.
+
+
+def device_name(device: torch.device) -> str:
+    """Names the processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return _processor() if device.type == "cpu" else device.type
+
+
+def waiting_for(device: torch.device) -> Callable[[], None]:
+    """Returns what waits until the device has done all its work."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    if device.type == "mps":
+        return torch.mps.synchronize
+    return lambda: None
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[int]:
+    """Sets the number of threads while the block runs; gives it."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processor() -> str:
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(named), "") or platform.processor() or platform.machine()
+
+
+# `torch.compile`, and saying in one line that it cannot run here.
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compiles a small function, before any time is spent on models.
+
+    Raises:
+        InputError: It cannot be compiled or run.
+    """
+
+    def small(x: Tensor) -> Tensor:
+        return (x + 1).relu()
+
+    with explained("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
+        torch.compile(small)(torch.zeros(8, device=device))
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module) -> Callable[..., object]:
+    """Returns the compiled model; it compiles at the first call, for the shapes of that call."""
+    forward: Callable[..., object] = torch.compile(model, dynamic=False)
+    return forward
+
+
+def forget() -> None:
+    """Drops all compiled code: past a few shapes the compiler silently falls back to eager."""
+    torch.compiler.reset()
+
+
+@contextmanager
+def explained(where: str, why: str) -> Iterator[None]:
+    """Turns whatever the compiler raises into an `InputError`."""
+    try:
+        yield
+    except (TCompressError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        # Compilers, linkers and backends raise errors of unrelated classes.
+        cause = getattr(error, "inner_exception", error)  # what the backend raised
+        raise InputError(
+            f"`torch.compile` cannot run {where} ({type(cause).__name__}: {first_line(cause)})",
+            f"use `--mode eager`; {why}",
+        ) from error
+
+
+# A model beside its baseline, both loaded: one cell of the grid at a time.
+
+
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One of the two.
+
+    Attributes:
+        name: Name for people.
+        source: What it was loaded from.
+        model: The model, in evaluation mode.
+        kept_bytes: Memory that its kept weights take, if it keeps them.
+    """
+
+    name: str
+    source: SourceModel
+    model: nn.Module = field(repr=False)
+    kept_bytes: int | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that parameters and buffers take, and kept weights."""
+        held = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor.nbytes for tensor in held) + (self.kept_bytes or 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Duel:
+    """Times a model and its baseline in turn.
+
+    Attributes:
+        model: The model.
+        baseline: What it is compared with.
+        feed: Makes inputs that both take.
+        device: Where both are.
+        dtype: What both compute in.
+        threads: Threads that PyTorch uses.
+        repeats: Timed passes of each.
+        seed: Seed of the inputs.
+        clock: Tells the time in seconds.
+    """
+
+    model: Side
+    baseline: Side
+    feed: Feed
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    repeats: int
+    seed: int
+    clock: Clock = time.perf_counter
+
+    def own_length(self) -> int:
+        """Tokens of a picture or sound, whose length cannot be chosen.
+
+        Raises:
+            InputError: The model cannot run.
+        """
+        inputs = self._inputs(1, 1)
+        with _explained(f"`{self.model.name}` cannot run a batch of 1"):
+            return sequence_length(self.model.source, self.model.model, inputs)
+
+    def measure(self, cell: Cell) -> Speed:
+        """Times both at one cell: warm-ups, timed passes in turn, one more for the memory.
+
+        Raises:
+            InputError: One of them cannot run at this size, or cannot be compiled.
+        """
+        if cell.mode == "compiled":
+            forget()
+        inputs = self._inputs(cell.batch, cell.length)
+        with torch.inference_mode():
+            passes = [self._ready(side, cell, inputs) for side in (self.model, self.baseline)]
+            wait = waiting_for(self.device)
+            times = alternate(passes[0], passes[1], self.repeats, self.clock, wait)
+            peaks = [peak_bytes(run, self.device) for run in passes]
+        seconds, reference = median(times[0]), median(times[1])
+        return Speed(
+            batch=cell.batch,
+            length=cell.length,
+            mode=cell.mode,
+            milliseconds=1e3 * seconds,
+            tokens_per_second=cell.batch * cell.length / seconds,
+            peak_bytes=peaks[0],
+            baseline=self.baseline.name,
+            baseline_milliseconds=1e3 * reference,
+            baseline_peak_bytes=peaks[1],
+            ratio=reference / seconds,
+            spread=spread(times[0]),
+            baseline_spread=spread(times[1]),
+            weight_bytes=self.model.weight_bytes,
+            baseline_weight_bytes=self.baseline.weight_bytes,
+            protocol=self.protocol(),
+        )
+
+    def protocol(self) -> dict[str, Any]:
+        """Says how the times were measured."""
+        kept = self.model.kept_bytes
+        return {
+            **({} if kept is None else {"kept_weights_bytes": kept}),
+            "device": self.device.type,
+            "device_name": device_name(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": self.threads,
+            "repeats": self.repeats,
+            "warm_ups": WARM_UPS,
+            "statistic": "median; model and baseline in turn, the first one changing",
+            "spread": "distance of the quartiles over the median",
+            "memory": WHAT,
+            "inputs": self.feed.words(),
+            "seed": self.seed,
+            "date": datetime.now(UTC).date().isoformat(),
+            **environment(),
+        }
+
+    def _inputs(self, batch: int, length: int) -> dict[str, Tensor]:
+        return self.feed.batch(batch, length, self.seed, self.device, self.dtype)
+
+    def _ready(self, side: Side, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
+        """Returns a pass that was run before: compiled, and with warm caches."""
+        options: dict[str, Any] = dict(inputs)
+        if "use_cache" in self.feed.inputs.names:
+            options["use_cache"] = False  # nothing is generated
+        forward: Callable[..., object] = side.model
+
+        def run() -> object:
+            return forward(**options)
+
+        with _explained(f"`{side.name}` cannot run batch {cell.batch}, length {cell.length}"):
+            run()
+        if cell.mode == "compiled":
+            forward = compiled(side.model)
+            with explained(f"on `{side.name}`", "that needs no compiler"):
+                run()
+        for _ in range(WARM_UPS - 1):
+            run()
+        return run
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns whatever a model raises into an `InputError`."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise InputError(f"{what}: the memory is too small", _SMALLER) from error
+    except Exception as error:
+        # A forward pass may raise anything.
+        words = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{what} ({words})", _SMALLER) from error
+
+
+_SMALLER = "give a smaller `--batch` or `--length`, or another `--device`"

@@ -1,0 +1,462 @@
+"""Fits of slices in the norm of the data, and of any weight in the norm of the model's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import log2
+
+import torch
+from torch import Tensor
+
+from tcompress.linalg.moments import (
+    balanced,
+    best_factors,
+    conjugate_gradients,
+    fit_lowrank,
+    safe_cholesky,
+)
+from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
+
+# Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.
+#
+# In the real Fourier basis (cos0, cos1, sin1, ..., [cos p/2]) a complex slice A + iB of frequency k
+# maps the coefficients (c, s) to (A c + B s, A s - B c). Stored are A and B at the places of c and
+# s, and a single real matrix for the real frequencies: d^2 / p numbers, as for a real transform.
+
+
+def _pairs(count: int) -> tuple[list[int], list[int], list[int]]:
+    """Places of cosines, of sines, and of the real frequencies."""
+    pairs = (count - 1) // 2
+    real = [0] if count % 2 else [0, count - 1]
+    return [2 * k + 1 for k in range(pairs)], [2 * k + 2 for k in range(pairs)], real
+
+
+def expand_conjugate_slices(slices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Expands stored slices to what a real product applies.
+
+    Args:
+        slices: Stored numbers.  # (..., p, c, a)
+
+    Returns:
+        Slices for the own coefficients, slices for the partner's, both (..., p, c, a), and the
+        place of every coefficient's partner.
+    """
+    count = slices.shape[-3]
+    cosines, sines, real = _pairs(count)
+    place, sign, partner = [0] * count, [0.0] * count, [0] * count
+    swap = list(range(count))
+    for c, s in zip(cosines, sines, strict=True):
+        place[c] = place[s] = c
+        partner[c] = partner[s] = s
+        sign[c], sign[s] = 1.0, -1.0
+        swap[c], swap[s] = s, c
+    for index in real:
+        place[index] = partner[index] = index
+    signs = slices.new_tensor(sign)[:, None, None]
+    return slices[..., place, :, :], slices[..., partner, :, :] * signs, swap
+
+
+def fit_conjugate_slices(target: Tensor, gram: Tensor | None, count: int) -> Tensor:
+    """Regresses the complex slices on moments, both in the real Fourier basis.
+
+    Args:
+        target: W C.  # (out, d)
+        gram: G, or None for the identity.  # (d, d)
+        count: Number of slices p.
+
+    Returns:
+        Stored numbers.  # (p, out / p, d / p)
+    """
+    cosines, sines, real = _pairs(count)
+    t = target.unflatten(1, (count, -1)).unflatten(0, (count, -1)).transpose(1, 2)  # (p, p, c, a)
+    out = torch.empty(count, *t.shape[2:], dtype=t.dtype, device=t.device)
+    right = torch.cat(
+        [t[cosines, cosines] + t[sines, sines], t[cosines, sines] - t[sines, cosines]], -1
+    )
+    if gram is None:
+        out[real], theta = t[real, real], right / 2
+    else:
+        g = gram.unflatten(1, (count, -1)).unflatten(0, (count, -1)).transpose(1, 2)
+        same = g[cosines, cosines] + g[sines, sines]
+        mixed = g[cosines, sines] - g[sines, cosines]
+        normal = torch.cat([torch.cat([same, mixed], -1), torch.cat([mixed.mT, same], -1)], -2)
+        theta = torch.cholesky_solve(right.mT, safe_cholesky(normal)).mT
+        out[real] = torch.cholesky_solve(t[real, real].mT, safe_cholesky(g[real, real])).mT
+    out[cosines], out[sines] = theta.chunk(2, -1)
+    return out
+
+
+# Fits of L-product slices: closed form for the slices, gradient ascent for the transform.
+#
+# A slice structure maps slice k of its (transformed) input to slice k of its (transformed) output.
+# Its least-squares optimum is one regression per slice, so the optimum's value is a smooth function
+# of the transform, which is fitted first.
+
+
+SMALL = 512  # widths up to which a fit of a rotation is fastest on one thread
+
+
+def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
+    """Returns the diagonal blocks of a matrix cut into `count` rows and columns of blocks.
+
+    Args:
+        matrix: Any matrix.  # (count * c, count * a)
+        count: Number of slices p.
+
+    Returns:
+        A view.  # (p, c, a)
+    """
+    grid = matrix.unflatten(1, (count, -1)).unflatten(0, (count, -1))  # (p, c, p, a)
+    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def fit_slices(target: Tensor, gram: Tensor, count: int) -> Tensor:
+    """Regresses every output slice on its own input slice.
+
+    Args:
+        target: W C in transformed coordinates.  # (out, d)
+        gram: G in transformed coordinates.  # (d, d)
+        count: Number of slices p.
+
+    Returns:
+        (W C)_kk G_kk^-1 for every slice k.  # (p, out / p, d / p)
+    """
+    factor = safe_cholesky(diagonal_blocks(gram, count))
+    return torch.cholesky_solve(diagonal_blocks(target, count).mT, factor).mT
+
+
+def fit_truncated_slices(
+    target: Tensor, gram: Tensor | None, count: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Fits the truncated L-SVD: every slice keeps its leading `rank` singular triplets.
+
+    Args:
+        target: W C in transformed coordinates.  # (out, d)
+        gram: G in transformed coordinates, or None for the identity.  # (d, d)
+        count: Number of slices p.
+        rank: Tubal rank.
+
+    Returns:
+        Left (p, out / p, rank) and right (p, rank, d / p) factors of the slices.
+    """
+    slices = diagonal_blocks(target, count)
+    if gram is None:
+        return balanced(*best_factors(slices, rank))
+    return fit_lowrank(slices, diagonal_blocks(gram, count), rank)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One weight that shares a transform with others.
+
+    Attributes:
+        target: W C.  # (out, d)
+        gram: G.  # (d, d)
+        scale: E||W x||^2, so that every weight counts alike.
+    """
+
+    target: Tensor
+    gram: Tensor
+    scale: float
+
+
+def fit_rotation(
+    problems: Sequence[Problem],
+    stages: Stages,
+    *,
+    count: int,
+    z: Tensor,
+    output: bool,
+    steps: int = 100,
+    rate: float = 0.08,
+) -> Tensor:
+    """Fits the generators of a staged rotation by ascent on the variance that slices explain.
+
+    Args:
+        problems: The weights that share the transform. Those that share an input have one G.
+        stages: Shape of the rotation.
+        count: Number of slices p.
+        z: Tube transform that follows the rotation.  # (p, p)
+        output: True if the transform acts on the outputs, False on the inputs.
+        steps: Adam steps with a cosine schedule.
+        rate: Learning rate in the generators.
+
+    Returns:
+        Generators.  # stages.generators_shape
+    """
+    device = problems[0].gram.device
+    turn = partial(turn_rows, z=z.to(device, torch.float32), count=count)
+    objective = (_output_objective if output else _input_objective)(problems, count, turn)
+    generators = torch.zeros(stages.generators_shape, device=device)
+    generators.requires_grad_()
+    optimiser = torch.optim.Adam([generators], lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    with _threads_for(stages.features), torch.enable_grad():
+        for _ in range(steps):
+            optimiser.zero_grad()
+            loss = -objective(build_blocks(generators, stages.block).float())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
+    return generators.detach().double()
+
+
+@contextmanager
+def _threads_for(features: int) -> Iterator[None]:
+    """Computes on one thread where the many small products would mostly wait for each other."""
+    before = torch.get_num_threads()
+    if features <= SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
+    """Takes the last axis of a matrix to transformed coordinates, as activations are taken.
+
+    Args:
+        matrix: Rows in host coordinates.  # (rows, d)
+        blocks: Stages of the rotation.  # (stages, groups, b, b)
+        z: Tube transform that follows.  # (p, p)
+        count: Number of slices p.
+    """
+    return mix_tubes(rotate(matrix, blocks), z) if count > 1 else rotate(matrix, blocks)
+
+
+Turn = Callable[[Tensor, Tensor], Tensor]
+
+
+def _input_objective(
+    problems: Sequence[Problem], count: int, turn: Turn
+) -> Callable[[Tensor], Tensor]:
+    """Sum over slices of tr(E_k^T G_kk^-1 E_k), E_k = E[x'_k (W x)_k^T]."""
+    root = _range(problems[0].gram)
+    gram = (problems[0].gram / root**2).float()
+    targets = [(problem.target / problem.scale**0.5 / root).float() for problem in problems]
+    rows = torch.cat([target.unflatten(0, (count, -1)) for target in targets], 1)
+    stacked = rows.flatten(0, 1)  # slice by slice, the outputs of all weights  # (p * o, d)
+
+    def explained(blocks: Tensor) -> Tensor:
+        turned = turn(turn(gram, blocks).mT, blocks)
+        grams = diagonal_blocks(turned, count)
+        factor, info = torch.linalg.cholesky_ex(grams)
+        if bool(info.any()):
+            factor = safe_cholesky(grams)
+        cross = diagonal_blocks(turn(stacked, blocks), count)  # (p, o, a)
+        half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
+        return half.square().sum() / len(problems)
+
+    return explained
+
+
+def _range(gram: Tensor) -> float:
+    """A power of two whose square is about the size of G: dividing by it rounds nothing."""
+    size = float(gram.diagonal().mean())
+    return 2.0 ** round(log2(size) / 2) if size > 0 else 1.0
+
+
+def _output_objective(
+    problems: Sequence[Problem], count: int, turn: Turn
+) -> Callable[[Tensor], Tensor]:
+    """Sum over slices of tr(T_k^T M_k T_k), M_k = E_k^T G_kk^-1 E_k, E_k = E[x'_k (W x)^T]."""
+    halves = []
+    for problem in problems:
+        factor = safe_cholesky(diagonal_blocks(problem.gram, count))
+        cross = (problem.target / problem.scale**0.5).mT.unflatten(0, (count, -1))  # (p, a, out)
+        halves.append(torch.linalg.solve_triangular(factor, cross, upper=False).float())
+    stacked = torch.cat(halves, 1).flatten(0, 1)  # slice by slice: rows of all problems
+
+    def explained(blocks: Tensor) -> Tensor:
+        return diagonal_blocks(turn(stacked, blocks), count).square().sum() / len(problems)
+
+    return explained
+
+
+# Fits in the norm of the model's loss: moments of the inputs and of the outputs' gradients.
+#
+# With S = E[d d^T] over gradients d at the output of a layer (label-free Gauss-Newton curvature)
+# and the moments of its input, replacing W by V changes what the model computes, to second order,
+# by
+#
+#     tr(S V G V^T) - 2 tr(S V P^T) + const,    P = W C,    const = tr(S W D W^T).
+#
+# The value is a predicted loss: it compares across layers and structures. S couples all outputs of
+# a layer, so slices have joint normal equations. G and S are taken as damped.
+
+
+def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
+    """Adds a multiple of the identity to S, which is often nearly singular.
+
+    Outputs that the gradients never reached are then fitted as the inputs alone would have them.
+
+    Args:
+        curvature: S.  # (..., out, out)
+        damping: Ridge as a multiple of the mean diagonal element of S; of 1 where S is zero.
+    """
+    mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)
+    level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
+    eye = torch.eye(curvature.shape[-1], dtype=curvature.dtype, device=curvature.device)
+    return curvature + level[..., None, None] * eye
+
+
+def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+    """Returns tr(S V G V^T) - 2 tr(S V P^T): the predicted loss without its constant.
+
+    Args:
+        fitted: V.  # (..., out, d)
+        product: P = W C, the dense weight times the cross moment.  # (..., out, d)
+        gram: G.  # (..., d, d)
+        curvature: S.  # (..., out, out)
+
+    Returns:
+        One number per weight.  # (...)
+    """
+    return (curvature @ fitted).mul(fitted @ gram - 2 * product).sum((-2, -1))
+
+
+def curved_constant(weight: Tensor, dense: Tensor, curvature: Tensor) -> Tensor:
+    """Returns tr(S W D W^T), which added to `curved_loss` makes it the whole predicted loss.
+
+    Args:
+        weight: Dense weight W.  # (..., out, d)
+        dense: D, the moment of the dense inputs, damped as G and C are.  # (..., d, d)
+        curvature: S.  # (..., out, out)
+
+    Returns:
+        One number per weight.  # (...)
+    """
+    return (curvature @ weight).mul(weight @ dense).sum((-2, -1))
+
+
+def fit_lowrank_curved(
+    product: Tensor, gram: Tensor, curvature: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Fits A B in the norm of both moments: closed form.
+
+    With G = L L^T and S = K K^T the optimum is the truncated SVD of K^T (W C) L^-T, brought back
+    by K^-T and L^-1. Any other square roots would give the same product.
+
+    Args:
+        product: W C.  # (..., out, d)
+        gram: G, damped.  # (..., d, d)
+        curvature: S, damped.  # (..., out, out)
+        rank: Rank r.
+
+    Returns:
+        A (out, r) and B (r, d), of equal scale.
+    """
+    inputs, outputs = safe_cholesky(gram), safe_cholesky(curvature)
+    left, right = best_factors(_whitened(product, inputs, outputs), rank)
+    left = torch.linalg.solve_triangular(outputs.mT, left, upper=True)
+    # B = right L^-1, that is L^T B^T = right^T.
+    return balanced(left, torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT)
+
+
+def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+    """Returns what every further rank saves: the squares of these values are predicted losses.
+
+    Args:
+        product: W C.  # (..., out, d)
+        gram: G, damped.  # (..., d, d)
+        curvature: S, damped.  # (..., out, out)
+
+    Returns:
+        Singular values of K^T (W C) L^-T, largest first.  # (..., min(out, d))
+    """
+    whitened = whitened_product(product, gram, curvature)
+    # The squares are what counts: those of the smaller side are as exact, and much faster.
+    tall = whitened.shape[-2] >= whitened.shape[-1]
+    squares = torch.linalg.eigvalsh(whitened.mT @ whitened if tall else whitened @ whitened.mT)
+    return squares.clamp_min(0).sqrt().flip(-1)
+
+
+def whitened_product(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
+    """Returns K^T (W C) L^-T with G = L L^T and S = K K^T: errors are plain sums of squares there.
+
+    Args:
+        product: W C.  # (..., out, d)
+        gram: G, damped.  # (..., d, d)
+        curvature: S, damped.  # (..., out, out)
+    """
+    return _whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
+
+
+def lowrank_losses(spectrum: Tensor, constant: Tensor | float | None = None) -> Tensor:
+    """Returns the predicted loss of the best factors of every rank.
+
+    Args:
+        spectrum: From `lowrank_spectrum`.  # (..., n)
+        constant: From `curved_constant`; it adds what no weight at all can reach. Without it that
+            part is taken as zero, as it is where the layer's inputs are those of the dense model.
+
+    Returns:
+        Losses of ranks 0, 1, ..., n, never growing.  # (..., n + 1)
+    """
+    saved = spectrum.square()
+    tails = torch.nn.functional.pad(saved.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    if constant is None:
+        return tails
+    missed = torch.as_tensor(constant, dtype=tails.dtype, device=tails.device) - saved.sum(-1)
+    return tails + missed.clamp_min(0)[..., None]
+
+
+def _whitened(product: Tensor, inputs: Tensor, outputs: Tensor) -> Tensor:
+    """K^T P L^-T."""
+    return torch.linalg.solve_triangular(inputs, (outputs.mT @ product).mT, upper=False).mT
+
+
+def fit_slices_curved(
+    product: Tensor,
+    gram: Tensor,
+    count: int,
+    curvature: Tensor,
+    start: Tensor | None = None,
+    *,
+    iterations: int = 50,
+    tolerance: float = 1e-6,
+) -> Tensor:
+    """Fits all slices at once in the norm of both moments.
+
+    The optimum solves sum_l S_kl V_l G_lk = (S P)_kk for every slice k. Slice by slice it would
+    read S_kk V_k G_kk, whose inverse preconditions the conjugate gradients.
+
+    Args:
+        product: W C in transformed coordinates.  # (out, d)
+        gram: G in transformed coordinates, damped.  # (d, d)
+        count: Number of slices p.
+        curvature: S in transformed coordinates, damped.  # (out, out)
+        start: First slices; default `fit_slices`, blind to S.  # (p, out / p, d / p)
+        iterations: Most steps to take.
+        tolerance: Relative residual at which to stop.
+
+    Returns:
+        Slices whose predicted loss is at most that of the start.  # (p, out / p, d / p)
+    """
+    inputs = safe_cholesky(diagonal_blocks(gram, count))
+    outputs = safe_cholesky(diagonal_blocks(curvature, count))
+    grams = gram.unflatten(0, (count, -1))  # (p, a, d)
+    curves = curvature.unflatten(0, (count, -1))  # (p, c, out)
+
+    def apply(slices: Tensor) -> Tensor:
+        turned = (slices @ grams).flatten(0, 1)  # V G of the block-diagonal V  # (out, d)
+        return curves @ turned.unflatten(1, (count, -1)).transpose(0, 1)
+
+    def precondition(slices: Tensor) -> Tensor:
+        half = torch.cholesky_solve(slices, outputs)
+        return torch.cholesky_solve(half.mT, inputs).mT
+
+    wanted = curves @ product.unflatten(1, (count, -1)).transpose(0, 1)  # (S P)_kk
+    first = fit_slices(product, gram, count) if start is None else start
+    return conjugate_gradients(
+        apply,
+        wanted,
+        first,
+        precondition=precondition,
+        iterations=iterations,
+        tolerance=tolerance,
+    )

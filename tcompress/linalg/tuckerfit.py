@@ -1,0 +1,538 @@
+"""Fits of Tucker factors that layers share, in the norm of the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from tcompress.linalg.moments import conjugate_gradients, safe_cholesky
+
+# Shared Tucker factors: W_l ~ U (sum_k A_lk C_k) V^T for l = 1..n, in the norm of the moments.
+#
+# All matrices share U, V and the cores C_k; each has only its mixing weights A_l of its own. For
+# one matrix there is nothing to mix and the form is U C V^T. Fits minimise
+#
+#     sum_l tr(S_l W'_l G_l W'_l^T) - 2 tr(S_l W'_l P_l^T),    P_l = W_l C_l,
+#
+# by turns over U, V, the cores and the mixing weights, each a linear least-squares problem.
+
+
+Ranks = tuple[int, int, int]
+TIGHT = 1e-9  # relative residual at which an update counts as solved
+
+
+@dataclass(frozen=True)
+class Tucker:
+    """Factors of n matrices of one shape.
+
+    Attributes:
+        left: U.  # (out, r2)
+        cores: C_k.  # (r1, r2, r3)
+        right: V.  # (d, r3)
+        mixing: A, all ones for a single matrix.  # (n, r1)
+    """
+
+    left: Tensor
+    cores: Tensor
+    right: Tensor
+    mixing: Tensor
+
+    def middles(self) -> Tensor:
+        """Returns sum_k A_lk C_k.  # (n, r2, r3)."""
+        return _mix(self.mixing, self.cores)
+
+    def matrices(self) -> Tensor:
+        """Returns the matrices that the factors stand for.  # (n, out, d)."""
+        return self.left @ self.middles() @ self.right.mT
+
+
+def clip_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
+    """Lowers ranks to what the shape admits: beyond that they only add parameters.
+
+    Args:
+        count: Number of matrices n.
+        d_out: Rows of each.
+        d_in: Columns of each.
+        ranks: Cores r1, then columns of U and V.
+    """
+    clipped = (min(ranks[0], count), min(ranks[1], d_out), min(ranks[2], d_in))
+    while True:
+        r1, r2, r3 = clipped
+        lower = (min(r1, r2 * r3), min(r2, r1 * r3), min(r3, r1 * r2))
+        if lower == clipped:
+            return clipped
+        clipped = lower
+
+
+def tucker_parameters(count: int, d_out: int, d_in: int, ranks: Ranks) -> int:
+    """Counts the parameters of U, V, the cores and, for more than one matrix, the mixing weights.
+
+    Args:
+        count: Number of matrices n.
+        d_out: Rows of each.
+        d_in: Columns of each.
+        ranks: Cores r1, then columns of U and V.
+    """
+    r1, r2, r3 = ranks
+    mixing = count * r1 if count > 1 else 0
+    return r1 * r2 * r3 + d_out * r2 + d_in * r3 + mixing
+
+
+def largest_rank(widths: int, budget: int) -> int:
+    """Gives the largest r of U G V^T, with r widths + r^2 parameters, within a budget."""
+    return (isqrt(widths * widths + 4 * max(0, budget)) - widths) // 2
+
+
+def rank_ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
+    """Lists sizes of a bank by growing ranks, in proportion to the widths of a block.
+
+    As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
+    little in common but the spaces they read and write.
+    """
+    wide = max(rows, columns)
+    for rank in range(1, wide + 1):
+        left, right = -(-rank * rows // wide), -(-rank * columns // wide)
+        yield min(most, left * right), left, right
+
+
+def fit_tucker(
+    products: Tensor,
+    grams: Tensor | None,
+    ranks: Ranks,
+    *,
+    curvatures: Tensor | None = None,
+    sweeps: int = 20,
+    tolerance: float = 1e-6,
+    inner: int = 10,
+    start: int = 2,
+) -> Tucker:
+    """Fits shared factors: higher-order orthogonal iteration, then alternating least squares.
+
+    No update makes the objective larger. To let matrices count alike, divide both moments of each
+    by its scale.
+
+    Args:
+        products: P_l = W_l C_l.  # (n, out, d)
+        grams: G_l, damped; one matrix for all, or None for the identity.  # (n, d, d) or (d, d)
+        ranks: Cores r1, then columns of U and V; lowered to what the shape admits.
+        curvatures: S_l, damped, or None for the identity.  # (n, out, out) or (out, out)
+        sweeps: Most rounds over all factors.
+        tolerance: Stop where a round explains this little more, relative to all it explains.
+        inner: Most steps of conjugate gradients for the factors, the cores and the mixing
+            weights, whose normal matrices are never built.
+        start: Rounds of orthogonal iteration to start from.
+
+    Returns:
+        The factors; the columns of U, V and the mixing weights are orthonormal.
+    """
+    count, rows, cols = products.shape
+    ranks = clip_ranks(count, rows, cols, ranks)
+    problem, outputs, inputs = _whitened(products, grams, curvatures)
+    now = _started(problem, ranks, start)
+    last = float("inf")
+    for _ in range(sweeps):
+        now = _update_left(problem, now, inner)
+        now = _update_right(problem, now, inner)
+        seen = _Projected.of(problem, now)
+        now = _update_cores(seen, now, inner)
+        now = _update_mixing(seen, now, inner)
+        loss = seen.loss(now)
+        if last - loss <= tolerance * abs(loss):
+            break
+        last = loss
+    now = _with_right(now, _colored(inputs, now.right))  # W' = K^-T U M V^T L^-1
+    now = _turned(_with_right(_turned(now), _colored(outputs, now.left)))
+    if count == 1:
+        now = replace(now, cores=now.mixing * now.cores, mixing=torch.ones_like(now.mixing))
+    return now
+
+
+def _mix(weights: Tensor, cores: Tensor) -> Tensor:
+    """sum_k weights_k C_k.  # (..., r1) -> (..., r2, r3)."""
+    return (weights @ cores.flatten(1)).unflatten(-1, tuple(cores.shape[1:]))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Products and moments in coordinates where the mean moments are the identity.
+
+    Attributes:
+        products: S_l P_l.  # (n, out, d)
+        grams: G_l, or None where all are the identity.  # (n, d, d)
+        curvatures: S_l, likewise.  # (n, out, out)
+        free: The best matrices without any structure.  # (n, out, d)
+    """
+
+    products: Tensor
+    grams: Tensor | None
+    curvatures: Tensor | None
+    free: Tensor
+
+    def turned(self) -> _Problem:
+        """The same problem for the transposed matrices."""
+        return _Problem(self.products.mT, self.curvatures, self.grams, self.free.mT)
+
+
+def _whitened(
+    products: Tensor, grams: Tensor | None, curvatures: Tensor | None = None
+) -> tuple[_Problem, Tensor | None, Tensor | None]:
+    """The problem in whitened coordinates, and the roots of the mean S and the mean G."""
+    turned, grams, inputs = _whitened_columns(products, grams)
+    free = turned if grams is None else torch.cholesky_solve(turned.mT, safe_cholesky(grams)).mT
+    if curvatures is None:
+        return _Problem(turned, grams, None, free), None, inputs
+    # K^T P: solving with K would be for S P, which is made next.
+    _, curvatures, outputs = _whitened_columns(turned.mT, curvatures)
+    assert outputs is not None
+    turned, free = outputs.mT @ turned, outputs.mT @ free
+    seen = turned if curvatures is None else curvatures @ turned
+    return _Problem(seen, grams, curvatures, free), outputs, inputs
+
+
+def _whitened_columns(
+    products: Tensor, grams: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """P_l L^-T, L^-1 G_l L^-T and the root L of the mean moment."""
+    if grams is None:
+        return products, None, None
+    root = safe_cholesky(grams if grams.ndim == 2 else grams.mean(0))
+    products = torch.linalg.solve_triangular(root, products.mT, upper=False).mT
+    if grams.ndim == 2:
+        return products, None, root
+    half = torch.linalg.solve_triangular(root, grams, upper=False)
+    return products, torch.linalg.solve_triangular(root, half.mT, upper=False), root
+
+
+def _colored(root: Tensor | None, factor: Tensor) -> Tensor:
+    """L^-T V: a factor in the coordinates that whitening left."""
+    return factor if root is None else torch.linalg.solve_triangular(root.mT, factor, upper=True)
+
+
+def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
+    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side."""
+    grams, curvatures, free = problem.grams, problem.curvatures, problem.free
+    if grams is None and curvatures is None:
+        return _orthogonal_iteration(free, ranks, rounds)
+    seen = free if grams is None else free @ grams
+    worth = free if curvatures is None else curvatures @ free
+    flat = worth.flatten(1)
+    mixing, left, right = (
+        torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
+        for square, rank in zip(
+            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)),
+            ranks,
+            strict=True,
+        )
+    )
+    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
+
+
+def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
+    """Tucker factors in the plain norm, from the leading eigenvectors of every unfolding."""
+    import tensorly  # takes a second to import, and few commands need it
+    from tensorly.decomposition import tucker
+
+    # Unfoldings are wide, and tensorly would take the SVD of the whole of each.
+    factors = []
+    for mode, rank in enumerate(ranks):
+        unfolded = tensor.movedim(mode, 0).flatten(1)
+        _, vectors = torch.linalg.eigh(unfolded @ unfolded.mT)
+        factors.append(vectors[:, -rank:].flip(1))
+    if rounds > 0:
+        # The core of the start is never read: every round makes it anew.
+        begin = (tensor, factors)
+        with tensorly.backend_context("pytorch", local_threadsafe=True):
+            _, factors = tucker(tensor, list(ranks), init=begin, n_iter_max=rounds)
+    mixing, left, right = factors
+    cores = _mix(mixing.mT, left.mT @ tensor @ right)
+    return Tucker(left, cores, right, mixing)
+
+
+def _turned(now: Tucker) -> Tucker:
+    """The factors of the transposed matrices."""
+    return replace(now, left=now.right, cores=now.cores.mT, right=now.left)
+
+
+def _with_right(now: Tucker, right: Tensor) -> Tucker:
+    """Puts the columns of another V, made orthonormal, in the place of V."""
+    right, rest = torch.linalg.qr(right)
+    return replace(now, right=right, cores=now.cores @ rest.mT)
+
+
+def _update_left(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
+    """Solves for U as for V."""
+    return _turned(_update_right(problem.turned(), _turned(now), inner))
+
+
+def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
+    """Solves sum_l G_l V (M_l^T U^T S_l U M_l) = sum_l (S_l P_l)^T U M_l for V, U^T U = I."""
+    middles = now.middles()
+    seen = middles
+    if problem.curvatures is not None:
+        seen = now.left.mT @ problem.curvatures @ now.left @ middles
+    squares = middles.mT @ seen
+    total = squares.sum(0)
+    factor = safe_cholesky(total)
+
+    def apply(right: Tensor) -> Tensor:
+        if problem.grams is None:
+            return right @ total
+        return (problem.grams @ right @ squares).sum(0)
+
+    right = conjugate_gradients(
+        apply,
+        ((now.left.mT @ problem.products).mT @ middles).sum(0),
+        now.right,
+        precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
+        iterations=inner,
+        tolerance=TIGHT,
+    )
+    return _with_right(now, right)
+
+
+@dataclass(frozen=True)
+class _Projected:
+    """All that cores and mixing weights see of the problem, U and V being orthonormal.
+
+    Attributes:
+        products: U^T S_l P_l V.  # (n, r2, r3)
+        kernels: V^T G_l V, or None for the identity.  # (n, r3, r3)
+        sights: U^T S_l U, or None for the identity.  # (n, r2, r2)
+    """
+
+    products: Tensor
+    kernels: Tensor | None
+    sights: Tensor | None
+
+    @classmethod
+    def of(cls, problem: _Problem, now: Tucker) -> _Projected:
+        kernels = sights = None
+        if problem.grams is not None:
+            kernels = now.right.mT @ problem.grams @ now.right
+        if problem.curvatures is not None:
+            sights = now.left.mT @ problem.curvatures @ now.left
+        return cls(now.left.mT @ problem.products @ now.right, kernels, sights)
+
+    def apply(self, middles: Tensor) -> Tensor:
+        """U^T S_l U M_l V^T G_l V."""
+        seen = middles if self.kernels is None else middles @ self.kernels
+        return seen if self.sights is None else self.sights @ seen
+
+    def loss(self, now: Tucker) -> float:
+        """The objective at these factors."""
+        middles = now.middles()
+        return float((self.apply(middles) - 2 * self.products).mul(middles).sum())
+
+
+def _update_cores(seen: _Projected, now: Tucker, inner: int) -> Tucker:
+    """Solves sum_l A_lk M_l(C) K_l = sum_l A_lk U^T P_l V for the cores; A^T A = I."""
+    back = now.mixing.mT
+    cores = conjugate_gradients(
+        lambda cores: _mix(back, seen.apply(_mix(now.mixing, cores))),
+        _mix(back, seen.products),
+        now.cores,
+        iterations=inner,
+        tolerance=TIGHT,
+    )
+    return replace(now, cores=cores)
+
+
+def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
+    """Regresses every U^T P_l V on the cores, and makes the columns of A orthonormal."""
+    flat = now.cores.flatten(1)
+    factor = safe_cholesky(flat @ flat.mT)
+    mixing = conjugate_gradients(
+        lambda mixing: seen.apply(_mix(mixing, now.cores)).flatten(1) @ flat.mT,
+        seen.products.flatten(1) @ flat.mT,
+        now.mixing,
+        precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
+        iterations=inner,
+        tolerance=TIGHT,
+    )
+    mixing, rest = torch.linalg.qr(mixing)
+    return replace(now, mixing=mixing, cores=_mix(rest, now.cores))
+
+
+# Layers of many sizes over one bank of Tucker factors: grids of blocks U (sum_k a_k C_k) V^T.
+#
+# A layer larger than the shared shape is cut into blocks, each with mixing weights of its own.
+
+
+SWEEPS, STEPS = 12, 4
+"""Rounds over all factors, and steps of conjugate gradients for each in a round."""
+
+
+@dataclass(frozen=True)
+class Bank:
+    """What layers share.
+
+    Attributes:
+        left: U.  # (a, r2)
+        right: V.  # (b, r3)
+        cores: C_k.  # (r1, r2, r3)
+    """
+
+    left: Tensor
+    right: Tensor
+    cores: Tensor
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Shape of a block."""
+        return len(self.left), len(self.right)
+
+
+@dataclass(frozen=True)
+class User:
+    """A weight that is made of blocks of a bank.
+
+    Attributes:
+        weight: W.  # (m * a, q * b)
+        gram: G, damped; None for the identity.  # (q * b, q * b)
+        curvature: S, damped; None for the identity.  # (m * a, m * a)
+        scale: What its errors are divided by, to count like those of others.
+    """
+
+    weight: Tensor
+    gram: Tensor | None = None
+    curvature: Tensor | None = None
+    scale: float = 1.0
+
+    def turned(self) -> User:
+        """The transposed weight: S and G change places."""
+        return replace(self, weight=self.weight.mT, gram=self.curvature, curvature=self.gram)
+
+    def error(self, bank: Bank) -> float:
+        """The smallest error that mixing weights leave over, divided by the scale."""
+        mixing = fit_mixing(self._weighed(self.weight), self.gram, bank, self.curvature)
+        missed = self.weight - mixed_weight(mixing, bank)
+        return float(self._weighed(missed).mul(missed).sum()) / self.scale
+
+    def _weighed(self, weight: Tensor) -> Tensor:
+        """S W G."""
+        seen = weight if self.gram is None else weight @ self.gram
+        return seen if self.curvature is None else self.curvature @ seen
+
+
+def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Bank:
+    """Fits a bank to all that use it, on their moments never worse than without them.
+
+    Blocks are fitted in the norm of their own moments; what those side by side have in common is
+    left to the mixing weights.
+
+    Args:
+        users: The weights, each a multiple of the block.
+        block: Rows a and columns b of a block.
+        ranks: Cores r1, then columns of U and V; within what the shape admits.
+    """
+    blocks = [_grid(user.weight, block).flatten(0, 1) for user in users]
+    scales = torch.cat(
+        [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
+    )
+    weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
+    plain = fit_tucker(weights, None, ranks, sweeps=SWEEPS, inner=STEPS)
+    free = Bank(plain.left, plain.right, plain.cores)
+    if all(user.gram is None and user.curvature is None for user in users):
+        return free
+    curvatures, grams = (_moments_of_blocks(users, block, side) for side in (0, 1))
+    # The start weighs matrices by what stands before them, not by the size of their moments.
+    for moments in (curvatures, grams):
+        if moments is not None:
+            level = moments.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+            moments /= level
+            weights = weights * level.sqrt()
+    products = weights if grams is None else weights @ grams
+    fitted = fit_tucker(products, grams, ranks, curvatures=curvatures, sweeps=SWEEPS, inner=STEPS)
+    aware = Bank(fitted.left, fitted.right, fitted.cores)
+    return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
+
+
+def fit_mixing(
+    product: Tensor, gram: Tensor | None, bank: Bank, curvature: Tensor | None = None
+) -> Tensor:
+    """Fits the mixing weights of one layer to a given bank: closed form.
+
+    Blocks see each other where they read the same rows of moments, and are fitted together.
+
+    Args:
+        product: S W C.  # (m * a, q * b)
+        gram: G, damped; None for the identity.  # (q * b, q * b)
+        bank: The shared factors.
+        curvature: S, damped; None for the identity.  # (m * a, m * a)
+
+    Returns:
+        Weights of the cores for every block.  # (m, q, r1)
+    """
+    left, right, cores = bank.left, bank.right, bank.cores
+    kernels = _between(gram, right, product.shape[1])  # (q, q, r3, r3)
+    if curvature is None:  # rows of the grid do not see each other, and are all alike
+        sights = (left.mT @ left)[None, None]
+    else:
+        sights = _between(curvature, left, product.shape[0])  # (m, m, r2, r2)
+    flat = cores.flatten(1)
+    # One row of the grid at a time: all products at once would take m q times the memory.
+    rows = [
+        ((sight[:, None, None] @ cores @ kernel[:, None]).flatten(3) @ flat.mT).flatten(0, 2)
+        for sight in sights
+        for kernel in kernels.transpose(0, 1)
+    ]
+    normal = torch.stack(rows).mT.flatten(0, 1)  # (m * q * r1,) * 2, with m = 1 where all are alike
+    blocks = _grid(product, bank.block)  # (m, q, a, b)
+    wanted = (left.mT @ blocks @ right).flatten(2) @ flat.mT  # (m, q, r1)
+    flat_wanted = wanted.reshape(-1, len(normal)).mT
+    return torch.cholesky_solve(flat_wanted, safe_cholesky(normal)).mT.reshape(wanted.shape)
+
+
+def mixed_weight(mixing: Tensor, bank: Bank) -> Tensor:
+    """Returns the weight of one layer from its mixing weights and a bank.
+
+    Args:
+        mixing: One set for every block.  # (..., m, q, r1)
+        bank: The shared factors.
+
+    Returns:
+        The blocks, put together.  # (..., m * a, q * b)
+    """
+    blocks = bank.left @ mixed_cores(mixing, bank.cores) @ bank.right.mT  # (..., m, q, a, b)
+    return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def mixed_cores(mixing: Tensor, cores: Tensor) -> Tensor:
+    """Returns sum_k a_k C_k.  # (..., r1), (r1, r2, r3) -> (..., r2, r3)."""
+    return (mixing @ cores.flatten(1)).unflatten(-1, tuple(cores.shape[1:]))
+
+
+def _grid(weight: Tensor, block: tuple[int, int]) -> Tensor:
+    """Cuts a weight into blocks.  # (m * a, q * b) -> (m, q, a, b)."""
+    rows, columns = block
+    return weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+
+
+def _between(moment: Tensor | None, factor: Tensor, width: int) -> Tensor:
+    """F^T G_ij F for all blocks i, j of a moment.  # (w, r) -> (width / w,) * 2 + (r, r)."""
+    size = len(factor)
+    if moment is None:
+        moment = torch.eye(width, dtype=factor.dtype, device=factor.device)
+    return factor.mT @ _grid(moment, (size, size)) @ factor
+
+
+def _moments_of_blocks(users: Sequence[User], block: tuple[int, int], side: int) -> Tensor | None:
+    """Moments of the rows (0) or columns (1) of all blocks, or None.  # (n, w, w)."""
+    if all((user.gram if side else user.curvature) is None for user in users):
+        return None
+    return torch.cat([_per_block(user, block, side) for user in users])
+
+
+def _per_block(user: User, block: tuple[int, int], side: int) -> Tensor:
+    width, weight = block[side], user.weight
+    moment = user.gram if side else user.curvature
+    if moment is None:
+        moment = torch.eye(weight.shape[side], dtype=weight.dtype, device=weight.device)
+    own = _grid(moment, (width, width)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
+    rows, columns = (size // edge for size, edge in zip(weight.shape, block, strict=True))
+    grid = own[None].expand(rows, -1, -1, -1) if side else own[:, None].expand(-1, columns, -1, -1)
+    return grid.flatten(0, 1)

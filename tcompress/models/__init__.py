@@ -1,0 +1,48 @@
+"""Where a model comes from: names, weights on disk, names of tensors.
+
+Names are looked up on first use, so that `ALIASES` and `resolve` cost no import of torch. `model`
+puts together what `names`, `store` and `keymap` find. Open `model.py` first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.models.keymap import KeyMap, Sources, read_finite, read_parameter, require_finite
+    from tcompress.models.model import SourceModel
+    from tcompress.models.names import ALIASES, default_output_name, resolve
+    from tcompress.models.store import WeightStore
+
+__all__ = [
+    "ALIASES",
+    "KeyMap",
+    "SourceModel",
+    "Sources",
+    "WeightStore",
+    "default_output_name",
+    "read_finite",
+    "read_parameter",
+    "require_finite",
+    "resolve",
+]
+
+_HOMES = {
+    "ALIASES": "names",
+    "KeyMap": "keymap",
+    "SourceModel": "model",
+    "Sources": "keymap",
+    "WeightStore": "store",
+    "default_output_name": "names",
+    "read_finite": "keymap",
+    "read_parameter": "keymap",
+    "require_finite": "keymap",
+    "resolve": "names",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

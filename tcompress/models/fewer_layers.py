@@ -1,0 +1,369 @@
+"""A model without some of its blocks, or with some twice: the same files, another depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tcompress.errors import PlanError, SourceError, first_line
+from tcompress.models.model import SourceModel
+
+# How `config.json` says the number of blocks, and what it lists block by block.
+
+
+# Names of the number of blocks, the usual ones first; a model class has its aliases for them.
+_ENCODER = ("encoder_layers", "num_encoder_layers", "num_layers")
+_DECODER = ("decoder_layers", "num_decoder_layers")
+_ONLY = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+# Lists with one entry for each block.
+_BY_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_window")
+
+
+def cut_settings(
+    config: Any, settings: Mapping[str, Any], model: nn.Module, kept: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Rewrites the content of `config.json` for fewer blocks.
+
+    Whether the result means what it should is for the caller to check.
+
+    Args:
+        config: The config that was read from it.
+        settings: The content.
+        model: The model; the meta device is enough.
+        kept: Indices of the kept blocks by the path of their stack.
+    """
+    result: dict[str, Any] = deepcopy(dict(settings))
+    for path, indices in kept.items():
+        part, owner = _owner(config, model, path)
+        # Old CLIP files say the same twice, and the second time counts.
+        targets = [result] if part is None else [result.setdefault(part, {})]
+        twice = result.get(f"{part}_dict")
+        targets += [twice] if isinstance(twice, dict) else []
+        for target in targets:
+            target |= _by_block(owner, indices) | _routed(owner, indices)
+            target |= _stages(owner, target, indices)
+            counts = _counts(owner, model, path, len(indices), kept, part)
+            target |= counts | _aliases(owner, target, counts)
+    return result
+
+
+def _owner(config: Any, model: nn.Module, path: str) -> tuple[str | None, Any]:
+    """The part of the config that a stack follows, and its name; None for the whole."""
+    above, steps = model, path.split(".")
+    nearest = getattr(model, "config", None)
+    for step in steps:
+        above = above.get_submodule(step)
+        nearest = getattr(above, "config", None) or nearest
+    for part in getattr(config, "sub_configs", {}):
+        # The model holds a copy of the config, with parts that are its own.
+        if nearest is getattr(model.config, part, None):  # type: ignore[union-attr]
+            return part, getattr(config, part)
+    return None, config
+
+
+def _counts(
+    owner: Any,
+    model: nn.Module,
+    path: str,
+    count: int,
+    kept: Mapping[str, Sequence[int]],
+    part: str | None,
+) -> dict[str, int]:
+    """Keys of the number of blocks with their new values.
+
+    Where one config counts encoder and decoder, both are written: one that is left out of a file
+    may mean as many as there are of the other.
+    """
+    before = len(model.get_submodule(path))  # type: ignore[arg-type]
+    if part is not None or not getattr(owner, "is_encoder_decoder", False):
+        return _named(owner, _ONLY, before, count)
+    names, others = (_DECODER, _ENCODER) if _is_decoder(path) else (_ENCODER, _DECODER)
+    found = _named(owner, names, before, count)
+    if not any(_is_decoder(other) != _is_decoder(path) for other in kept):
+        found |= _kept_count(owner, others)
+    return found
+
+
+def _is_decoder(path: str) -> bool:
+    return "decoder" in path.split(".")
+
+
+def _kept_count(owner: Any, names: Sequence[str]) -> dict[str, int]:
+    known = [name for name in names if isinstance(getattr(owner, name, None), int)]
+    return {name: getattr(owner, name) for name in known[:1]}
+
+
+def _named(owner: Any, names: Sequence[str], before: int, count: int) -> dict[str, int]:
+    """The first of these keys that says so many blocks."""
+    aliases = getattr(owner, "attribute_map", {})
+    for name in names:
+        name = aliases.get(name, name)
+        if getattr(owner, name, None) == before:
+            return {name: count}
+    return {}
+
+
+def _aliases(owner: Any, settings: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, int]:
+    """Other names of these keys that the file uses too; any of them may count."""
+    aliases = getattr(owner, "attribute_map", {}).items()
+    return {name: counts[real] for name, real in aliases if real in counts and name in settings}
+
+
+def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
+    """Lists by block, written out even where the file leaves them to a default."""
+    found: dict[str, Any] = {}
+    for name in _BY_BLOCK:
+        values = getattr(owner, name, None)
+        if isinstance(values, list | tuple) and len(values) > indices[-1]:
+            found[name] = [values[index] for index in indices]
+    kinds = getattr(owner, "attention_layers", None)  # of GPT-Neo, which writes it as runs
+    if isinstance(kinds, list) and len(kinds) > indices[-1]:
+        found["attention_layers"] = [kinds[index] for index in indices]
+        found["attention_types"] = [[[kinds[index]], 1] for index in indices]
+    return found
+
+
+def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+    """What a backbone says of its stages, one after the stem and one after every block.
+
+    A stage whose block goes is the last one before it that stays.
+    """
+    names = getattr(owner, "stage_names", None)
+    if not isinstance(names, list) or len(names) != getattr(owner, "num_hidden_layers", -1) + 1:
+        return {}
+    given = [place % len(names) for place in owner.out_indices or ()]
+    places = sorted({sum(was < place for was in indices) for place in given})
+    found = {
+        "stage_names": names[: len(indices) + 1],
+        "out_features": [names[place] for place in places],
+        "out_indices": places,
+    }
+    return {name: value for name, value in found.items() if name in settings}
+
+
+def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
+    """Which blocks have experts, where that follows from their numbers."""
+    if not hasattr(owner, "mlp_only_layers"):
+        return {}
+    step = getattr(owner, "decoder_sparse_step", 1)
+    dense = [now for now, was in enumerate(indices) if _is_dense(owner, was, step)]
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def _is_dense(owner: Any, index: int, step: int) -> bool:
+    return index in (owner.mlp_only_layers or ()) or (index + 1) % step != 0
+
+
+# A model without some of its blocks, or with some twice: the same files, read as another depth.
+#
+# Everything that reads a `SourceModel` can read the result, which has a config with so many blocks,
+# and a store that names the tensors of the kept blocks by their new places.
+
+
+Kept = Mapping[str, Sequence[int]]
+"""Indices of the kept blocks, ascending, by the module path of their stack; copies repeat one."""
+
+# What the first block of a stack computes for all of them stays in the first one.
+_FOR_ALL = "relative_attention_bias"
+
+
+def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
+    """Describes a model with some of its blocks.
+
+    Args:
+        source: The model.
+        kept: What stays; stacks that are not named stay whole.
+
+    Raises:
+        PlanError: The blocks are not alike in what the model needs of them at their new places;
+            all problems are in one message.
+    """
+    whole = source.keymap.model
+    cut, model = _shallower(source, kept)
+    problems = [*_unlike_blocks(whole, model, kept), *_unlike_rest(whole, model, kept)]
+    # DeBERTa sends what its first block reads and returns through a convolution.
+    width = getattr(source.config, "conv_kernel_size", 0)
+    if width and _family(source) == "deberta-v2" and any(indices[0] for indices in kept.values()):
+        problems.append("a convolution belongs to its first block: keep block 0")
+    if problems:
+        raise _refusal(source, problems)
+    names = {key: key for key in source.store.keys()}  # noqa: SIM118 - not a mapping
+    renumbered: list[tuple[str, str]] = []
+    for path, indices in kept.items():
+        prefix = _stored_prefix(source, path)
+        names = _renamed(names, prefix, indices) | _carried(source, model, path, indices)
+        for place in (path, prefix):
+            before = _numbers(indices, len(whole.get_submodule(path)))  # type: ignore[arg-type]
+            renumbered += [(f"{place}.{now}", f"{place}.{was}") for now, was in enumerate(before)]
+    return replace(cut, store=source.store.renamed(names), renumbered=tuple(renumbered))
+
+
+def _numbers(indices: Sequence[int], blocks: int) -> list[int]:
+    """Numbers that people know blocks by: copies are counted on from the last block."""
+    copies = 0
+    found: list[int] = []
+    for place, index in enumerate(indices):
+        copy = index in indices[:place]
+        found.append(blocks + copies if copy else index)
+        copies += copy
+    return found
+
+
+def fixed_blocks(source: SourceModel, path: str) -> tuple[int, ...]:
+    """Returns the blocks of a stack that no other one can replace: the first one, if any."""
+    count = len(source.keymap.model.get_submodule(path))
+    try:
+        cut_blocks(source, {path: range(1, count)})
+    except PlanError:
+        return (0,)
+    return ()
+
+
+def _shallower(source: SourceModel, kept: Kept) -> tuple[SourceModel, Any]:
+    settings = cut_settings(source.config, source.settings, source.keymap.model, kept)
+    try:
+        cut = source.with_settings(settings)
+        return cut, cut.meta_model()
+    except Exception as error:
+        # A config class may raise anything.
+        reason = f"its config does not take the new number of blocks ({first_line(error)})"
+        raise _refusal(source, [reason]) from error
+
+
+def _unlike_blocks(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str]:
+    for path, indices in kept.items():
+        old, new = whole.get_submodule(path), model.get_submodule(path)
+        if len(new) != len(indices):  # type: ignore[arg-type]
+            yield f"nothing in its config sets the number of blocks in `{path}`"
+            continue
+        for now, was in enumerate(indices):
+            before, after = old.get_submodule(str(was)), new.get_submodule(str(now))
+            difference = next(_differences(before, after, was, now), None)
+            if difference is not None:
+                hint = f": keep block {now}" if now == 0 else ""
+                yield f"block {was} of `{path}` would become block {now}, {difference}{hint}"
+
+
+def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Iterator[str]:
+    """What tells a block from the one in its new place, apart from the place itself."""
+    old = {name: item for name, item in before.named_modules() if not name.endswith(_FOR_ALL)}
+    new = {name: item for name, item in after.named_modules() if not name.endswith(_FOR_ALL)}
+    for name in (*(name for name in old if name not in new), *(n for n in new if n not in old)):
+        yield f"which has {'no' if name in old else 'another module,'} `{name}`"
+    for name, one in old.items():
+        two = new[name]
+        if type(one) is not type(two):
+            yield f"whose `{name}` is a {type(two).__name__} and not a {type(one).__name__}"
+        if _shapes(one) != _shapes(two):
+            yield f"whose `{name}` has other shapes"
+        first, second = _plain(one), _plain(two)
+        for key in sorted(first.keys() | second.keys()):
+            a, b = first.get(key), second.get(key)
+            if a != b and (type(a), a, b) != (int, was, now):  # other than its place itself
+                yield f"whose `{f'{name}.{key}'.lstrip('.')}` is {b!r} and not {a!r}"
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Plain settings of a module."""
+    kinds = (bool, int, float, str, type(None))
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if type(value) in kinds and not key.startswith("_") and _FOR_ALL not in key
+    }
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return {name: tuple(item.shape) for name, item in own}
+
+
+def _unlike_rest(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str]:
+    """Tensors outside the stacks that depend on the number of blocks."""
+    stacks = tuple(f"{path}." for path in kept)
+    old, new = (
+        {key: item.shape for key, item in one.state_dict().items() if not key.startswith(stacks)}
+        for one in (whole, model)
+    )
+    for key in old.keys() | new.keys():
+        if old.get(key) != new.get(key):
+            yield f"`{key}` depends on the number of blocks"
+
+
+def _stored_prefix(source: SourceModel, path: str) -> str:
+    """Finds the name of a stack in the checkpoint.
+
+    Raises:
+        PlanError: Its blocks are not numbered there as they are in the model.
+    """
+    keymap, found = source.keymap, set()
+    for name, _ in source.keymap.model.get_submodule(path).named_children():
+        try:
+            prefix, _, number = keymap.checkpoint_prefix(f"{path}.{name}").rpartition(".")
+        except SourceError as error:
+            raise _refusal(source, [error.message]) from error
+        inside = [key for key in keymap.model.state_dict() if key.startswith(f"{path}.{name}.")]
+        keys = [key for item in inside for key in _stored(source, item)]
+        if number != name or any(not key.startswith(f"{prefix}.{name}.") for key in keys):
+            raise _refusal(source, [f"the checkpoint does not number the blocks of `{path}`"])
+        found.add(prefix)
+    if len(found) != 1:
+        raise _refusal(source, [f"the checkpoint keeps the blocks of `{path}` in several places"])
+    return found.pop()
+
+
+def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
+    try:
+        return source.keymap.sources(name).keys
+    except SourceError:
+        return ()  # a buffer that no checkpoint holds
+
+
+def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
+    """Gives tensors of kept blocks the numbers of their new places, and drops the others."""
+    places: dict[str, list[int]] = {}
+    for now, was in enumerate(indices):
+        places.setdefault(str(was), []).append(now)
+    result = {}
+    for key, old in names.items():
+        if not key.startswith(f"{prefix}."):
+            result[key] = old
+            continue
+        number, _, rest = key.removeprefix(f"{prefix}.").partition(".")
+        if number in places:
+            result |= {f"{prefix}.{now}.{rest}": old for now in places[number]}
+        elif not number.isdecimal():
+            result[key] = old
+    return result
+
+
+def _carried(
+    source: SourceModel, model: nn.Module, path: str, indices: Sequence[int]
+) -> dict[str, str]:
+    """Tensors of the first block that serve all of them, where that block is dropped."""
+    if indices[0] == 0:
+        return {}
+    old = source.keymap.model.get_submodule(f"{path}.{indices[0]}").state_dict()
+    new = model.get_submodule(f"{path}.0").state_dict()
+    missing = [f"{path}.0.{name}" for name in new if name not in old]
+    return {key: key for name in missing for key in _stored(source, name)}
+
+
+def _family(source: SourceModel) -> str:
+    return str(getattr(source.config, "model_type", ""))
+
+
+def _refusal(source: SourceModel, problems: Sequence[str]) -> PlanError:
+    listed = problems[0]
+    if problems[1:]:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+    return PlanError(
+        f"blocks of this `{_family(source)}` model cannot be dropped or repeated: {listed}",
+        "keep the blocks that are named, or leave `keep_layers`, `drop_layers` and "
+        "`append_layers` out",
+    )

@@ -1,0 +1,550 @@
+"""Checkpoint names and runtime names of one model, and whether its weights are complete."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from tcompress.errors import FitError, SourceError, listed
+from tcompress.models.store import WeightStore
+
+# A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
+# model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
+# where the model has one tensor of three dimensions. Transformers translates on loading; this file
+# asks it how. It and `conversions.py` alone use `transformers.core_model_loading`, which is
+# internal: verified with 5.17 and 5.23.
+
+
+FACTOR_PREFIX = "tc_"
+"""Start of the name of every tensor that a structured layer owns."""
+
+_RUNTIME_NAMES = "names are those of the model in memory, not of the checkpoint"
+
+# What a structured layer may store under the checkpoint name of the layer it replaces.
+_LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The checkpoint tensors behind a runtime parameter.
+
+    Attributes:
+        keys: Checkpoint names, in the order the converter wants them.
+        converter: What makes the parameter of several tensors, or of a part of one; None if the
+            parameter is the one tensor in `keys` as it is.
+        patterns: For each key, the converter's pattern that it matched.
+        target: Runtime name under which the converter collects.
+    """
+
+    keys: tuple[str, ...]
+    converter: Any = None
+    patterns: tuple[str, ...] = ()
+    target: str = ""
+
+
+class KeyMap:
+    """Both directions between the names of a checkpoint and of a model.
+
+    Args:
+        model: The Transformers model; the meta device is enough.
+        checkpoint_keys: Names of all tensors of the checkpoint.
+
+    Attributes:
+        model: The model given.
+        unmatched: Checkpoint keys that no parameter takes, without the `ignored` ones.
+        ignored: Checkpoint keys that the model class says are of no use, such as old buffers.
+        missing: Runtime parameters and buffers that the checkpoint does not fill, not even through
+            a tied one, without those that the model class says may be absent.
+    """
+
+    unmatched: tuple[str, ...]
+    ignored: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __init__(self, model: Any, checkpoint_keys: Iterable[str]) -> None:
+        self.model = model
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._names = dict.fromkeys(model.state_dict(), True)
+        self._modules = {name for name, _ in model.named_modules() if name}
+        self._ties = _tied_groups(model)
+        self._module_keys: dict[str, str] = {}
+        self._sources: dict[str, Sources] = {}
+        self._collect(checkpoint_keys)
+        self._used = [item.reverse_transform() for item in self._renamings if item.was_used()][::-1]
+
+    def module_key(self, checkpoint_key: str) -> str:
+        """Translate a checkpoint name into a runtime name.
+
+        Also takes names the checkpoint does not have, such as the factors of a structured layer.
+        A name that nothing matches is given back as Transformers would rename it. Where one
+        checkpoint tensor makes several parameters, this is the first of them.
+        """
+        if checkpoint_key in self._module_keys:
+            return self._module_keys[checkpoint_key]
+        prefix, found, leaf = checkpoint_key.partition(f".{FACTOR_PREFIX}")
+        if found and (module := self.runtime_name(prefix)) is not None:
+            return f"{module}.{FACTOR_PREFIX}{leaf}"
+        return self._rename(checkpoint_key, self._names)[0]
+
+    def sources(self, param_name: str) -> Sources:
+        """Give the checkpoint tensors behind a runtime parameter or buffer.
+
+        A tied parameter that the checkpoint does not store has those of the one it is tied to.
+
+        Raises:
+            SourceError: If the model has no such parameter or the checkpoint no tensor for it.
+        """
+        for name in (param_name, *self.tied(param_name)):
+            if name in self._sources:
+                return self._sources[name]
+        if param_name in self._names:
+            raise SourceError(
+                f"the checkpoint has no tensor for parameter `{param_name}`",
+                hint="such a parameter starts at random: keep it out of the conversion",
+            )
+        near = get_close_matches(param_name, self._names, n=3)
+        raise SourceError(
+            f"the model has no parameter `{param_name}`",
+            hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
+        )
+
+    def tied(self, param_name: str) -> tuple[str, ...]:
+        """Give the other runtime names of the same parameter."""
+        return tuple(name for name in self._ties.get(param_name, ()) if name != param_name)
+
+    def checkpoint_prefix(self, module_name: str) -> str:
+        """Translate a runtime module name into the name under which it is stored.
+
+        `<prefix>.tc_x`, `<prefix>.weight` and `<prefix>.bias` are sure to load back to the same
+        names of the module. The checkpoint need not have them: for experts it is the prefix
+        shared by all of them, such as `model.layers.0.block_sparse_moe.experts`.
+
+        Raises:
+            SourceError: If the model has no such module, or Transformers would not load a tensor
+                stored for it back into it.
+        """
+        if module_name not in self._modules:
+            near = get_close_matches(module_name, self._modules, n=3)
+            raise SourceError(
+                f"the model has no module `{module_name}`",
+                hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
+            )
+        for prefix in self._prefixes(module_name):
+            if self._loads_back(prefix, module_name):
+                return prefix
+        raise SourceError(
+            f"module `{module_name}` has no name of its own in the checkpoint, since Transformers "
+            "builds it of other tensors on loading",
+            hint="leave this module out of the conversion",
+        )
+
+    def apart(self, param_names: Iterable[str]) -> dict[str, str]:
+        """Find what is stored fused with given parameters, which shall no longer be stored so.
+
+        Returns:
+            Other parameters made of the same tensors, by names under which each loads by itself.
+
+        Raises:
+            SourceError: If Transformers would not load one of them so.
+        """
+        given = {name: self._sources[name] for name in param_names if name in self._sources}
+        fused = {id(sources) for sources in given.values() if sources.converter is not None}
+        found = {}
+        for name, sources in self._sources.items() if fused else ():
+            if id(sources) in fused and name not in given:
+                module, _, leaf = name.rpartition(".")
+                found[f"{self.checkpoint_prefix(module)}.{leaf}"] = name
+        return found
+
+    def runtime_name(self, checkpoint_prefix: str) -> str | None:
+        """Translate the stored name of a module back; None if this model has no such module.
+
+        Works without the checkpoint's keys and across heads: names stored for a masked language
+        model are found in the bare encoder and the reverse.
+        """
+        leaf = f".{_LEAVES[0]}"
+        name, pattern = self._rename(checkpoint_prefix + leaf, _Probe(self._modules))
+        module = name.removesuffix(leaf)
+        return module if pattern is None and module in self._modules else None
+
+    def _rename(self, key: str, names: Any) -> tuple[str, str | None]:
+        """Rename like `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
+        base = self.model.base_model_prefix
+        renamed, pattern = rename_source_key(key, self._renamings, self._converters, base, names)
+        if renamed not in names and key in names:
+            renamed, pattern = rename_source_key(key, [], [], base, names)
+        return str(renamed), pattern
+
+    def _collect(self, checkpoint_keys: Iterable[str]) -> None:
+        """Sort all checkpoint keys to the parameters they fill."""
+        by_pattern = {
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
+        }
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        unmatched: list[str] = []
+        # The order is part of the meaning: experts are stacked in it.
+        for key in sorted(checkpoint_keys, key=dot_natural_key):
+            target, pattern = self._rename(key, self._names)
+            self._module_keys[key] = target
+            if target not in self._names or (pattern is None and target in self._sources):
+                unmatched.append(key)
+            elif pattern is None:
+                self._sources[target] = Sources((key,))
+            else:
+                groups[target].append((key, pattern))
+        for target, pairs in groups.items():
+            sources = Sources(
+                keys=tuple(key for key, _ in pairs),
+                converter=by_pattern[pairs[0][1]],
+                patterns=tuple(pattern for _, pattern in pairs),
+                target=target,
+            )
+            for name in self._targets(target, sources.converter):
+                self._sources.setdefault(name, sources)
+        self._report(unmatched)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the checkpoint fills a parameter, through a tied one too."""
+        return any(other in self._sources for other in (name, *self.tied(name)))
+
+    @cached_property
+    def stale(self) -> frozenset[str]:
+        """Checkpoint keys of old buffers: no tensor of the module that they belong to any more.
+
+        What else the class has no use for, such as a pooler, may be of use to another class.
+        """
+        owners = {key: self._module_keys[key].rpartition(".")[0] for key in self.ignored}
+        return frozenset(key for key, owner in owners.items() if owner in self._modules)
+
+    def _targets(self, first: str, converter: Any) -> Iterator[str]:
+        """All parameters that a converter fills, given the first."""
+        head, _, tail = first.partition(converter.target_patterns[0].replace("*", "0"))
+        for pattern in converter.target_patterns:
+            count = 0
+            while (name := head + pattern.replace("*", str(count)) + tail) in self._names:
+                yield name
+                count += 1
+                if "*" not in pattern:
+                    break
+
+    def _report(self, unmatched: list[str]) -> None:
+        """Let the model class say which differences do not matter."""
+        missing = {name for name in self._names if not self.has(name)}
+        info = SimpleNamespace(
+            missing_keys=missing, unexpected_keys={self._module_keys[key] for key in unmatched}
+        )
+        self.model._adjust_missing_and_unexpected_keys(info)
+        self.missing = tuple(name for name in self._names if name in info.missing_keys)
+        matters = info.unexpected_keys
+        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
+        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
+
+    def _prefixes(self, module_name: str) -> Iterator[str]:
+        """Candidates for the stored name of a module, likely ones first."""
+        below = [name for name in self._sources if name.startswith(f"{module_name}.")]
+        # The weight first, then what belongs to the module itself, then a submodule's.
+        below.sort(key=lambda name: (name.count("."), not name.endswith(".weight")))
+        for name in below[:4]:
+            prefix = self._sources[name].keys[0]
+            while "." in prefix:
+                prefix = prefix.rpartition(".")[0]
+                yield prefix
+        # Of a layer that a converter makes: as Transformers names it when it saves the model again.
+        # No other name will do: what is saved again would not be found under it.
+        yield apply_renamings(f"{module_name}.weight", self._used).removesuffix(".weight")
+
+    def _loads_back(self, prefix: str, module_name: str) -> bool:
+        probe = _Probe(self._modules)
+        return all(
+            self._rename(f"{prefix}.{leaf}", probe) == (f"{module_name}.{leaf}", None)
+            for leaf in _LEAVES
+        )
+
+
+def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
+    """Read a runtime parameter from a checkpoint, in the type in which it is stored.
+
+    Only the tensors behind this one parameter are read; experts are merged, fused tensors split.
+
+    Args:
+        store: The checkpoint.
+        keymap: Names of checkpoint and model.
+        param_name: Runtime name of a parameter or buffer.
+
+    Returns:
+        A tensor with the shape that the model has for it, in memory of its own.
+
+    Raises:
+        SourceError: If there is nothing to read for it, or it has another shape.
+    """
+    sources = keymap.sources(param_name)
+    if sources.converter is None:
+        tensor = store.tensor(sources.keys[0])
+    else:
+        tensor = made_of(store.tensor, keymap, param_name, sources)
+    expected = keymap.model.get_parameter_or_buffer(param_name).shape
+    if tensor.shape != expected:
+        raise SourceError(
+            f"`{param_name}` has shape {list(tensor.shape)} in the checkpoint, "
+            f"but {list(expected)} by `config.json`",
+            hint="use the `config.json` that belongs to these weights",
+        )
+    return tensor
+
+
+def require_finite(tensor: Tensor, name: str) -> Tensor:
+    """Return the tensor if it holds neither NaN nor infinity.
+
+    Raises:
+        FitError: If it does; the message names it.
+    """
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = torch.aminmax(tensor)
+        if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
+            raise FitError(
+                f"tensor `{name}` of the source holds NaN or infinity",
+                "repair the checkpoint, or leave the layer out with `--keep`",
+            )
+    return tensor
+
+
+def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
+    """Read a runtime parameter as `read_parameter` does, and refuse NaN and infinity.
+
+    Raises:
+        SourceError: If there is nothing to read for it, or it has another shape.
+        FitError: If it is not finite.
+    """
+    value = read_parameter(store, keymap, param_name)
+    return require_finite(value, store.name_inside(keymap.sources(param_name).keys[0]))
+
+
+def made_of(
+    read: Callable[[str], Tensor], keymap: KeyMap, param_name: str, sources: Sources
+) -> Tensor:
+    """Make a parameter of several tensors, or of a part of one.
+
+    Raises:
+        SourceError: Transformers cannot make it of them.
+    """
+    converter = deepcopy(sources.converter)
+    for key, pattern in zip(sources.keys, sources.patterns, strict=True):
+        # A callable is read by the converter at the moment it needs the tensor.
+        converter.add_tensor(sources.target, key, pattern, lambda key=key: read(key))
+    try:
+        with torch.no_grad():
+            made = converter.convert(sources.target, model=keymap.model, config=keymap.model.config)
+        value = made[param_name]
+    except SourceError:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise SourceError(
+            f"`{param_name}` cannot be made of {listed(sources.keys)} ({error})",
+            hint="the checkpoint does not have the layout that Transformers expects of this model",
+        ) from error
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    # A part of a fused tensor must not keep all of it in memory.
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+class _Probe:
+    """Stands for the names of a model in which every module were a structured layer."""
+
+    def __init__(self, modules: Any) -> None:
+        self._modules = modules
+
+    def __contains__(self, key: str) -> bool:
+        module, _, leaf = key.rpartition(".")
+        return module in self._modules and leaf in _LEAVES
+
+    def get(self, key: str) -> bool | None:
+        return True if key in self else None
+
+
+def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
+    """Names that mean the same parameter object, for each of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names[id(tensor)].append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+# Whether weights are those that a config describes: told from names, shapes and types alone.
+
+
+_FULL_PRECISION = "give the model in full precision; quantise after converting if need be"
+_BELONGING = (
+    "take `config.json` and the weights from one and the same model, or download them again"
+)
+
+
+def check_weights(
+    folder: Path, store: WeightStore, keymap: KeyMap, unknown: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Compare a checkpoint with the model that its config describes; no weight is read.
+
+    Args:
+        folder: Folder of the model, for messages.
+        store: The weights.
+        keymap: Names of checkpoint and model.
+        unknown: Classes that the config asks for and nobody knows.
+
+    Returns:
+        What a user should know, though the model can be used.
+
+    Raises:
+        SourceError: Weights are missing, of another shape or of a type that only a quantised model
+            has, or belong to a head of a class that is not known; all problems are in one error.
+    """
+    kind = type(keymap.model).__name__
+    lost, unset = _missing(keymap)
+    problems = []
+    if lost:
+        problems.append(f"nothing is stored for {_under(lost, _filled(keymap))}")
+    problems += _misshapen(store, keymap)
+    coded = tuple(_coded(store, keymap))
+    problems += coded
+    extra, notes = "", []
+    if keymap.unmatched:
+        used = set(store.keys()) - set(keymap.unmatched)
+        extra = _under(keymap.unmatched, used)
+    if unknown and extra:
+        problems.append(
+            f"`architectures` names {listed(unknown)}, which nobody knows, and a `{kind}`, which "
+            f"would be taken instead, has no place for {extra}"
+        )
+    elif extra:
+        notes.append(
+            f"a `{kind}` with this `config.json` has no place for {extra} of the checkpoint: they "
+            "are not carried over"
+        )
+    if unknown and not extra:
+        notes.append(f"nobody knows the class {listed(unknown)}: a `{kind}` is taken instead")
+    if problems:
+        quantised = coded and len(coded) == len(problems)
+        named = (
+            "set `architectures` to the class that the weights belong to; or " if unknown else ""
+        )
+        lines = problems[0] if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)
+        raise SourceError(
+            f"the weights in `{folder}` are not those of the `{kind}` that `config.json` "
+            f"describes: {lines}",
+            _FULL_PRECISION if quantised else named + _BELONGING,
+        )
+    if unset:
+        notes.append(
+            f"the checkpoint holds nothing for {_under(unset, _filled(keymap))}: it starts at "
+            "random wherever the model is loaded"
+        )
+    return tuple(notes)
+
+
+def _filled(keymap: KeyMap) -> set[str]:
+    return set(keymap.model.state_dict()) - set(keymap.missing)
+
+
+def _missing(keymap: KeyMap) -> tuple[list[str], list[str]]:
+    """What a forward pass needs, and what Transformers itself often leaves out of a file."""
+    model = keymap.model
+    needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            needed |= {f"{path}.running_mean", f"{path}.running_var"}
+    lost: list[str] = []
+    unset: list[str] = []
+    for name in keymap.missing:
+        if name in needed:
+            # Poolers that nobody trained, and vectors that mask inputs while training.
+            spare = "pooler" in name.split(".") or "mask" in name.rpartition(".")[2]
+            (unset if spare else lost).append(name)
+    return lost, unset
+
+
+def _under(names: Collection[str], others: Collection[str]) -> str:
+    """Name the largest modules that hold these tensors and no other ones, and say how many."""
+    above = {
+        ".".join(steps[:depth]) for steps in map(_steps, others) for depth in range(len(steps))
+    }
+    found = []
+    for steps in map(_steps, names):
+        starts = (".".join(steps[:depth]) for depth in range(1, len(steps)))
+        found.append(next((start for start in starts if start not in above), ".".join(steps)))
+    many = f" ({len(names)} tensors)" if len(names) > 1 else ""
+    return listed(set(found)) + many
+
+
+def _steps(name: str) -> list[str]:
+    return name.split(".")
+
+
+def _misshapen(store: WeightStore, keymap: KeyMap) -> Iterator[str]:
+    wrong = {}
+    for name, wanted in keymap.model.state_dict().items():
+        if keymap.has(name):
+            found = _stored_shape(store, keymap, name)
+            if found is not None and found != wanted.shape:
+                wrong[f"`{name}` has shape {list(found)}"] = f"not {list(wanted.shape)}"
+    for found_text, wanted_text in list(wrong.items())[:_MOST]:
+        yield f"{found_text}, {wanted_text}"
+    if len(wrong) > _MOST:
+        yield f"{len(wrong) - _MOST} more have other shapes"
+
+
+def _stored_shape(store: WeightStore, keymap: KeyMap, param_name: str) -> tuple[int, ...] | None:
+    """Shape that a parameter has by the headers of files; None if only reading tells it."""
+    sources = keymap.sources(param_name)
+    if sources.converter is None:
+        return store.shape(sources.keys[0])
+
+    def empty(key: str) -> Tensor:
+        return torch.empty(store.shape(key), dtype=store.dtype(key), device="meta")
+
+    try:
+        return tuple(made_of(empty, keymap, param_name, sources).shape)
+    except (SourceError, NotImplementedError):
+        return None
+
+
+_MOST = 8
+
+
+def _coded(store: WeightStore, keymap: KeyMap) -> Iterator[str]:
+    """Weights in types that mean nothing without the scales of a quantiser."""
+    found: dict[torch.dtype, set[str]] = {}
+    for name, parameter in keymap.model.named_parameters():
+        if parameter.is_floating_point() and keymap.has(name):
+            for key in keymap.sources(name).keys:
+                dtype = store.dtype(key)
+                if not dtype.is_floating_point or dtype.itemsize < 2:
+                    found.setdefault(dtype, set()).add(key)
+    for dtype, keys in found.items():
+        yield (
+            f"{listed(keys)} {'is' if len(keys) == 1 else 'are'} stored as "
+            f"`{str(dtype).removeprefix('torch.')}`, and no `quantization_config` says what that "
+            "means"
+        )

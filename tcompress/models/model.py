@@ -1,0 +1,466 @@
+"""A model as the input of a conversion: config, class, names, and weights read or drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from tcompress.errors import SourceError, first_line, folder_content, read_settings
+from tcompress.models.keymap import KeyMap, check_weights
+from tcompress.models.names import ALIASES, METHODS, NO_GGUF, companion_files, local_folder, resolve
+from tcompress.models.store import WeightStore
+from tcompress.models.tensor_files import TensorInfo
+
+# Weights that no file holds: what the model class itself draws from a seed.
+#
+# Names are those of a checkpoint on disk, so that whatever reads a checkpoint can read these.
+# Shapes are known without drawing anything; values are drawn when the first of them is read.
+
+
+_FILE = "model.safetensors"
+
+
+def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
+    """Builds a model with the values that its class begins training with, in float32.
+
+    Args:
+        kind: The model's class.
+        config: Its configuration, which is left as it is.
+        seed: Seed of the values. Other generators go on as if nothing had been drawn.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = kind._from_config(deepcopy(config), dtype=torch.float32)
+    return model.eval()
+
+
+class _DrawnShard:
+    """The one file that these weights would be in; a `Shard`."""
+
+    def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
+        self.path = path
+        self._kind, self._config, self._seed = kind, config, seed
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model = kind._from_config(deepcopy(config), dtype=torch.float32)
+        self.infos = {name: TensorInfo.of(tensor) for name, tensor in _stored(model).items()}
+
+    @cached_property
+    def _values(self) -> dict[str, Tensor]:
+        return _stored(draw_model(self._kind, self._config, self._seed))
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Gives rows of a tensor, in memory of their own."""
+        tensor = self._values[key]
+        return (tensor[start:stop] if tensor.dim() else tensor).clone()
+
+    def digest(self) -> bytes:
+        """Identifies the values by what they are drawn from."""
+        config = self._config.to_dict()
+        config.pop("_name_or_path", None)  # where it was read
+        facts = {
+            "class": self._kind.__name__,
+            "config": config,
+            "seed": self._seed,
+            "versions": [torch.__version__, transformers.__version__],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+    def close(self) -> None:
+        """Keeps the values: drawing them again takes longer than reading a file."""
+
+
+class DrawnStore(WeightStore):
+    """The weights of a model that was never trained.
+
+    Args:
+        folder: Folder of the model's configuration.
+        kind: The model's class.
+        config: Its configuration.
+        seed: Seed of the values.
+    """
+
+    def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
+        self.seed = seed
+        self._drawn = _DrawnShard(folder / _FILE, kind, config, seed)
+        super().__init__(folder, {_FILE: self._drawn}, dict.fromkeys(self._drawn.infos, _FILE))
+
+    def fingerprint(self) -> str:
+        """Identifies these weights without drawing them."""
+        return self._drawn.digest().hex()
+
+    def times(self) -> list[tuple[str, int]]:
+        """Names no file, since there is none."""
+        return []
+
+
+def _stored(model: Any) -> dict[str, Tensor]:
+    """Gives the tensors that `save_pretrained` would write, by the names that it would use."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    state = {
+        name: tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if name not in tied and name not in ignored
+    }
+    found: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return found
+
+
+# A model as the input of a conversion: config, class, weights, names.
+
+
+@dataclass(frozen=True, eq=False)
+class SourceModel:
+    """A model that can be converted, pretrained or not. Use `SourceModel.open`.
+
+    Attributes:
+        id: Hub id, or the local folder as it was given.
+        revision: Commit on the hub if known, else what was asked for; None for local folders.
+        folder: Folder with the model's files.
+        config: The model's configuration.
+        model_class: Class of the model, from `architectures` in the configuration.
+        store: Its weights.
+        trust_remote_code: Whether the model's own Python code may run.
+        settings: Content of `config.json`.
+        renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
+            with those that they had before.
+        keeps: What has to live as long as the model, such as a temporary folder.
+        notes: What a user should know of the weights, such as tensors that the class has no use
+            for.
+    """
+
+    id: str
+    revision: str | None
+    folder: Path
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    store: WeightStore = field(repr=False)
+    trust_remote_code: bool = False
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    renumbered: tuple[tuple[str, str], ...] = ()
+    keeps: Any = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        revision: str | None = None,
+        token: str | None = None,
+        trust_remote_code: bool = False,
+        *,
+        converted: bool = False,
+        seed: int | None = None,
+    ) -> SourceModel:
+        """Open a model; its weights are checked but not read.
+
+        Args:
+            name: Local folder, alias or hub id.
+            revision: Branch, tag or commit on the hub.
+            token: Access token for the hub.
+            trust_remote_code: Whether Python code that comes with the model may run.
+            converted: Whether it may be a model that tcompress converted; it is then described as
+                the dense model that it was, but for its weights.
+            seed: Seed to draw the weights from. None are read then, nor need there be any: the
+                path of a `config.json` is enough.
+
+        Raises:
+            SourceError: If there is no such model, it is of a kind that cannot be converted, or its
+                weights are not those that its config describes.
+        """
+        folder = resolve(name, revision=revision, token=token, weights=seed is None)
+        raw = _read_config(folder)
+        if not converted or _method(raw) not in METHODS:
+            _refuse_quantised(raw, folder)
+        config = _load_config(raw, folder, token, trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
+        kind = _model_class(config, folder, token, trust_remote_code)
+        store = WeightStore.open(folder) if seed is None else _drawn(folder, kind, config, seed)
+        found = cls(
+            id=name if is_local else ALIASES.get(name, name),
+            revision=None if is_local else _commit(folder) or revision,
+            folder=folder,
+            config=config,
+            model_class=kind,
+            store=store,
+            trust_remote_code=trust_remote_code,
+            settings=raw if seed is None else _in_float32(raw, kind),
+        )
+        if seed is not None:
+            return found
+        found = found.as_stored()
+        if _method(raw) not in METHODS:  # what was converted is compared with its own plan
+            asked = config.architectures or []
+            unknown = () if kind.__name__ in asked else asked
+            # The object is not handed out yet, and a copy would map all names again.
+            notes = check_weights(folder, store, found.keymap, unknown)
+            object.__setattr__(found, "notes", notes)
+        return found
+
+    @classmethod
+    def described(
+        cls, folder: Path, stored: Mapping[str, object], trust_remote_code: bool = False
+    ) -> SourceModel:
+        """Describe the class that `architectures` names; no weight file is opened.
+
+        Args:
+            folder: Local folder with a `config.json`.
+            stored: The stored tensors by name, which is all that can be asked of the weights.
+            trust_remote_code: Whether Python code that comes with the model may run.
+
+        Raises:
+            SourceError: If there is no such class, or the config cannot be read.
+        """
+        raw = _read_config(folder)
+        config = _load_config(raw, folder, None, trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        kind = _model_class(config, folder, None, trust_remote_code)
+        names: Any = stored
+        return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
+
+    def as_stored(self) -> SourceModel:
+        """Describe the bare model where the head that `architectures` names is not stored.
+
+        Sentence encoders are often saved so: without a head, under the settings of the model that
+        they were trained from.
+        """
+        bare = MODEL_MAPPING.get(type(self.config), None)
+        prefix = self.model_class.base_model_prefix
+        if not isinstance(bare, type) or bare is self.model_class or not prefix:
+            return self
+        keymap = self.keymap
+        names, inside = list(keymap.model.state_dict()), f"{prefix}."
+        own = [
+            name  # of the head, and not that of an embedding
+            for name in names
+            if not any(other.startswith(inside) for other in (name, *keymap.tied(name)))
+        ]
+        if not own or len(own) == len(names) or any(map(keymap.has, own)):
+            return self
+        return replace(self, model_class=bare)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the weights are drawn from; None for weights that are read."""
+        return self.store.seed if isinstance(self.store, DrawnStore) else None
+
+    def at_random(self, seed: int) -> SourceModel:
+        """Describe the same model with weights that are drawn from a seed."""
+        if self.seed == seed:
+            return self
+        store = _drawn(self.folder, self.model_class, self.config, seed)
+        settings = _in_float32(self.settings, self.model_class)
+        return replace(self, store=store, settings=settings, notes=())
+
+    def with_settings(self, settings: dict[str, Any]) -> SourceModel:
+        """Describe the model by another `config.json`; the weights stay the same."""
+        config = type(self.config).from_dict(deepcopy(settings))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return replace(self, config=config, settings=settings)
+
+    def original_name(self, name: str) -> str:
+        """Give the name that something had before the model was cut."""
+        for now, before in self.renumbered:
+            if name.startswith(now) and name[len(now) : len(now) + 1] in ("", "."):
+                return before + name.removeprefix(now)
+        return name
+
+    def meta_model(self) -> PreTrainedModel:
+        """Build the model without weights, on the meta device; a new one at every call."""
+        kind: Any = self.model_class
+        try:
+            with torch.device("meta"), meta_device_safe_creation_ops():
+                # Building writes to the config, which belongs to this object.
+                model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
+        except Exception as error:
+            raise _not_built(kind, error) from error
+        return model
+
+    @cached_property
+    def keymap(self) -> KeyMap:
+        """Checkpoint names and runtime names; holds a meta model of its own."""
+        return KeyMap(self.meta_model(), self.store.keys())
+
+    def companion_files(self) -> tuple[Path, ...]:
+        """List what to carry along unchanged, relative to the folder: tokenizer, processors, ..."""
+        return companion_files(self.folder, with_code=self.trust_remote_code)
+
+
+def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) -> DrawnStore:
+    try:
+        return DrawnStore(folder, kind, config, seed)
+    except Exception as error:
+        raise _not_built(kind, error) from error
+
+
+def _not_built(kind: Any, error: Exception) -> SourceError:
+    """The class of a model may raise anything where sizes do not go together."""
+    return SourceError(
+        f"no `{kind.__name__}` can be built with these sizes "
+        f"({type(error).__name__}: {first_line(error)})",
+        hint="check the numbers of the configuration",
+    )
+
+
+def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
+    """Settings of a model whose weights are drawn, with its class by name."""
+    dropped = ("torch_dtype", "quantization_config")
+    rest = {key: value for key, value in raw.items() if key not in dropped}
+    return {**rest, "architectures": [kind.__name__], "dtype": "float32"}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(
+            f"`{folder}` has no `config.json`; it holds {folder_content(folder)}",
+            hint=_hint_without_config(folder),
+        )
+    try:
+        return read_settings(path)
+    except ValueError as error:
+        raise SourceError(f"`{path}` {error}", hint="repair the file") from error
+
+
+def _hint_without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
+    if (folder / "model_index.json").is_file():
+        return "this is a diffusers pipeline: give the folder of one transformer inside it"
+    if any(folder.glob("*.gguf")):
+        return NO_GGUF
+    inner = sorted(path.parent for path in folder.glob("*/config.json"))
+    if inner:
+        return f"did you mean `{inner[0]}`"
+    return "give a folder written by `save_pretrained`"
+
+
+def _method(raw: dict[str, Any]) -> Any:
+    section = raw.get("quantization_config")
+    return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
+    parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
+    for part in parts:
+        found = part.get("quantization_config") or part.get("compression_config")
+        if not found:
+            continue
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+        if method in METHODS:
+            raise SourceError(
+                f"`{folder}` is already converted by tcompress",
+                hint="convert the original model again, with the new options",
+            )
+        raise SourceError(
+            f"`{folder}` is already quantised with `{method}`",
+            hint="give the model in full precision; quantise after converting if need be",
+        )
+
+
+def _load_config(
+    raw: dict[str, Any], folder: Path, token: str | None, trust_remote_code: bool
+) -> PreTrainedConfig:
+    model_type = raw.get("model_type")
+    known = model_type in transformers.CONFIG_MAPPING
+    # Many models that Transformers knows still carry their old code, which is then not needed.
+    if raw.get("auto_map") and not known and not trust_remote_code:
+        raise SourceError(
+            f"`{folder}` needs Python code that comes with the model "
+            f"(model type `{model_type}` is not part of Transformers)",
+            hint="read that code, then allow it with `--allow-remote-code`",
+        )
+    if not model_type and not raw.get("auto_map"):
+        raise SourceError(
+            f"`config.json` in `{folder}` has no `model_type`",
+            hint="save the model with `save_pretrained` of a recent Transformers",
+        )
+    if not known and not raw.get("auto_map"):
+        raise SourceError(
+            f"`{folder}` has the model type `{model_type}`, which Transformers "
+            f"{transformers.__version__} does not know",
+            hint="a newer Transformers may know it",
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, token=token, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        # A config class, above all a remote one, may raise anything.
+        raise SourceError(
+            f"the configuration in `{folder}` cannot be read "
+            f"({type(error).__name__}: {first_line(error)})",
+            hint="check `config.json`",
+        ) from error
+    return config
+
+
+def _model_class(
+    config: PreTrainedConfig, folder: Path, token: str | None, trust_remote_code: bool
+) -> type[PreTrainedModel]:
+    names = config.architectures or []
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and remote:
+        references = [ref for ref in remote.values() if str(ref).rpartition(".")[2] in names]
+        if references:
+            own: type[PreTrainedModel] = get_class_from_dynamic_module(
+                references[0], folder, token=token
+            )
+            return own
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    for kind in registered_classes(config):
+        if kind.__name__ in names:
+            return kind
+    if type(config) in transformers.MODEL_MAPPING:
+        base: Any = transformers.MODEL_MAPPING[type(config)]
+        bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
+        return bare
+    raise SourceError(
+        f"`config.json` in `{folder}` names no model class that Transformers has "
+        f"(architectures {names}, model type `{config.model_type}`)",
+        hint='set `architectures` to the class of the model, such as `["BertModel"]`',
+    )
+
+
+def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """List the classes that Transformers' Auto classes know for a config, registered ones too.
+
+    Classes that a package registers need not be found in the namespace of Transformers.
+    """
+    found: dict[str, type[PreTrainedModel]] = {}
+    for mapping in vars(modeling_auto).values():
+        if isinstance(mapping, _LazyAutoMapping) and type(config) in mapping:
+            kinds: Any = mapping[type(config)]
+            for kind in kinds if isinstance(kinds, tuple | list) else (kinds,):
+                found.setdefault(kind.__name__, kind)
+    return list(found.values())
+
+
+def _commit(folder: Path) -> str | None:
+    """Commit of a snapshot in the hub's cache, which is the name of its folder."""
+    name = folder.name
+    return name if len(name) == 40 and all(char in "0123456789abcdef" for char in name) else None

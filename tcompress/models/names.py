@@ -1,0 +1,516 @@
+"""From what a user types to a model folder, and its files that are carried along unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from tcompress.errors import SourceError, first_line, folder_content, listed
+from tcompress.files import write_text
+
+# Downloading a model from the Hugging Face hub, and telling when that is out of reach.
+
+
+# Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
+_ALWAYS = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.spm",
+    "*.vocab",
+    "*.codes",
+    "*.tiktoken",
+    "*.jinja",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "[0-9]_*/*",
+]
+_SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
+_TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
+_NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
+
+AGAIN = 0.5  # seconds until a name is looked up again that could not be for the moment
+
+
+def download(
+    repo: str,
+    revision: str | None,
+    token: str | None,
+    near: str | None,
+    *,
+    weights: bool = True,
+) -> Path:
+    """Fetch the files of a model that a conversion can need.
+
+    Weights come as safetensors; the older `.bin` format is fetched only if there is nothing else.
+
+    Args:
+        repo: Hub id.
+        revision: Branch, tag or commit.
+        token: Access token.
+        near: What may have been meant, to be said if there is no such model.
+        weights: Whether to fetch weights, besides the configuration and the tokenizer.
+
+    Returns:
+        The local snapshot folder.
+
+    Raises:
+        SourceError: If the download fails, with the reason in plain words.
+    """
+    try:
+        if not weights:
+            return _snapshot(repo, revision, token, _ALWAYS)
+        folder = _snapshot(repo, revision, token, _ALWAYS + _SAFETENSORS)
+        if not any(folder.glob("model*.safetensors")):
+            folder = _snapshot(repo, revision, token, _ALWAYS + _TORCH)
+    except Exception as error:
+        # The hub client raises errors of a dozen unrelated classes; all end in one of ours.
+        raise _explained(error, repo, revision, near) from error
+    return folder
+
+
+@contextmanager
+def cached_where_unreachable() -> Iterator[None]:
+    """Has the hub's client look into its cache alone where the hub's name leads nowhere.
+
+    The client would look it up again and again for half a minute. Whatever else goes wrong, it
+    tries again as it does: names that lead somewhere, and those that a proxy looks up.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or _leads_nowhere(constants.ENDPOINT)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _leads_nowhere(url: str) -> bool:
+    """Whether no address belongs to a name, or none is found twice in a row."""
+    parts = urlsplit(url)
+    host, proxies = parts.hostname or "", getproxies()
+    if (parts.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
+        return False
+    for pause in (0, AGAIN):
+        time.sleep(pause)
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:
+                return True
+        except UnicodeError:  # no name at all, as the client will say
+            return False
+        else:
+            return False
+    return True
+
+
+def _snapshot(repo: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
+    import huggingface_hub
+
+    with cached_where_unreachable():
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns=_NEVER,
+            )
+        )
+
+
+def _explained(error: Exception, repo: str, revision: str | None, near: str | None) -> SourceError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(
+            f"access to `{repo}` is restricted by its owner",
+            hint=f"ask for access on `https://huggingface.co/{repo}`, then pass a token "
+            "or run `hf auth login`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"`{repo}` has no revision `{revision}`",
+            hint="give a branch, a tag or a full commit hash, or leave the revision out",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        return SourceError(
+            f"there is no local folder and no model on the hub called `{repo}`",
+            hint=(near or "give a folder, an alias or a hub id such as `openai-community/gpt2`")
+            + "; a private model needs a token",
+        )
+    if _is_offline(error):
+        return SourceError(
+            f"`{repo}` is neither a local folder nor in the local cache, "
+            "and the hub cannot be reached",
+            hint="go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder"
+            + (f"; {near}" if near else ""),
+        )
+    return SourceError(
+        f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
+        hint="try again, or download the model by hand and give its folder",
+    )
+
+
+def _is_offline(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    # `RevisionResolutionError` came with a later hub client; connection errors of its HTTP
+    # library derive from no class that can be named without importing that library.
+    names = {"RevisionResolutionError", "ConnectError", "ConnectTimeout", "ReadTimeout"}
+    return isinstance(
+        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+    ) or bool(names & {kind.__name__ for kind in type(error).__mro__})
+
+
+# From what a user types to a model folder: aliases, local folders, hub ids.
+
+
+METHOD = "tcompress"
+"""Our name among the quantisation methods of Transformers."""
+
+CALLED = (
+    f"{METHOD} (`pip install tcompress`, then `import tcompress` before `from_pretrained`; or "
+    "write a dense copy: `tcompress export MODEL --to dense`)"
+)
+"""Value of `quant_method` in `config.json`: where nobody imported us, Transformers prints it."""
+
+METHODS = (METHOD, CALLED)
+"""All values that were ever written; each is registered with Transformers as it stands."""
+
+FORMAT_VERSION = 3
+"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
+
+MANIFEST = "tcompress.json"
+CARD = "README.md"
+
+ALIASES: dict[str, str] = {
+    "bart-base": "facebook/bart-base",
+    "bart-large": "facebook/bart-large",
+    "bert-base": "google-bert/bert-base-uncased",
+    "bert-base-cased": "google-bert/bert-base-cased",
+    "bert-large": "google-bert/bert-large-uncased",
+    "bert-tiny": "prajjwal1/bert-tiny",
+    "clip-base": "openai/clip-vit-base-patch32",
+    "deberta-v3-base": "microsoft/deberta-v3-base",
+    "deberta-v3-small": "microsoft/deberta-v3-small",
+    "deit-small": "facebook/deit-small-patch16-224",
+    "deit-tiny": "facebook/deit-tiny-patch16-224",
+    "distilbert": "distilbert/distilbert-base-uncased",
+    "distilgpt2": "distilbert/distilgpt2",
+    "distilroberta": "distilbert/distilroberta-base",
+    "electra-base": "google/electra-base-discriminator",
+    "electra-small": "google/electra-small-discriminator",
+    "flan-t5-small": "google/flan-t5-small",
+    "gemma-3-1b": "google/gemma-3-1b-pt",
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "minilm": "sentence-transformers/all-MiniLM-L6-v2",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "modernbert-base": "answerdotai/ModernBERT-base",
+    "mpnet": "sentence-transformers/all-mpnet-base-v2",
+    "opt-125m": "facebook/opt-125m",
+    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
+    "pythia-160m": "EleutherAI/pythia-160m",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "roberta-base": "FacebookAI/roberta-base",
+    "roberta-large": "FacebookAI/roberta-large",
+    "t5-base": "google-t5/t5-base",
+    "t5-small": "google-t5/t5-small",
+    "vit-base": "google/vit-base-patch16-224",
+    "vit-large": "google/vit-large-patch16-224",
+    "whisper-small": "openai/whisper-small",
+    "whisper-tiny": "openai/whisper-tiny",
+}
+"""Short names for well-known models."""
+
+NO_GGUF = (
+    "a GGUF file holds weights that are quantised for another program: give the model that it was "
+    "made from, a hub id or a folder written by `save_pretrained`"
+)
+"""What to do instead of giving such a file."""
+
+
+def resolve(
+    name: str, revision: str | None = None, token: str | None = None, *, weights: bool = True
+) -> Path:
+    """Give the folder that holds a model, downloading it if need be.
+
+    An existing local folder wins over an alias, an alias over a hub id.
+
+    Args:
+        name: Local folder, alias of `ALIASES` or hub id.
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+        weights: Whether weights are needed; without them the path of a `config.json` is enough.
+
+    Returns:
+        The folder with the model's files.
+
+    Raises:
+        SourceError: If there is no such model, or the hub cannot give it.
+    """
+    path = Path(name).expanduser()
+    alone = not weights and path.name == "config.json" and path.is_file()
+    folder = path.parent if alone else local_folder(name)
+    if folder is not None:
+        if revision is not None:
+            raise SourceError(
+                f"revision `{revision}` was given, but `{name}` is a local folder",
+                hint="leave the revision out, or give the hub id of the model",
+            )
+        return folder
+    if not name.strip() or _looks_like_path(name):
+        raise _missing_path(name)
+
+    near = _near_name(name)
+    return download(ALIASES.get(name, name), revision, token, near=near, weights=weights)
+
+
+def local_folder(name: str) -> Path | None:
+    """Give the local folder that `name` means, or None if it is not one."""
+    if not name.strip():
+        return None
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):  # longer than names may be
+        return None
+
+
+def default_output_name(name: str, suffix: str) -> str:
+    """Name the folder of a converted model, such as `bert-base-lprod-p4`."""
+    base = name
+    if name not in ALIASES:
+        base = Path(name.replace("\\", "/")).name
+        if base in ("", "..", "~"):
+            base = Path(name).expanduser().resolve().name or "model"
+    return re.sub(r"[^\w.-]+", "-", f"{base}-{suffix}").strip("-")
+
+
+def _looks_like_path(name: str) -> bool:
+    # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
+    return (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or name.endswith("/")
+        or name.count("/") > 1
+        or Path(name).exists()
+    )
+
+
+def _missing_path(name: str) -> SourceError:
+    if not name.strip():
+        return SourceError(
+            "the model name is empty", hint=f"give a folder, a hub id or one of {listed(ALIASES)}"
+        )
+    path = Path(name).expanduser()
+    if path.exists():
+        beside = (path.parent / "config.json").is_file()
+        return SourceError(
+            f"`{name}` is a file, but a model is a folder with `config.json` and weights",
+            hint=NO_GGUF
+            if path.suffix.lower() == ".gguf"
+            else f"give the folder `{path.parent}`"
+            if beside
+            else "give a folder written by `save_pretrained`, or a hub id",
+        )
+    parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
+    try:
+        content = folder_content(parent)
+        near = get_close_matches(path.name, [item.name for item in parent.iterdir()], n=3)
+    except OSError:
+        content, near = "files that may not be listed", []
+    hint = f"did you mean {listed(near)}" if near else "check the path"
+    return SourceError(f"there is no folder `{name}`; `{parent}` holds {content}", hint=hint)
+
+
+def _near_name(name: str) -> str | None:
+    """What may have been meant by a name that the hub does not know."""
+    known = {**ALIASES, **{hub.rpartition("/")[2].lower(): hub for hub in ALIASES.values()}}
+    near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.6)
+    if near and ALIASES.get(name) is None and known[near[0]] != name:
+        return f"did you mean `{near[0]}`, that is `{known[near[0]]}`"
+    return None
+
+
+# Files of a model folder that are neither its weights nor its config, carried along unchanged.
+#
+# Links are followed within the folder, and within the hub's cache, whose folders consist of links;
+# nothing else that a link leads to is read.
+
+
+_PATTERNS = (
+    # tokenizers
+    "tokenizer*.json",
+    "*.model",
+    "*.spm",
+    "*.vocab",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges*.txt",
+    "bpe.codes",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "normalizer.json",
+    "*chat_template*.json",
+    "*.jinja",
+    # processors of images, sound and video
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "image_processor*.json",
+    "feature_extractor*.json",
+    # generation and sentence-transformers
+    "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    # the terms under which the model may be passed on
+    "LICENSE*",
+    "NOTICE*",
+)
+# Files that say how long texts may be: tokenizers, and sentence-transformers.
+_LENGTHS = (
+    ("tokenizer_config.json", "model_max_length"),
+    ("sentence_bert_config.json", "max_seq_length"),
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+def companion_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
+    """List the files that a converted model needs besides weights and config.
+
+    Args:
+        folder: Model folder.
+        with_code: Whether to carry Python files of the model's own code.
+
+    Returns:
+        Paths relative to the folder, sorted; links that lead out of it are left out.
+
+    Raises:
+        SourceError: If `modules.json` is no list of modules inside the folder.
+    """
+    found = (path for path in _candidates(folder, with_code) if _is_inside(path, folder))
+    return tuple(sorted(path.relative_to(folder) for path in found))
+
+
+def stray_links(folder: Path, with_code: bool = False) -> list[str]:
+    """Names what is not carried along because it is a link out of the folder."""
+    found = (path for path in _candidates(folder, with_code) if not _is_inside(path, folder))
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def carry_files(folder: Path, names: Iterable[Path], target: Path) -> None:
+    """Copies files to another model folder.
+
+    Args:
+        folder: Model folder.
+        names: Paths relative to it.
+        target: The other folder.
+    """
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def _candidates(folder: Path, with_code: bool) -> set[Path]:
+    patterns = (*_PATTERNS, "*.py") if with_code else _PATTERNS
+    found = {
+        path
+        for path in folder.iterdir()
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns)
+    }
+    for name in (_TEMPLATE_FOLDER, *_module_folders(folder)):
+        # These modules are small heads with files of any kind: pooling, dense, normalisation.
+        inside = (folder / name).rglob("*") if _is_inside(folder / name, folder) else ()
+        found |= {path for path in inside if path.is_file() and path.name != "README.md"}
+    return found
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, links followed, stays in its model folder or is the model's in the cache."""
+    real = path.resolve()
+    return real.is_relative_to(folder.resolve()) or real in _cached(folder)
+
+
+def _cached(folder: Path) -> set[Path]:
+    """Lists the files that the hub's cache has of a model.
+
+    There a folder `snapshots/REVISION` links to files in `blobs`, and these may be links to files
+    that models share, in a folder `blobs` beside them. Older clients filled folders of the user
+    with links too: the configuration, or the weights, tell there which model's they are.
+    """
+    repos = {parent.parent for parent in folder.resolve().parents if parent.name == "snapshots"}
+    own = (folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    homes = {(folder / path.readlink()).parent for path in own if path.is_symlink()}
+    repos |= {home.resolve().parent for home in homes if home.name == "blobs"}
+    found = set()
+    for repo in repos:
+        blobs = repo / "blobs"
+        if blobs.is_dir() and (repo / "snapshots").is_dir():
+            stores = (blobs.resolve(), (repo.parent / "blobs").resolve())
+            files = {path.resolve() for path in blobs.iterdir()}
+            found |= {real for real in files if any(map(real.is_relative_to, stores))}
+    return found
+
+
+def _module_folders(folder: Path) -> list[str]:
+    """Folders that sentence-transformers' `modules.json` names."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        modules: Any = json.loads(path.read_text(encoding="utf-8"))
+        names = [str(module["path"]) for module in modules]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SourceError(
+            f"`{path}` is no list of sentence-transformers modules",
+            hint="repair it, or delete it to convert the transformer alone",
+        ) from error
+    for name in names:
+        parts = PurePosixPath(name).parts
+        named_outside = name.startswith("/") or ".." in parts or "\\" in name or "\0" in name
+        if named_outside or not _is_inside(folder / name, folder):
+            raise SourceError(
+                f"`{path}` names `{name}`, outside the folder",
+                hint="module folders must lie inside the model folder",
+            )
+    return [name for name in names if PurePosixPath(name).parts]  # else the folder itself
+
+
+def shorten_texts(folder: Path, longest: int) -> None:
+    """Tells tokenizers, which cut texts to the length that they know of, about a smaller one.
+
+    Args:
+        folder: Model folder.
+        longest: Most tokens of a text.
+    """
+    for name, key in _LENGTHS:
+        path = folder / name
+        if path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            known = settings.get(key)
+            if known is None or known > longest:
+                text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
+                write_text(path, text + "\n")

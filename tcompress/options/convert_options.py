@@ -1,0 +1,516 @@
+"""What may be asked of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tcompress.options.fields import (
+    DEVICES,
+    NO_FLAG,
+    Device,
+    DType,
+    Section,
+    option,
+    read_blocks,
+    read_dropped,
+    read_kept,
+)
+from tcompress.options.method_options import (
+    AnyMethod,
+    AttentionSpec,
+    AutoSpec,
+    Budget,
+    Bytes,
+    MethodSpec,
+    Parameters,
+    Spec,
+    TableMethod,
+    bytes_of,
+    parameters_of,
+)
+
+Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
+Norm = Literal["host", "tensor"]
+
+GOAL, METHOD, BLOCKS = "Goal", "Method", "Blocks and embeddings"
+SCRATCH, OUTPUT, FIT = "Training from scratch", "Output", "Fit"
+
+
+class Calibration(Section):
+    """Data that the fit may look at; labels are never used."""
+
+    panel = "Data"
+
+    source: str = option(
+        "builtin",
+        "data to fit on; `builtin`, `none`, a txt, csv, jsonl or parquet file, a folder of images, "
+        "or a hub id",
+        "--calib",
+        metavar="DATA",
+        complete="calibrations",
+    )
+    split: str = Field("train", description="split of a hub dataset", json_schema_extra=NO_FLAG)
+    columns: tuple[str, ...] = option(
+        (), "text or image columns; guessed where not given", "--calib-columns", metavar="NAME,..."
+    )
+    samples: int = option(1024, "number of texts or images", "--calib-samples", gt=0)
+    max_length: int = option(256, "longest text, in tokens", gt=1)
+    batch_size: int = Field(
+        32, gt=0, description="texts or images run together", json_schema_extra=NO_FLAG
+    )
+    holdout: float = Field(
+        0.1,
+        gt=0,
+        lt=0.9,
+        description="share of the samples kept back to measure errors on",
+        json_schema_extra=NO_FLAG,
+    )
+    damping: float = option(
+        0.1,
+        "ridge added to the moments; where there is one row per regressor, in units of their mean "
+        "diagonal; shrinks with more rows",
+        panel=FIT,
+        ge=0,
+    )
+    output_moments: bool | None = option(
+        None,
+        "weigh errors by what they cost the model; known from one backward pass without labels; "
+        "default where `allocation` is by loss",
+        "--output-moments/--input-moments",
+        panel=FIT,
+    )
+    seed: int = option(0, "seed of all random choices", ge=0)
+
+    def within(self, longest: int | None) -> Calibration:
+        """The same with texts that are no longer than a mechanism can take."""
+        if longest is None or longest >= self.max_length:
+            return self
+        return self.model_copy(update={"max_length": longest})
+
+
+class LayerRule(Section):
+    """An exception for some layers; of what several rules say, the last word counts."""
+
+    match: str = Field(description="layer name with `*` wildcards, or `re:` and an expression")
+    keep: bool = Field(False, description="leave these layers dense")
+    method: MethodSpec | None = Field(None, description="another method for these layers")
+    residual_rank: int | None = Field(None, ge=0, description="another residual rank")
+    target: float | None = Field(None, gt=0, lt=1, description="another kept fraction")
+
+    @model_validator(mode="after")
+    def _check_size(self) -> LayerRule:
+        if self.target is not None:
+            refuse_two_sizes(self.method, "target")
+        return self
+
+
+class Embeddings(Section):
+    """How the word embedding is rewritten, and with it an output head that is tied to it."""
+
+    panel = BLOCKS
+
+    method: TableMethod = option(
+        ..., "structure of the word embedding", "--embeddings", whole=True, metavar="METHOD"
+    )
+    target: float | None = option(
+        None,
+        "kept fraction of the word embedding's parameters",
+        "--embedding-target",
+        metavar="FRACTION",
+        gt=0,
+        lt=1,
+    )
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Embeddings:
+        if self.method.pools:
+            raise ValueError("the word embedding shares nothing with layers: leave `share` out")
+        if tol_of(self.method) is not None:
+            raise ValueError("`tol` is for layers: give the table a `rank` or a `target`")
+        if self.target is not None and getattr(self.method, "rank", None) is not None:
+            raise ValueError(TWO_SIZES.format("target"))  # no other term stands beside a table's
+        if not self.method.has_size and self.target is None:
+            raise ValueError(f"`{self.method.name}` needs a size: give `target`")
+        return self
+
+
+DEPTH = ("keep_layers", "drop_layers", "append_layers")
+"""Keys that choose blocks; allowed is one."""
+
+BUDGETS = ("target", "target_params", "target_bytes", "max_error")
+"""Fields of which a conversion takes one."""
+
+TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed is one of them"
+
+
+def tol_of(method: Spec | None) -> float | None:
+    """Returns the tolerance of a method's options, if they have one."""
+    found: float | None = getattr(method, "tol", None)
+    return found
+
+
+def refuse_two_sizes(method: Spec | None, budget: str) -> None:
+    """Refuses a budget beside options that leave nothing to it.
+
+    Args:
+        method: The options.
+        budget: Name of the field that gives the budget.
+
+    Raises:
+        ValueError: The options fix the size.
+    """
+    if method is not None and method.fixes_size:
+        raise ValueError(TWO_SIZES.format(budget))
+
+
+def usual_calibration(said: Mapping[str, Any]) -> Calibration:
+    """Returns the calibration data of a conversion that says nothing of it.
+
+    Args:
+        said: What else it says.
+    """
+    return Calibration(source="none") if said.get("init") == "random" else Calibration()
+
+
+def _show_usual(schema: dict[str, Any]) -> None:
+    schema["default"] = Calibration().model_dump(mode="json")
+
+
+def needs_data(convert: Any) -> list[str]:
+    """Lists what a conversion asks for that only trained weights, or data, can give."""
+    problems = []
+    if convert.calibration.source != "none":
+        problems.append(
+            f"`calibration` is `{convert.calibration.source}`, but with `init: random` nothing is "
+            "fitted: leave it out"
+        )
+    if isinstance(convert.method, AutoSpec):
+        problems.append(
+            "`auto` compares what methods lose of trained weights: with `init: random` name one"
+        )
+    for name in DEPTH:
+        if getattr(convert, name) is not None:
+            problems.append(
+                f"`{name}` picks blocks of a trained model: with `init: random` give the number of "
+                "blocks in the configuration"
+            )
+    if convert.max_error is not None:
+        problems.append("`max_error` limits an error, and `init: random` has none: give a target")
+    if tol_of(convert.method) is not None:
+        problems.append("`tol` limits an error, and `init: random` has none: give a rank or target")
+    return problems
+
+
+# No model has as many, and a list of all of them would not end.
+BlockIndex = Annotated[int, Field(ge=0, lt=1000)]
+BlockCount = Annotated[int, Field(gt=0, lt=1000)]
+
+
+class Convert(Section):
+    """How a model is rewritten: structured layers, another attention, fewer blocks."""
+
+    init: Literal["pretrained", "random"] = option(
+        "pretrained",
+        "where weights come from; `pretrained`: they are fitted to those of the model; `random`: "
+        "none are read, all are drawn anew, to train from scratch",
+        panel=SCRATCH,
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**32,
+        description="seed of the weights, with `init: random`",
+        json_schema_extra=NO_FLAG,
+    )
+    method: AnyMethod | None = option(
+        None,
+        "structure of the rewritten layers, or `auto`; see `tcompress methods`; `auto` chooses one "
+        "for each layer; without one their weights stay dense",
+        panel=METHOD,
+        metavar="NAME",
+        complete="methods",
+    )
+    attention: AttentionSpec | None = option(
+        None, "mechanism that mixes tokens; default the model's own", "--method", panel=METHOD
+    )
+    attention_layers: tuple[BlockIndex, ...] | None = option(
+        None,
+        "blocks whose attention is exchanged, from 0; in every stack; default all",
+        "--layers",
+        panel=METHOD,
+        metavar="N,N,...",
+        read=read_blocks,
+    )
+    keep_layers: tuple[BlockIndex, ...] | dict[str, tuple[BlockIndex, ...]] | None = option(
+        None,
+        "blocks that stay, from 0; such as `[1, 3, 5]`; by stack where there are several, such as "
+        "`{decoder: [0, 2]}`",
+        panel=BLOCKS,
+        metavar="[STACK:]N,N,...",
+        read=read_kept,
+    )
+    drop_layers: BlockCount | Literal["auto"] | dict[str, BlockCount] | None = option(
+        None,
+        "number of blocks to drop; those whose loss changes the model least on calibration data; "
+        "by stack where there are several; `auto`: as many as serve the budget best, which then "
+        "counts dropped layers too",
+        panel=BLOCKS,
+        metavar="[STACK:]N|auto",
+        read=read_dropped,
+    )
+    append_layers: BlockCount | None = option(
+        None,
+        "copies of the last block to put on top of it; numbered on from it; without "
+        "`attention_layers` they are where `attention` stands",
+        panel=BLOCKS,
+    )
+    target: float | None = option(
+        None,
+        "kept fraction of the rewritten layers' parameters",
+        panel=GOAL,
+        metavar="FRACTION",
+        gt=0,
+        lt=1,
+    )
+    target_params: Parameters | None = option(
+        None,
+        "most parameters of the whole model, such as `30M`; in place of `target`",
+        panel=GOAL,
+        metavar="N|30M",
+    )
+    target_bytes: Bytes | None = option(
+        None,
+        "most bytes of the weights on disk, such as `60MB`; in place of `target`; headers of "
+        "files, some kilobytes, come on top",
+        panel=GOAL,
+        metavar="60MB",
+    )
+    max_error: float | None = option(
+        None,
+        "largest predicted error of the rewritten layers' outputs; squared, weighed by what they "
+        "are worth to the model and summed over layers, relative to that of leaving all of them "
+        "out; without data of the weights alone; in place of `target`",
+        panel=GOAL,
+        metavar="FRACTION",
+        gt=0,
+        lt=1,
+    )
+    allocation: Literal["loss", "uniform"] = option(
+        "loss",
+        "share a budget by the loss that parameters save, or alike; without "
+        "calibration data always the latter, except under `max_error`",
+        panel=GOAL,
+    )
+    residual_rank: int = option(
+        0,
+        "rank of a low-rank term added to the structure; 0 leaves it to the budget",
+        panel=METHOD,
+        ge=0,
+    )
+    keep: tuple[str, ...] = option(
+        (),
+        "layers left dense: names with `*`, or roles such as `down`; or `re:` and an expression, "
+        "as in `layers[].match`",
+        panel=METHOD,
+        metavar="PATTERN",
+        splits=False,
+    )
+    only: tuple[str, ...] = option(
+        (),
+        "layers to rewrite, and no others; as in `layers[].match`; default all",
+        panel=METHOD,
+        metavar="PATTERN",
+        splits=False,
+    )
+    layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
+    embeddings: Embeddings | None = Field(
+        None, description="how the word embedding is rewritten; left as it is by default"
+    )
+    positions: Positions = option(
+        "host",
+        "what the table of positions holds; with `init: random` and `lprod`; the `host`'s own; "
+        "sinusoids that are not trained, whose frequencies are scaled slice by slice (`standard`: "
+        "all alike, `linear`, `exponential`, `harmonic`); `learned`: all of it is trained",
+        panel=SCRATCH,
+    )
+    norm: Norm = option(
+        "host",
+        "what layer norms inside blocks normalise; with `init: random` and `lprod`; all features "
+        "(`host`), or each slice by itself (`tensor`)",
+        panel=SCRATCH,
+    )
+    calibration: Calibration = Field(
+        default_factory=usual_calibration,
+        description="calibration data; with `init: random` there is none",
+        json_schema_extra=_show_usual,
+    )
+    dtype: DType | None = option(
+        None, "dtype of the output; default as the source", panel=OUTPUT, metavar="NAME"
+    )
+    device: Device = option("auto", DEVICES, panel=OUTPUT, metavar="NAME", complete="devices")
+    max_shard_size: str = option(
+        "2GB",
+        "largest weight file of the output",
+        panel=OUTPUT,
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?[KMG]i?B$",
+        examples=["2GB", "500MB"],
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Convert:
+        found = (self._init_problems(), self._depth_problems(), self._budget_problems())
+        problems = list(chain.from_iterable(found))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _init_problems(self) -> Iterator[str]:
+        if self.init == "random":
+            yield from needs_data(self)
+        lprod = getattr(self.method, "name", None) == "lprod"
+        for name in ("positions", "norm"):
+            value = getattr(self, name)
+            if value != "host" and not (self.init == "random" and lprod):
+                yield (
+                    f"`{name}: {value}` is for models that are trained from scratch in slices: it "
+                    "needs `init: random` and the method `lprod`"
+                )
+
+    def _depth_problems(self) -> Iterator[str]:
+        given = [name for name in DEPTH if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield f"`{given[0]}` and `{given[1]}` are both given; allowed is one"
+        if self.attention_layers is not None and self.attention is None:
+            yield "`attention_layers` needs `attention`, since it is about mechanisms"
+        if self.method is None:
+            scratch = self.init == "random"
+            if not (self.cuts or self.embeddings or self.attention or scratch):
+                yield "there is nothing to do: give `method`, `attention`, or `keep_layers`"
+            alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
+            given = [f"`{name}`" for name in alone if getattr(self, name)]
+            if given:
+                yield f"{', '.join(given)} needs a `method`, since it is about layers"
+
+    def _budget_problems(self) -> Iterator[str]:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        fixed = self.method is not None and self.method.fixes_size
+        if tol_of(self.method) is not None:
+            given.append("tol")
+        if len(given) > 1:
+            names = " and ".join(f"`{name}`" for name in given)
+            yield f"{names} are given together; allowed is one of them"
+        elif given and fixed:
+            yield TWO_SIZES.format(given[0])
+        for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
+            value = getattr(self, name)
+            if value is not None and parse(value) < 1:
+                yield f"`{name}` is `{value}`, allowed is 1 or more"
+        if any(tol_of(rule.method) is not None for rule in self.layers):
+            yield "`tol` is for all layers; rules in `layers` take a `rank` or `target`"
+        if fixed and any(rule.target and rule.method is None for rule in self.layers):
+            yield TWO_SIZES.format("layers[].target")
+        if self.max_error is not None and self.method is not None and self.method.pools:
+            yield "`max_error` sizes layers one by one, which banks cannot: give a target instead"
+        sizes = ("target", "target_params", "target_bytes")
+        if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
+            yield (
+                "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
+                "and a `target`, `target_params` or `target_bytes`"
+            )
+        if self.weighs_depth and self.calibration.source == "none":
+            yield "`drop_layers: auto` measures on data: choose a calibration source"
+        if isinstance(self.method, AutoSpec) and self.residual_rank:
+            yield "`residual_rank` is chosen by `auto` itself: leave it out"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether blocks are dropped, or put on top."""
+        return any(getattr(self, name) is not None for name in DEPTH)
+
+    @property
+    def weighs_depth(self) -> bool:
+        """Whether the number of dropped blocks is chosen too, under the budget."""
+        return self.drop_layers == "auto"
+
+    @property
+    def weighs_methods(self) -> bool:
+        """Whether methods are tried out under the budget, and measured on data held out."""
+        tries = isinstance(self.method, AutoSpec) and self.method.trials
+        sized = self.budget is not None and self.budget.is_size
+        return tries and sized and self.calibration.source != "none" and self.init != "random"
+
+    @property
+    def label(self) -> str:
+        """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
+        words = [part.name for part in (self.attention, self.method) if part is not None]
+        words += ["depth"] if self.cuts else []
+        words += ["embeddings"] if self.embeddings else []
+        return " + ".join(words) or "dense"
+
+    @property
+    def within_blocks(self) -> Convert:
+        """The same without a choice of blocks: what is done to a model that was cut already."""
+        return self.model_copy(update=dict.fromkeys(DEPTH, None))
+
+    @property
+    def without_method(self) -> Convert:
+        """The same with all layers dense."""
+        none = {"method": None, "residual_rank": 0, "keep": (), "only": (), "layers": ()}
+        return self.model_copy(update={**none, **dict.fromkeys(BUDGETS, None)})
+
+    @property
+    def budget(self) -> Budget | None:
+        """What limits the size, or the error, if anything does."""
+        if self.target_params is not None:
+            return Budget("target_params", parameters_of(self.target_params))
+        if self.target_bytes is not None:
+            return Budget("target_bytes", bytes_of(self.target_bytes))
+        if self.max_error is not None:
+            return Budget("max_error", self.max_error)
+        tol = tol_of(self.method)
+        if tol is not None:
+            return Budget("tol", tol)
+        return None if self.target is None else Budget("target", self.target)
+
+    def at(self, target: float | None, method: Spec | None = None) -> Convert:
+        """The same with a kept fraction in place of any other budget.
+
+        Args:
+            target: The fraction.
+            method: Another method, if any.
+        """
+        own = method or self.method
+        if own is not None and tol_of(own) is not None:
+            own = own.model_copy(update={"tol": None})
+        others = dict.fromkeys(BUDGETS, None)
+        return self.model_copy(update={**others, "target": target, "method": own})
+
+    @property
+    def by_loss(self) -> bool:
+        """Whether sizes, or structures, follow predicted loss."""
+        if self.budget is None or self.method is None or self.method.pools:
+            return False
+        return self._only_predicted or self._asks_for_loss
+
+    @property
+    def _only_predicted(self) -> bool:
+        """Whether nothing but a prediction can tell what layers become."""
+        limits_error = self.budget is not None and not self.budget.is_size
+        return limits_error or isinstance(self.method, AutoSpec)
+
+    @property
+    def _asks_for_loss(self) -> bool:
+        asked = self.budget is not None and (self._only_predicted or self.allocation == "loss")
+        return asked and self.calibration.source != "none"
+
+    @property
+    def surveys(self) -> bool:
+        """Whether a conversion begins with a backward pass over the calibration data."""
+        if self.calibration.source == "none":
+            return False
+        weighs = self.calibration.output_moments
+        return self.by_loss or (self._asks_for_loss if weighs is None else weighs)

@@ -1,0 +1,232 @@
+"""What a recipe may say. Unknown keys are errors at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tcompress.options.convert_options import Convert, refuse_two_sizes
+from tcompress.options.fields import Section, option, plain, typed_fields
+from tcompress.options.method_options import (
+    MECHANISMS,
+    METHODS,
+    AnyMethod,
+    MethodName,
+    mechanism_names,
+    method_names,
+)
+from tcompress.options.steps import Architecture, Bench, Evaluate, Finetune, PaperRow
+from tcompress.options.words import quoted
+
+RECIPE_VERSION = 1
+
+
+_NOT_IN_CELLS = ("name", "tol", "offer", "trials", "modes")
+
+
+def read_methods(texts: list[str]) -> list[Any]:
+    """Reads `svd,lprod:p=8`: names, and names with options."""
+    return [_read_method(word.strip()) for text in texts for word in text.split(",")]
+
+
+def _read_method(text: str) -> Any:
+    name, *pairs = [word.strip() for word in text.split(":")]
+    if name in mechanism_names():
+        raise ValueError(f"and `{name}` is a mechanism: a sweep compares structures of weights")
+    kind = next((spec for spec in METHODS if name in spec.names()), None)
+    if kind is None:
+        raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
+    if not pairs:
+        return name
+    found: dict[str, Any] = {"name": name}
+    for pair in pairs:
+        option, equals, value = pair.partition("=")
+        field = option.strip().replace("-", "_")
+        own = {item.place[-1]: item for item in typed_fields(kind)}
+        own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
+        if not equals or field not in own:
+            listed = ", ".join(f"`{key}`" for key in own)
+            has = f"options of `{name}` are {listed}" if own else f"`{name}` has none"
+            raise ValueError(f"expected an option with its value behind `{name}`; {has}")
+        # Commas separate methods.
+        found[field] = plain(own[field], [value.strip()])
+    return found
+
+
+class Sweep(Section):
+    """Cells to compare: this recipe with each method and each target in place of its own."""
+
+    panel = "Cells"
+
+    methods: tuple[AnyMethod | MethodName, ...] = option(
+        (),
+        "methods: a name alone takes options that suit the target; default `convert.method`",
+        metavar="NAME[:OPTION=VALUE]...,...",
+        complete="method_lists",
+        read=read_methods,
+    )
+    targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = option(
+        (0.5, 0.25),
+        "kept fractions of the rewritten layers' parameters",
+        metavar="N,N,...",
+        min_length=1,
+    )
+    keep_models: bool = option(
+        True, "whether models are kept once they are measured; numbers always are", panel="Output"
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Sweep:
+        for method in self.methods:
+            refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
+        return self
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    recipe_version: Literal[1] = Field(description="version of this schema")
+    name: str | None = Field(None, description="short name")
+    description: str | None = Field(None, description="what the recipe reaches, and on what")
+    model: str | None = Field(None, description="folder, short name or hub id of the source model")
+    architecture: Architecture | None = Field(
+        None, description="in place of `model`, with `init: random`: the model's configuration"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    output: str | None = Field(None, description="folder to write")
+    convert: Convert = Field(description="how to convert")
+    finetune: Finetune | None = Field(None, description="how to train what was converted")
+    evaluate: tuple[Evaluate, ...] = Field((), description="what to measure in the end")
+    bench: Bench | None = Field(None, description="how to time in the end")
+    sweep: Sweep | None = Field(None, description="methods and targets to compare")
+    report: str | None = Field(None, description="HTML file to write in the end")
+    paper: tuple[PaperRow, ...] = Field((), description="published numbers, to show beside ours")
+    variants: dict[str, dict[str, Any]] = Field(
+        {}, description="other ways to run it, by name: changes such as `finetune.steps: 20`"
+    )
+
+    @model_validator(mode="after")
+    def _check_architecture(self) -> Recipe:
+        if self.sweep is not None and self.convert.init == "random":
+            raise ValueError(
+                "`sweep` compares conversions of one trained model: with `init: random` run one "
+                "recipe for each method"
+            )
+        if self.sweep is not None and not self.sweep.methods:
+            refuse_two_sizes(self.convert.method, "sweep.targets")
+        if self.architecture is None:
+            return self
+        if self.model is not None:
+            raise ValueError("`model` and `architecture` are both given; allowed is one")
+        if self.convert.init != "random":
+            raise ValueError(
+                "`architecture` describes a model without weights: it needs `convert.init: random`"
+            )
+        return self
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
+    schema = Recipe.model_json_schema()
+    for spec in (*METHODS, *MECHANISMS):
+        options = schema["$defs"][spec.__name__]
+        # The name may be left out where options are built in Python, but not in a file.
+        options["required"] = ["name", *options.get("required", ())]
+        options["properties"]["name"].pop("default", None)
+        options["properties"]["name"].setdefault("description", "selects the method")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+# Short names of conversions, for folders and tables.
+
+
+_LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
+_NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
+_MECHANISM_LETTERS = {
+    "filter_order": "k",
+    "grid": "",
+    "fold": "f",
+    "kernel": "",
+    "core": "",
+    "length": "t",
+}
+
+
+def short_name(convert: Convert) -> str:
+    """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
+    method: Any = convert.method
+    words = _attention_words(convert)
+    words += [] if method is None else [str(method.name)]
+    if method is not None and method.pools:
+        words.append(method.share)
+    for field, letter in _LETTERS.items():
+        value = getattr(method, field, None)
+        if value is not None:
+            words.append(
+                letter + "x".join(map(str, value if isinstance(value, tuple) else [value]))
+            )
+    words += _other_options(method)
+    if convert.residual_rank:
+        words.append(f"plus{convert.residual_rank}")
+    if getattr(method, "offer", ()):
+        words += method.offer
+    if convert.target is not None:
+        words.append(f"{100 * convert.target:g}")
+    for value in (convert.target_params, convert.target_bytes):
+        words += [] if value is None else [str(value)]
+    for letters, error in (("err", convert.max_error), ("tol", getattr(method, "tol", None))):
+        words += [] if error is None else [f"{letters}{error:g}"]
+    named = (("keep", convert.keep_layers), ("drop", convert.drop_layers))
+    for verb, blocks in (*named, ("append", convert.append_layers)):
+        if blocks is not None:
+            words.append(f"{verb}{_number_of(blocks)}")
+    if convert.embeddings is not None:
+        share = convert.embeddings.target
+        words.append("words" + ("" if share is None else f"{100 * share:g}"))
+    return "-".join(words)
+
+
+def _other_options(method: Any) -> list[str]:
+    """Names what differs from a method's defaults and has no letter, such as `dct` or `block8`."""
+    words = []
+    for field, info in type(method).model_fields.items() if method is not None else ():
+        value = getattr(method, field)
+        if field in _NAMED or value in (None, info.default):
+            continue
+        if isinstance(value, Mapping):
+            words += [
+                f"{field}{width}x" + "x".join(map(str, part)) for width, part in value.items()
+            ]
+        elif isinstance(value, str):
+            words.append(value)
+        elif isinstance(value, bool):
+            words.append(field if value else f"no-{field}")
+        else:
+            words.append(f"{field}{value}")
+    return words
+
+
+def _attention_words(convert: Convert) -> list[str]:
+    """Names the mechanism with what differs from its defaults, such as `hot-8x8` or `tsa-k3`."""
+    spec: Any = convert.attention
+    if spec is None:
+        return []
+    words = [str(spec.name)]
+    for field, letter in _MECHANISM_LETTERS.items():
+        value = getattr(spec, field, None)
+        if value is not None and value != type(spec).model_fields[field].default:
+            words.append(letter + ("x".join(map(str, value)) if field == "grid" else str(value)))
+    if convert.attention_layers is not None:
+        words.append(f"at{len(convert.attention_layers)}")
+    return words
+
+
+def _number_of(blocks: Any) -> int | str:
+    """Counts the blocks that are named, in all stacks."""
+    if isinstance(blocks, str):  # `auto`
+        return blocks
+    if isinstance(blocks, Mapping):
+        return sum(int(_number_of(item)) for item in blocks.values())
+    return blocks if isinstance(blocks, int) else len(blocks)

@@ -1,0 +1,363 @@
+"""What may be asked of training and measurements, and of models that begin at random."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tcompress.options.fields import NO_FLAG, Device, DType, Section, option
+
+LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
+
+TrainingTask = Literal[
+    "classification",
+    "regression",
+    "sts",
+    "masked-lm",
+    "causal-lm",
+    "image-classification",
+    "volume-classification",
+    "forecasting",
+    "response-selection",
+]
+ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
+
+
+class TrainingData(Section):
+    """What a model is trained on. Without a task labels are never read."""
+
+    panel = DATA
+
+    source: tuple[str, ...] = option(
+        ("builtin",),
+        "`builtin`, or txt, csv, jsonl, parquet or npz files, image folders, hub ids",
+        "--data",
+        metavar="FILE|FOLDER|DATASET",
+        complete="data",
+        splits=False,
+    )
+    split: str = option(
+        "train", "split of folders and hub datasets, or part of an archive or a series"
+    )
+    columns: dict[str, str] = option(
+        {},
+        "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed "
+        "where not given",
+        metavar="ROLE=NAME",
+    )
+    samples: int = option(200_000, "most examples; drawn at random", gt=0)
+    max_length: int = option(128, "longest text, in tokens", gt=1)
+    validation: str | None = option(
+        None,
+        "data to validate on; default a share of the training data, of an archive or a series its "
+        "own part",
+        metavar="FILE|FOLDER|DATASET",
+        complete="data",
+    )
+    validation_split: str = Field(
+        "validation", description="split of `validation`", json_schema_extra=NO_FLAG
+    )
+    holdout: float = Field(
+        0.02,
+        gt=0,
+        lt=0.9,
+        description="share of the data kept back where `validation` is not set",
+        json_schema_extra=NO_FLAG,
+    )
+    validation_samples: int = Field(
+        1000, gt=0, description="most examples to validate on", json_schema_extra=NO_FLAG
+    )
+
+
+class Finetune(Section):
+    """How a model is trained: healed against its teacher, or taught a task."""
+
+    panel = RUNNING
+
+    task: TrainingTask | None = option(
+        None,
+        "task to learn from labels; without it the model is healed",
+        panel=LEARNING,
+        metavar="NAME",
+    )
+    data: TrainingData = Field(TrainingData(), description="training data")
+    teacher: str = option(
+        "source",
+        "model to imitate: `source` (the dense model of the conversion), `none`, a folder, short "
+        "name or hub id",
+        panel=LEARNING,
+        metavar="source|none|MODEL",
+    )
+    teacher_blocks: tuple[int, ...] = option(
+        (),
+        "teacher block, from 0, that each block imitates; default one to one, the one that it was "
+        "where blocks were dropped, or at equal distances",
+        panel=LEARNING,
+        metavar="0,2,5",
+    )
+    objectives: dict[ObjectiveName, Annotated[float, Field(ge=0)]] = option(
+        {},
+        "weights of the terms of the loss; default by task and teacher",
+        "--objective",
+        panel=LEARNING,
+        metavar="NAME=WEIGHT",
+    )
+    temperature: float = option(2.0, "softening of the teacher's logits", panel=LEARNING, gt=0)
+    stage: Literal["end-to-end", "blocks"] = option(
+        "end-to-end",
+        "`blocks`: first each block alone, on the teacher's states, then all together",
+        panel=LEARNING,
+    )
+    block_steps: int | None = option(
+        None, "steps of the stage `blocks`; default a quarter of all", panel=LEARNING, gt=0
+    )
+    train: Literal["auto", "rewritten", "blocks", "all"] = option(
+        "auto", "parameters to train; `auto`: blocks to heal, all for a task", panel=LEARNING
+    )
+    steps: int | None = option(
+        None, "optimizer steps; default 1,000 to heal, else as `epochs`", gt=0
+    )
+    epochs: float | None = option(None, "passes over the data; default 3 with a task", gt=0)
+    max_minutes: float | None = option(
+        None, "longest duration, in minutes; the learning rate warms up and falls within it", gt=0
+    )
+    batch_size: int = option(64, "examples in a step, in each process", gt=0)
+    accumulate: int = option(
+        1,
+        "pieces that a step's examples are computed in, one after another (gradient "
+        "accumulation): less memory, the same result; more where memory runs out",
+        gt=0,
+    )
+    learning_rate: float | None = option(
+        None,
+        "highest learning rate; default 1e-3 to heal and from random weights, 1e-4 with a task",
+        "--lr",
+        gt=0,
+        le=10,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine",
+        description="course of the learning rate after warming up",
+        json_schema_extra=NO_FLAG,
+    )
+    warmup: float = Field(
+        0.1, ge=0, lt=1, description="share of the steps to warm up", json_schema_extra=NO_FLAG
+    )
+    weight_decay: float = Field(
+        0.01, ge=0, description="AdamW's, for matrices only", json_schema_extra=NO_FLAG
+    )
+    clip: float = Field(
+        1.0, gt=0, description="largest norm of the gradient", json_schema_extra=NO_FLAG
+    )
+    dropout: bool | None = Field(
+        None,
+        description="whether to drop out; default only where there is no teacher",
+        json_schema_extra=NO_FLAG,
+    )
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
+        "auto", "mixed precision; `auto`: bf16 on GPUs that have it"
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute blocks twice instead of keeping what they compute: less memory, more time"
+    )
+    evaluate_every: int = option(100, "steps between validations", gt=0)
+    checkpoint_every: int = option(200, "steps between checkpoints", gt=0)
+    patience: int | None = option(None, "stop after so many validations without a better one", gt=0)
+    trackers: tuple[str, ...] = option(
+        (), "loggers of accelerate, such as `tensorboard` or `wandb`", "--track", metavar="NAME"
+    )
+    seed: int = option(0, "seed of the order of examples, new heads and dropout", ge=0, lt=2**32)
+    device: Device = "auto"
+
+    @field_validator("objectives")
+    @classmethod
+    def _check_objectives(cls, weights: dict[ObjectiveName, float]) -> dict[ObjectiveName, float]:
+        if weights and not any(weights.values()):
+            raise ValueError(
+                f"all weights of `objectives` are 0 ({', '.join(weights)}), which teaches nothing: "
+                "give one that is greater, or leave `objectives` out"
+            )
+        return weights
+
+
+# What may be asked of measurements: quality on a task, and speed.
+
+
+MEASURED_DATA, MEASUREMENT, MEASURED = "Data", "Measurement", "What is measured"
+
+EvaluationTask = Literal[
+    "classification",
+    "sts",
+    "perplexity",
+    "masked-lm",
+    "image-classification",
+    "volume-classification",
+    "forecasting",
+    "retrieval",
+    "response-selection",
+]
+
+
+Bound = Annotated[
+    str,
+    Field(
+        pattern=r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?x?$",
+        examples=["0.8", "0.95x"],
+    ),
+]
+
+
+class Evaluate(Section):
+    """One measurement of all models of a recipe: the dense one, as converted, as trained."""
+
+    panel = MEASUREMENT
+
+    task: EvaluationTask = option(..., "what is measured", panel=MEASURED_DATA, metavar="NAME")
+    data: str = option(
+        ...,
+        "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "
+        "configuration",
+        panel=MEASURED_DATA,
+        metavar="FILE|FOLDER|DATASET",
+        complete="data",
+    )
+    split: str = option(
+        "validation",
+        "split of a folder or hub dataset, or part of an archive or a series",
+        panel=MEASURED_DATA,
+    )
+    columns: dict[str, str] = option(
+        {},
+        "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed "
+        "where not given",
+        panel=MEASURED_DATA,
+        metavar="ROLE=NAME",
+    )
+    limit: int | None = option(
+        None, "most examples, drawn by the seed", panel=MEASURED_DATA, gt=0, le=10**9
+    )
+    max_length: int | None = option(
+        None, "longest text, in tokens; default by task", gt=1, le=10**6
+    )
+    pack: Literal["eos", "newline", "none"] | None = option(
+        None, "`perplexity`: how texts are joined; default with the end token"
+    )
+    candidates: int | None = option(
+        None, "`response-selection`: responses to choose from; default 10", gt=1, le=10**6
+    )
+    batch_size: int | None = option(
+        None, "inputs in a batch; numbers do not depend on it", gt=0, le=10**6
+    )
+    dtype: DType | None = option(None, "dtype of the run; default as stored")
+    device: Device = "auto"
+    seed: int = option(0, "seed of all draws", ge=0, lt=2**32)
+    bootstrap: int = option(1000, "resamples for 95 % intervals; 0 for none", ge=0, le=10**6)
+    threshold: Bound | None = option(
+        None,
+        "worst allowed number, or share of the baseline's such as `0.95x`; a model that misses it "
+        "makes the exit code 3",
+        metavar="NUMBER|FACTORx",
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Evaluate:
+        for name, task in (("pack", "perplexity"), ("candidates", "response-selection")):
+            if getattr(self, name) is not None and self.task != task:
+                raise ValueError(f"`{name}` belongs to the task `{task}`, not to `{self.task}`")
+        return self
+
+
+Size = Annotated[int, Field(gt=0, lt=10**9)]
+
+
+class Bench(Section):
+    """Time of a forward pass beside the dense model's."""
+
+    panel = MEASURED
+
+    batch: tuple[Size, ...] = option(
+        (1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1
+    )
+    length: tuple[Size, ...] = option(
+        (),
+        "tokens in a sequence; default 32 and 128, as far as the models go; pictures have a "
+        "length of their own",
+        metavar="N,N,...",
+    )
+    mode: tuple[Literal["eager", "compiled"], ...] = option(
+        ("eager",),
+        "as the model is, through `torch.compile`, or both",
+        metavar="eager,compiled",
+        min_length=1,
+    )
+    repeats: int = option(7, "timed passes of each model; medians count", gt=0, le=10**6)
+    threads: int | None = option(None, "threads on a CPU; default PyTorch's", gt=0, le=4096)
+    keep_weights: bool = option(
+        False, "whether converted layers keep a dense weight; for eager passes only"
+    )
+    dtype: DType | None = option(None, "dtype of both; default as the dense is stored")
+    device: Device = "auto"
+    seed: int = option(0, "seed of the random inputs", ge=0, lt=2**32)
+
+
+# What a recipe says of models that are trained from scratch, and of the papers that did so.
+
+
+class Words(Section):
+    """A tokenizer of lower-case words, made from texts."""
+
+    words: str = Field(
+        description="texts to take words from: `builtin`, or a txt, csv, jsonl or parquet file, a "
+        "folder or a hub id"
+    )
+    split: str = Field("train", description="split of a folder or hub dataset")
+    columns: tuple[str, ...] = Field((), description="text columns; guessed where not given")
+    size: int = Field(
+        20_000, gt=5, description="most words, the five that stand for something else included"
+    )
+
+
+class Architecture(BaseModel):
+    """A model without weights; other keys are those of its `config.json`, such as its sizes."""
+
+    model_config = ConfigDict(
+        extra="allow", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )
+
+    model_type: str = Field(description="family, such as `bert`")
+    kind: str | None = Field(
+        None,
+        alias="class",
+        description="class of the model, such as `BertForSequenceClassification`; default the one "
+        "without a head",
+    )
+    tokenizer: str | Words | None = Field(
+        None,
+        description="folder, short name or hub id whose tokenizer is carried along, or a tokenizer "
+        "of words to make; `vocab_size` follows from it",
+    )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What is said of the configuration."""
+        return dict(self.model_extra or {})
+
+
+class PaperRow(Section):
+    """A published number."""
+
+    row: str = Field(description="what it is about, such as `Std, d=256`")
+    metric: str = Field(description="what was measured, such as `accuracy`")
+    value: float = Field(description="the number, as it was published")
+    source: str = Field(description="where it stands, such as `Table 8`")
+    comparable: bool = Field(
+        False, description="whether ours is measured on the same data in the same way"
+    )
+    why: str | None = Field(None, description="why it is not comparable")
+    ours: bool = Field(
+        True, description="whether the recipe makes this model, or one to compare it with"
+    )
+    mean: bool = Field(
+        False, description="whether it is a mean over several variants of the recipe"
+    )

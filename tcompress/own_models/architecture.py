@@ -1,0 +1,250 @@
+"""From the configuration in a recipe to a model without weights, and to a tokenizer."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from tcompress.data import calibration
+from tcompress.data.encoding import load_tokenizer
+from tcompress.data.tables import columns_of, content, opened, undecoded
+from tcompress.errors import DataError, RecipeError, SourceError, check_counts, listed
+from tcompress.models import SourceModel, resolve
+from tcompress.models.model import registered_classes
+from tcompress.options.steps import Architecture, Words
+
+# A tokenizer of whole words, for models that are trained from scratch.
+#
+# Papers of small models count the words of their training texts and keep the most frequent ones,
+# such as 20,000; all others are one unknown word.
+
+
+SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+"""Words that stand for something else, in the order of their numbers from 0."""
+
+
+def word_tokenizer(words: Words, segments: bool = False) -> Any:
+    """Makes a tokenizer of the most frequent words of some texts.
+
+    Text is lower-cased and loses its accents; words end at spaces and punctuation. A text becomes
+    `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
+
+    Args:
+        words: Where texts are, and how many words are kept.
+        segments: Whether the model is told which text of a pair a word is of, 0 or 1.
+
+    Returns:
+        A `PreTrainedTokenizerFast`.
+
+    Raises:
+        DataError: There are no such texts.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel(unk_token=SPECIAL["unk_token"]))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=words.size, special_tokens=list(SPECIAL.values()), show_progress=False
+    )
+    made.train_from_iterator(_texts(words), trainer)
+    if made.get_vocab_size() <= len(SPECIAL):
+        raise DataError(f"`{words.words}` holds no words", hint="give other data, or `builtin`")
+    first, end = SPECIAL["cls_token"], SPECIAL["sep_token"]
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {end}",
+        pair=f"{first} $A {end} $B:1 {end}:1",
+        special_tokens=[(name, made.token_to_id(name)) for name in (first, end)],
+    )
+    names = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
+    # Only what is given here is saved with the tokenizer.
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=names, **SPECIAL)
+
+
+def _texts(words: Words) -> Iterator[str]:
+    if words.words == "builtin":
+        yield from calibration.builtin_texts()
+        return
+    with opened(words.words, words.split) as found:
+        table = undecoded(found)
+        chosen = columns_of(table, words.columns, {"text"}, {"text"}, "a tokenizer of words")
+        rows = table.rows.select_columns(list(chosen["text"]))
+        for batch in rows.iter(batch_size=1000):
+            for column in chosen["text"]:
+                yield from (str(content(cell)) for cell in batch[column] if content(cell))
+
+
+# From the configuration in a recipe to a model that can be converted, without weights.
+
+
+_OWN = ("num_labels", "architectures", "tie_word_embeddings", "dtype")  # of every configuration
+_NUMBERS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+
+
+class _Folder:
+    """A temporary folder that is gone when nothing holds it any more."""
+
+    def __init__(self) -> None:
+        own = tempfile.TemporaryDirectory(prefix="tcompress-")
+        self.path = Path(own.name)
+        # Unlike the library's own finalizer, this one does not complain that nobody closed it.
+        weakref.finalize(self, own.cleanup)
+
+
+def open_architecture(
+    architecture: Architecture, seed: int, token: str | None = None
+) -> SourceModel:
+    """Opens a model that is described by its configuration alone.
+
+    Args:
+        architecture: The configuration, and its tokenizer.
+        seed: Seed of the weights.
+        token: Access token for the hub, for the tokenizer.
+
+    Raises:
+        RecipeError: The configuration names no model that can be built; all problems at once.
+        SourceError: There is no such tokenizer.
+        DataError: There are no texts to take words from.
+    """
+    kind = _config_class(architecture.model_type)
+    sizes = architecture.sizes
+    names = (
+        [architecture.kind] if architecture.kind else list(sizes.pop("architectures", None) or ())
+    )
+    problems = list(_unknown_keys(kind, sizes))
+    try:
+        check_counts(sizes)
+    except ValueError as error:
+        raise RecipeError(f"`architecture` {error}", "check the sizes in `architecture`") from error
+    bare = _built(kind, {}, problems=[])
+    model_class = _model_class(bare, names, problems)
+    if problems:
+        raise RecipeError(
+            "; ".join(problems), "the documentation of Transformers lists the keys of each family"
+        )
+    segments = sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) > 1
+    tokenizer = _tokenizer(architecture.tokenizer, token, segments)
+    config = _built(kind, {**_from_tokenizer(bare, tokenizer, sizes), **sizes}, problems)
+    if config is None or problems:
+        raise RecipeError(problems[0], "check the sizes in `architecture`")
+    assert model_class is not None
+    config.architectures = [model_class.__name__]
+    folder = _Folder()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder.path)
+    config.save_pretrained(folder.path)
+    source = SourceModel.open(str(folder.path), seed=seed)
+    return replace(source, id=architecture.model_type, keeps=folder)
+
+
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    if model_type in CONFIG_MAPPING:
+        kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+        return kind
+    near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
+    raise RecipeError(
+        f"`architecture.model_type` is `{model_type}`, which Transformers "
+        f"{transformers.__version__} does not know",
+        f"did you mean {listed(near)}" if near else "such as `bert`, `gpt2` or `vit`",
+    )
+
+
+def _known_keys(kind: type[PreTrainedConfig]) -> set[str] | None:
+    """Names that a configuration takes; None where it does not say."""
+    known = set(_OWN) | set(getattr(kind, "attribute_map", {}) or {})
+    known |= set(inspect.signature(PreTrainedConfig.__init__).parameters)
+    if is_dataclass(kind):
+        return known | {field.name for field in fields(kind)}
+    own = inspect.signature(kind.__init__).parameters
+    named = {name for name, item in own.items() if item.kind is not item.VAR_KEYWORD}
+    return known | named if named - {"self"} else None
+
+
+def _unknown_keys(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
+    known = _known_keys(kind)
+    for name in sizes:
+        if known is not None and name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f", did you mean `{near[0]}`" if near else ""
+            yield f"`architecture.{name}` is no key of `{kind.__name__}`{meant}"
+
+
+def _built(kind: Any, sizes: dict[str, Any], problems: list[str]) -> Any:
+    """Builds a configuration, whose class may raise anything."""
+    try:
+        return AutoConfig.for_model(kind.model_type, **sizes)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        problems.append(f"`{kind.__name__}` refuses the sizes ({reason})")
+        return None
+
+
+def _model_class(
+    config: Any, names: list[str], problems: list[str]
+) -> type[PreTrainedModel] | None:
+    """Finds the class by name, or the one without a head."""
+    known = {kind.__name__: kind for kind in registered_classes(config)}
+    if not names:
+        bare: Any = transformers.MODEL_MAPPING.get(type(config), None)
+        bare = bare[0] if isinstance(bare, tuple | list) else bare
+        if bare is None and known:
+            bare = next(iter(known.values()))
+        if bare is None:
+            problems.append(f"no class of models is known for `{config.model_type}`: give `class`")
+        return bare  # type: ignore[no-any-return]
+    found = known.get(names[0], getattr(transformers, names[0], None))
+    fits = isinstance(found, type) and issubclass(found, PreTrainedModel)
+    if fits and isinstance(config, getattr(found, "config_class", None) or PreTrainedConfig):
+        return found  # type: ignore[return-value]
+    problems.append(
+        f"`architecture.class` is `{names[0]}`, which is no class for `{config.model_type}`; "
+        f"those are {listed(sorted(known))}"
+    )
+    return None
+
+
+def _tokenizer(said: str | Words | None, token: str | None, segments: bool) -> Any:
+    if said is None:
+        return None
+    if isinstance(said, Words):
+        return word_tokenizer(said, segments)
+    try:
+        return load_tokenizer(resolve(said, token=token, weights=False))
+    except DataError as error:
+        raise SourceError(
+            f"`architecture.tokenizer` is `{said}`, which has no usable tokenizer",
+            hint="give a folder or hub id with one, or `{words: builtin}`",
+        ) from error
+
+
+def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """What a tokenizer says of a configuration: how many words there are, and special ones."""
+    if tokenizer is None or not hasattr(config, "vocab_size"):
+        return {}
+    words = said.get("vocab_size", len(tokenizer))
+    found: dict[str, Any] = {"vocab_size": words}
+    for name in _NUMBERS:
+        number = getattr(tokenizer, name, None)
+        if not hasattr(config, name):
+            continue
+        usual = getattr(config, name)
+        outside = isinstance(usual, int) and usual >= words
+        if number is not None or outside:  # a default beyond the vocabulary means no word
+            found[name] = number
+    return found

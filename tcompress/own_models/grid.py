@@ -1,0 +1,367 @@
+"""A transformer over a grid of patches, for volumes and for multivariate series."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, pad
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForTimeSeriesPrediction,
+)
+from transformers.utils.generic import ModelOutput, can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from tcompress.errors import DataError, InputError
+from tcompress.own_models.configs import TCompressGridConfig
+from tcompress.own_models.text import SelfAttention
+
+# Convolutions that make a grid of patches, in place of one linear map.
+
+
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class Convolutions(nn.Module):
+    """Convolutions of stride 2 until a patch is one place (HOT, appendix on volumes).
+
+    The kernel has 3 places along each axis. Channels double up to the width; a norm over all
+    channels and places, and an activation, stand between two convolutions.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__()
+        kind, steps = _CONVOLUTIONS[len(config.patch_size)], max(config.patch_size).bit_length() - 1
+        widths = [max(1, config.hidden_size >> (steps - step)) for step in range(1, steps + 1)]
+        self.activation = ACT2FN[config.hidden_act]
+        self.layers = nn.ModuleList()
+        self.norms = nn.ModuleList([nn.GroupNorm(1, width) for width in widths[:-1]])
+        for step, (before, after) in enumerate(pairwise([config.num_channels, *widths])):
+            strides = tuple(2 if patch >> step > 1 else 1 for patch in config.patch_size)
+            self.layers.append(kind(before, after, 3, strides, padding=1))
+
+    def forward(self, grid_values: Tensor) -> Tensor:
+        """Embeds inputs.  # (batch, channels, *input_size) -> (batch, *grid, width)."""
+        states = self.layers[0](grid_values)
+        for norm, layer in zip(self.norms, self.layers[1:], strict=True):
+            states = layer(self.activation(norm(states)))
+        return states.movedim(1, -1)
+
+
+# A transformer over a grid of patches, for volumes and for multivariate series.
+#
+# The models that Higher-Order Transformers are measured with. Positions are learnt, a table for
+# each axis, whose rows are added, or queries and keys are rotated, as in the paper (`positions:
+# rotary`).
+
+
+_EPSILON = 1e-5  # added to a series' variance over its context
+
+
+class GridEmbeddings(nn.Module):
+    """Embedding of patches, and positions along each axis.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__()
+        self.config = config
+        inputs = config.num_channels * prod(config.patch_size)
+        self.projection = (
+            Convolutions(config)
+            if config.stem == "convolution"
+            else nn.Linear(inputs, config.hidden_size)
+        )
+        sizes = config.grid if config.positions == "learnt" else ()
+        tables = [nn.Embedding(size, config.hidden_size) for size in sizes]
+        self.positions = nn.ModuleList(tables)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, grid_values: Tensor) -> Tensor:
+        """Embeds inputs.  # (batch, channels, *input_size) -> (batch, patches, width)."""
+        check_shape(grid_values, self.config)
+        convolved = self.config.stem == "convolution"
+        states = self.projection(grid_values if convolved else patches(grid_values, self.config))
+        for axis, table in enumerate(self.positions):
+            after = len(self.positions) - 1 - axis
+            places = table(torch.arange(self.config.grid[axis], device=states.device))
+            states = states + places.view(-1, *[1] * after, self.config.hidden_size)
+        return self.dropout(states.flatten(1, -2))
+
+
+def check_shape(grid_values: Tensor, config: TCompressGridConfig) -> None:
+    """Checks the size of inputs.
+
+    Raises:
+        DataError: The inputs are of another shape.
+    """
+    expected = (config.num_channels, *config.input_size)
+    if tuple(grid_values.shape[1:]) != expected:
+        raise DataError(
+            f"inputs have the shape {tuple(grid_values.shape[1:])}, the model takes {expected}",
+            "give inputs of the size that the config of the model names",
+        )
+
+
+def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
+    """Angles by which pairs of features of a head are turned, patch by patch, float32.
+
+    Every rotated axis has an equal run of the pairs, with the frequencies of rotary embeddings
+    within it; pairs that are left over are not turned.
+
+    Args:
+        config: The configuration.
+        device: Where to compute.
+
+    Returns:
+        The angles.  # (patches, head_dim // 2)
+    """
+    pairs = config.hidden_size // config.num_attention_heads // 2
+    each = pairs // len(config.rotated)
+    rates = 10000.0 ** (-torch.arange(each, device=device) / each)
+    runs = [torch.arange(size, device=device) for size in config.grid]
+    places = torch.cartesian_prod(*runs).reshape(-1, len(runs))  # (patches, axes)
+    angles = places[:, list(config.rotated), None] * rates  # (patches, rotated axes, pairs of each)
+    return pad(angles.flatten(1), (0, pairs - each * len(config.rotated)))
+
+
+def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
+    """Cuts inputs into patches.
+
+    Args:
+        grid_values: Inputs.  # (batch, channels, *input_size)
+        config: The configuration.
+
+    Returns:
+        Patches on their grid, each flat, channels first.  # (batch, *grid, channels * patch)
+    """
+    axes = len(config.grid)
+    cut = grid_values
+    for axis, (size, patch) in enumerate(zip(config.grid, config.patch_size, strict=True)):
+        cut = cut.unflatten(2 + 2 * axis, (size, patch))
+    grid = [2 + 2 * axis for axis in range(axes)]
+    inside = [place + 1 for place in grid]
+    return cut.permute(0, *grid, 1, *inside).flatten(1 + axes)
+
+
+class GridMLP(nn.Module):
+    """Two linear layers.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__()
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Applies both.  # (..., width) -> the same."""
+        return self.fc2(self.activation(self.fc1(states)))
+
+
+class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
+    """Attention and MLP, each behind a norm and beside a residual path."""
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.self_attn = SelfAttention(config, width // config.num_attention_heads)
+        self.mlp_norm = nn.LayerNorm(width, eps=eps)
+        self.mlp = GridMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Mixes patches.  # (batch, patches, width) -> the same."""
+        mixed, _ = self.self_attn(self.attention_norm(hidden_states), attention_mask, **kwargs)
+        hidden_states = hidden_states + self.dropout(mixed)
+        return hidden_states + self.dropout(self.mlp(self.mlp_norm(hidden_states)))
+
+
+class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What the models share."""
+
+    config_class = TCompressGridConfig
+    config: TCompressGridConfig
+    base_model_prefix = "model"
+    main_input_name = "grid_values"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("GridEmbeddings", "GridBlock")
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": GridBlock, "attentions": SelfAttention}  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        spread = self.config.initializer_range
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            init.normal_(module.weight, mean=0.0, std=spread)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=spread)
+        elif isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+
+class TCompressGridModel(TCompressGridPreTrainedModel):
+    """Patches, blocks and a last norm."""
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__(config)
+        self.embeddings = GridEmbeddings(config)
+        self.layers = nn.ModuleList([GridBlock(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Returns the embedding of patches."""
+        return self.embeddings.projection
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs(tie_last_hidden_states=False)  # type: ignore[untyped-decorator]
+    def forward(self, grid_values: Tensor, **kwargs: Any) -> BaseModelOutput:
+        """Reads inputs.
+
+        Args:
+            grid_values: Inputs.  # (batch, channels, *input_size)
+            **kwargs: What Transformers takes everywhere, such as `output_hidden_states`.
+        """
+        states = self.embeddings(grid_values.to(self.norm.weight.dtype))
+        if self.config.rotated:
+            kwargs["turns"] = rotations(self.config, states.device)
+        for layer in self.layers:
+            states = layer(states, None, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(states))
+
+
+class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
+    """Class of a volume, from the mean of its patches."""
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = TCompressGridModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self, grid_values: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """Classifies volumes.
+
+        Args:
+            grid_values: Inputs, from 0 to 1.  # (batch, channels, *input_size)
+            labels: Classes.  # (batch,)
+            **kwargs: What Transformers takes everywhere.
+        """
+        found = self.model(grid_values, **kwargs)
+        logits = self.classifier(found.last_hidden_state.mean(1))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=found.hidden_states,
+            attentions=found.attentions,
+        )
+
+
+@dataclass
+class ForecastOutput(ModelOutput):  # type: ignore[misc]
+    """What a model for forecasting returns.
+
+    Attributes:
+        loss: Mean squared error, where there are labels.
+        prediction_outputs: The forecast.  # (batch, horizon, variables)
+        hidden_states: Outputs of the blocks, if asked for.
+        attentions: Attention weights, if asked for and there are any.
+    """
+
+    loss: Tensor | None = None
+    prediction_outputs: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class TCompressGridForForecasting(TCompressGridPreTrainedModel):
+    """Forecast of each variable, from its patches by one linear map for all variables."""
+
+    main_input_name = "past_values"
+
+    def __init__(self, config: TCompressGridConfig) -> None:
+        super().__init__(config)
+        if len(config.grid) != 2 or config.horizon is None or config.num_channels != 1:
+            raise InputError(
+                f"forecasting needs a grid of variables x time, one channel and a horizon; the "
+                f"config has `input_size` {config.input_size}, `num_channels` "
+                f"{config.num_channels} and `horizon` {config.horizon}",
+                "set `input_size` to [variables, time steps], `num_channels` to 1 and `horizon`",
+            )
+        self.model = TCompressGridModel(config)
+        inputs = config.grid[1] * config.hidden_size
+        self.head = nn.Linear(inputs, config.patch_size[0] * config.horizon)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self, past_values: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> ForecastOutput:
+        """Forecasts series.
+
+        Args:
+            past_values: Series.  # (batch, time steps, variables)
+            labels: What came after them.  # (batch, horizon, variables)
+            **kwargs: What Transformers takes everywhere.
+        """
+        past = past_values.to(self.head.weight.dtype)
+        mean = spread = None
+        if self.config.instance_norm:
+            mean = past.mean(1, keepdim=True)
+            spread = (past.var(1, keepdim=True, correction=0) + _EPSILON).sqrt()
+            past = (past - mean) / spread
+        found = self.model(past.mT[:, None], **kwargs)
+        rows = found.last_hidden_state.unflatten(1, self.config.grid).flatten(2)
+        # A row of patches may hold several variables.
+        forecast = self.head(rows).unflatten(-1, (self.config.patch_size[0], -1)).flatten(1, 2).mT
+        if mean is not None and spread is not None:
+            forecast = forecast * spread + mean
+        loss = None if labels is None else mse_loss(forecast.float(), labels.float())
+        return ForecastOutput(
+            loss=loss,
+            prediction_outputs=forecast,
+            hidden_states=found.hidden_states,
+            attentions=found.attentions,
+        )
+
+
+AutoModel.register(TCompressGridConfig, TCompressGridModel, exist_ok=True)
+AutoModelForImageClassification.register(
+    TCompressGridConfig, TCompressGridForImageClassification, exist_ok=True
+)
+AutoModelForTimeSeriesPrediction.register(
+    TCompressGridConfig, TCompressGridForForecasting, exist_ok=True
+)

@@ -1,1 +1,0 @@
-"""Reading text, pictures and sound for a model, for whatever purpose."""

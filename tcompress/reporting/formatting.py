@@ -1,0 +1,336 @@
+"""Numbers, names and layers as people read them, the same in tables and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.artifact.manifest import Interval, Metric, Speed
+    from tcompress.attention.replacement import MechanismLayout
+    from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
+    from tcompress.reporting.tree import LayerReport
+    from tcompress.structures.base import Layout
+    from tcompress.structures.modules.linear import PartLayout
+
+# Numbers and names as people read them, the same in tables and on the page.
+
+
+_ERROR_NAMES = {
+    "held_out": "held-out error",
+    "calibration": "calibration error",
+    "weight": "weight error",
+}
+
+_MOST_DENSE = 6  # kinds of dense weights that one line names
+
+
+def error_name(kind: str) -> str:
+    """Names a kind of error."""
+    return _ERROR_NAMES.get(kind, kind)
+
+
+_OF = {
+    "held_out": "of what layers put out for data that the fit did not see",
+    "calibration": "of what layers put out for the data that they were fitted to",
+    "weight": "of the weights themselves, whatever data does with them",
+}
+
+
+def errors_note(kinds: Iterable[str]) -> str:
+    """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
+    named = [
+        f"{error_name(kind)}: squared, as a fraction {_OF[kind]}" for kind in kinds if kind in _OF
+    ]
+    if not named:
+        return ""
+    return (
+        f"{'; '.join(named)}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
+        "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
+    )
+
+
+def error_text(value: float) -> str:
+    """Writes an error."""
+    return f"{value:.4f}"
+
+
+def bytes_text(size: int) -> str:
+    """Writes a number of bytes, such as `70.5 kB`."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < (1000 if unit == "B" else 999.95):  # which would be written as 1000.0
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def count_text(number: float) -> str:
+    """Writes a large number in short, such as `22.7 M`."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:  # a little less would be written as 1e+03
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def coverage_text(coverage: Coverage) -> str:
+    """Says in a line how much of a whole model is rewritten, and what the rest of it is."""
+    whole = max(1, coverage.total)
+    share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
+    parts = [
+        f"{name} {count_text(number)}"
+        for name, number in (
+            ("dropped with blocks", coverage.dropped),
+            ("replaced by another attention", coverage.replaced),
+            ("embeddings", coverage.embeddings),
+            ("norms and biases", coverage.norms),
+        )
+        if number
+    ]
+    sizes: dict[str, int] = {}
+    for item in coverage.left:
+        sizes[item.name] = sizes.get(item.name, 0) + item.parameters
+    dense = [f"{name} {count_text(size)}" for name, size in list(sizes.items())[:_MOST_DENSE]]
+    if rest := sum(list(sizes.values())[_MOST_DENSE:]):
+        dense.append(f"others {count_text(rest)}")
+    parts += [f"left dense: {', '.join(dense)}"] if dense else []
+    return (
+        f"rewritten: {count_text(coverage.rewritten)} of {count_text(whole)} parameters ({share})"
+        + (f"; {', '.join(parts)}" if parts else "")
+    )
+
+
+def time_text(seconds: float) -> str:
+    """Writes a duration roughly, such as `14 min`."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def milliseconds_text(value: float) -> str:
+    """Writes a time with three digits."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} ms"
+
+
+def value_text(value: float) -> str:
+    """Writes a measured number with four digits."""
+    if abs(value) < 1:
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+
+
+def tick_text(value: float) -> str:
+    """Writes a number beside an axis."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def signed_text(value: float) -> str:
+    """Writes a difference with its sign."""
+    text = f"{value:+.4f}" if abs(value) < 10 else f"{value:+,.1f}"
+    return text.replace("-", "−")
+
+
+def interval_text(interval: Interval, signed: bool = False) -> str:
+    """Writes both ends of an interval."""
+    write = signed_text if signed else value_text
+    return f"{write(interval.low)} … {write(interval.high)}"
+
+
+def metric_labels(metrics: Iterable[Metric]) -> list[str]:
+    """Names metrics; the task tells those of one name apart, then the data, then a number."""
+    listed = list(metrics)
+    labels = [metric.name for metric in listed]
+    for key in ("task", "data", "split"):
+        labels = [
+            f"{label}, {metric.protocol[key]}"
+            if labels.count(label) > 1 and metric.protocol.get(key)
+            else label
+            for label, metric in zip(labels, listed, strict=True)
+        ]
+    return [
+        f"{label}, {labels[:index].count(label) + 1}" if label in labels[:index] else label
+        for index, label in enumerate(labels)
+    ]
+
+
+def metric_ratio(metric: Metric) -> float | None:
+    """The metric as a multiple of the baseline's."""
+    if metric.difference is None or not metric.difference.baseline_value:
+        return None
+    return metric.value / metric.difference.baseline_value
+
+
+def speed_words(speeds: Sequence[Speed]) -> str:
+    """Says how fast a model is beside the dense one: the slowest and the fastest size."""
+    slow = min(speeds, key=lambda speed: speed.ratio)
+    fast = max(speeds, key=lambda speed: speed.ratio)
+    found = [slow, fast] if ratio_text(slow.ratio, 2) != ratio_text(fast.ratio, 2) else [fast]
+    ends = " to ".join(ratio_text(speed.ratio, 2) for speed in found)
+    sizes = " and ".join(f"batch {item.batch}, length {item.length}" for item in found)
+    slower = "is slower than the dense model: it " if fast.ratio < 1 else ""
+    return f"{slower}runs at {ends} the dense speed ({sizes})"
+
+
+def ratio_text(ratio: float | None, digits: int = 3) -> str:
+    """Writes a multiple, such as `0.962×`; nothing where there is none."""
+    return "" if ratio is None else f"{ratio:.{digits}f}×"
+
+
+def machine_text(speed: Speed) -> str:
+    """Says what a time was measured on, such as `cpu, 2 threads, float32`."""
+    found = speed.protocol
+    device, threads = found.get("device"), found.get("threads")
+    words = [device] if device else []
+    if threads and device == "cpu":
+        words.append(f"{threads} thread" + ("s" if threads != 1 else ""))
+    words += [found["dtype"]] if found.get("dtype") else []
+    words += ["weights kept"] if "kept_weights_bytes" in found else []
+    return ", ".join(map(str, words))
+
+
+def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
+    """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
+    blocks = list(dict.fromkeys(layer.block for layer in layers))
+    most = max((block.count(".") + 1 for block in blocks), default=0)
+    for count in range(2, most + 1):
+        short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
+        if len(set(short.values())) == len(blocks):
+            return short
+    return {block: block for block in blocks}
+
+
+# Short texts that say how a layer is stored.
+
+
+Stored = Mapping[str, Any]
+"""An entry, part or layout as `config.json` holds it: without what has its default."""
+
+_MECHANISM_WORDS = {
+    "fold": "rows of ",
+    "kernel": "",
+    "filter_order": "order ",
+    "core": "",
+    "length": "up to ",
+}
+
+
+def _stored(item: Any) -> Stored:
+    found: Stored = (
+        item if isinstance(item, Mapping) else item.model_dump(mode="json", exclude_defaults=True)
+    )
+    return found
+
+
+def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
+    """Describes a layer, such as `lprod p=16 dct + lowrank r=77`.
+
+    Parts of a fused projection are told apart where their layouts differ.
+    """
+    names: dict[str, list[str]] = {}
+    for part in map(_stored, parts):
+        text = " + ".join(describe_layout(term) for term in part["terms"])
+        names.setdefault(text, []).append(part["name"])
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
+
+
+def describe_entry(entry: LayerPlan | Stored, method: str) -> str:
+    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
+
+    Args:
+        entry: The layer.
+        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
+    """
+    words = method.split(" + ")
+    if isinstance(entry, Mapping):
+        kind, parts = entry["kind"], entry["parts"]
+    else:
+        kind, parts = entry.kind, entry.parts
+    own = kind == "embedding" and not {"lowrank", "auto"} & {*words}
+    text = describe_parts(parts)
+    return text.replace("lowrank", "svd") if own or "svd" in words else text
+
+
+def describe_layout(layout: Layout | Stored) -> str:
+    """Describes one term, such as `lprod p=4 fitted b=32x2`: block size and number of stages."""
+    options = _stored(layout)
+    known = _KNOWN.get(options["structure"])
+    if known is not None:
+        return known(options)
+    left_out = ("structure", "in_features", "out_features")
+    rest = [f"{name}={value}" for name, value in options.items() if name not in left_out]
+    return " ".join([options["structure"], *rest])
+
+
+def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> str:
+    """Describes the mechanisms of a model, such as `kronecker 8x8 in 4 blocks`."""
+    counts: dict[str, int] = {}
+    for entry in map(_stored, entries):
+        text = describe_mechanism(entry["layout"])
+        counts[text] = counts.get(text, 0) + 1
+    words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
+    return "; ".join(words)
+
+
+def describe_mechanism(layout: MechanismLayout | Stored) -> str:
+    """Describes a mechanism, such as `kronecker 8x8` or `graph order 3`."""
+    options = _stored(layout)
+    words = [options["mechanism"]]
+    if grid := options.get("grid"):
+        words.append(_modes(grid))
+    for field, text in _MECHANISM_WORDS.items():
+        if field in options:
+            words.append(f"{text}{options[field]}")
+    return " ".join(words)
+
+
+def _describe_lprod(layout: Stored) -> str:
+    words = ["lprod", f"p={layout['p']}", layout["transform"]]
+    if layout["transform"] == "fitted":
+        block = layout.get("block_in") or layout.get("block_out", 0)
+        words.append(f"b={block}x{layout.get('stages', 0)}")
+    if layout.get("tubal_rank") is not None:
+        words.append(f"r={layout['tubal_rank']}")
+    return " ".join(words)
+
+
+def _describe_lowrank(layout: Stored) -> str:
+    return f"lowrank r={layout['rank']}"
+
+
+def _describe_tt(layout: Stored) -> str:
+    """Describes a tensor train, such as `tt 32x24 to 24x32 r=96`: modes and inner ranks."""
+    ranks = [str(rank) for rank in layout["ranks"]]
+    words = [f"r={ranks[0] if len(set(ranks)) == 1 else ','.join(ranks)}"]
+    words += [layout["apply"]] if layout.get("apply", "auto") != "auto" else []
+    return " ".join(["tt", _modes(layout["in_modes"]), "to", _modes(layout["out_modes"]), *words])
+
+
+def _describe_tucker(layout: Stored) -> str:
+    """Describes a Tucker form, such as `tucker r=45` or `tucker model 72 of 768x768 r=384`."""
+    left, right = layout["ranks"]
+    ranks = f"r={left}" if left == right else f"r={left},{right}"
+    if layout.get("bank") is None:
+        return f"tucker {ranks}"
+    rows, columns = layout.get("block", (1, 1))
+    return f"tucker {layout['share']} {layout.get('cores', 1)} of {rows}x{columns} {ranks}"
+
+
+_KNOWN = {
+    "lprod": _describe_lprod,
+    "lowrank": _describe_lowrank,
+    "tt": _describe_tt,
+    "tucker": _describe_tucker,
+}
+
+
+def _modes(modes: Sequence[int]) -> str:
+    """Writes `24x32`, and `2^10` for what repeats often."""
+    runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
+    words = [[f"{mode}^{count}"] if count > 2 else [str(mode)] * count for mode, count in runs]
+    return "x".join(word for run in words for word in run)

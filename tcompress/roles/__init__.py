@@ -1,0 +1,50 @@
+"""Which module of a Hugging Face transformer plays which role in which block.
+
+Names are looked up on first use, so that roles of stored tensors cost no import of torch.
+`families` is the table of families, `find` reads a model by it. Open `families.py` first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tcompress.roles.attentions import Attention, attentions_of
+    from tcompress.roles.families import Anatomy, Block, Layer, Part, Refusal, supported_families
+    from tcompress.roles.find import anatomy_of
+
+__all__ = [
+    "Anatomy",
+    "Attention",
+    "Block",
+    "Layer",
+    "Part",
+    "Refusal",
+    "anatomy_of",
+    "attentions_of",
+    "supported_families",
+]
+
+_HOMES = {
+    "attentions": (
+        "Attention",
+        "attentions_of",
+    ),
+    "families": (
+        "Anatomy",
+        "Block",
+        "Layer",
+        "Part",
+        "Refusal",
+        "supported_families",
+    ),
+    "find": ("anatomy_of",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

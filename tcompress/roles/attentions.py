@@ -1,0 +1,215 @@
+"""Where tokens are mixed: attention modules, tables of positions, what a stand-in must do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tcompress.roles.families import Anatomy, Block, Layer
+
+# Tables of positions: where a model keeps them, and which rows text begins at.
+
+
+class Positions(NamedTuple):
+    """A table of positions.
+
+    Attributes:
+        path: Its module path.
+        table: The table.
+        offset: Rows before that of the first token.
+    """
+
+    path: str
+    table: nn.Embedding
+    offset: int
+
+
+def position_tables(model: nn.Module) -> Iterator[Positions]:
+    """Lists the tables of positions of a model."""
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if not isinstance(module, nn.Embedding) or not ("position" in leaf or leaf == "wpe"):
+            continue
+        offset = getattr(module, "offset", None)
+        if offset is None:  # RoBERTa counts from the padding token on
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+        yield Positions(path, module, int(offset))
+
+
+def text_positions(model: nn.Module, limit: int) -> int:
+    """Returns how many tokens a model has positions for that says a limit in its config.
+
+    RoBERTa and its kin count rows in it that no text ever uses.
+    """
+    for _, table, offset in position_tables(model):
+        if table.num_embeddings == limit and table.padding_idx is not None:
+            return limit - offset
+    return limit
+
+
+# Where tokens are mixed: the attention modules of a model, and what they ask of a stand-in.
+
+
+# Tokens before the grid, by family of image and video models.
+_SPECIAL: Mapping[str, int] = {
+    "vit": 1,
+    "deit": 2,
+    "clip_vision_model": 1,
+    "siglip_vision_model": 0,
+    "videomae": 0,
+    "tcompress_grid": 0,
+}
+_BIASED = frozenset({"t5", "mt5", "umt5"})
+_CAUSAL = frozenset({"clip_text_model"})  # it says so only when it calls its attention
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The self-attention of one block.
+
+    Attributes:
+        name: Module path in the running model.
+        block: Module path of its block.
+        layers: Its projections by role; a fused one stands under `qkv`.
+        heads: Number of query heads.
+        key_heads: Number of heads of keys and values.
+        head_dim: Width of one head.
+        causal: Whether a token sees only itself and those before it.
+        window: How far a token sees, if it does not see all.
+        biased: Whether a bias of positions is added to its scores.
+        tokens: Number of tokens of every input, if it is fixed.
+        grid: Sizes of the grid on which the last of them sit; empty without one.
+        special: Number of tokens before the grid.
+        longest: Most tokens of an input, if there is a limit.
+        reason: Why nothing can stand in for it, if nothing can.
+    """
+
+    name: str
+    block: str
+    layers: Mapping[str, Layer]
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    biased: bool
+    tokens: int | None
+    grid: tuple[int, ...]
+    special: int
+    longest: int | None
+    reason: str | None = None
+
+
+def attentions_of(model: nn.Module, anatomy: Anatomy) -> tuple[Attention, ...]:
+    """Finds the self-attention of every block.
+
+    Args:
+        model: The model; the meta device is enough.
+        anatomy: Its anatomy.
+
+    Returns:
+        One for every block whose projections are known, in the order of the blocks.
+    """
+    found = (_attention(model, anatomy, block) for block in anatomy.blocks)
+    return tuple(attention for attention in found if attention is not None)
+
+
+def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | None:
+    layers: dict[str, Layer] = {
+        layer.role: layer for layer in block.layers if layer.kind != "experts"
+    }
+    first = layers.get("q") or layers.get("qkv")
+    if first is None:
+        return None
+    name = first.name.rpartition(".")[0]
+    module = model.get_submodule(name)
+    config = getattr(module, "config", None)
+    family = getattr(config, "model_type", None) or anatomy.family
+    width = first.head or 0
+    grid, special = _grid(family, config)
+    fixed = prod(grid) + special if grid else _frames(family, module, config)
+    return Attention(
+        name=name,
+        block=block.name,
+        layers={role: item for role, item in layers.items() if role in ("q", "k", "v", "qkv", "o")},
+        heads=_width(layers, "q") // width if width else 0,
+        key_heads=_width(layers, "k") // width if width else 0,
+        head_dim=width,
+        causal=bool(getattr(module, "is_causal", False)) or family in _CAUSAL,
+        window=_window(module, config),
+        biased=family in _BIASED,
+        tokens=fixed,
+        grid=grid,
+        special=special,
+        longest=None if grid else _longest(model, config),
+        reason=_masked(model) or _reason(module, family, width),
+    )
+
+
+def _width(layers: Mapping[str, Layer], role: str) -> int:
+    if role in layers:
+        return layers[role].out_features
+    fused = layers["qkv"]
+    parts = {part.name: part.size for part in fused.parts}
+    return parts.get(role, fused.out_features // 3)  # head by head there are no parts
+
+
+def _masked(model: nn.Module) -> str | None:
+    """VideoMAE learns from what it is not shown: its blocks meet some patches, in any order."""
+    found = inspect.signature(model.forward).parameters.get("bool_masked_pos")
+    if found is None or found.default is not inspect.Parameter.empty:
+        return None
+    return (
+        f"a mask leaves patches out of what `{type(model).__name__}` reads, so that tokens have no "
+        "place of their own: convert a class without one"
+    )
+
+
+def _reason(module: nn.Module, family: str, width: int) -> str | None:
+    if not width:
+        return "the width of its heads is not known"
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or _INTERFACE not in code.co_names:
+        return (
+            f"family `{family}` computes attention itself and never asks Transformers' attention "
+            "interface, so nothing can stand in for it"
+        )
+    return None
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _grid(family: str, config: Any) -> tuple[tuple[int, ...], int]:
+    if family not in _SPECIAL:
+        return (), 0
+    if family == "tcompress_grid":
+        return tuple(config.grid), _SPECIAL[family]
+    sides = zip(_pair(config.image_size), _pair(config.patch_size), strict=True)
+    grid = tuple(size // patch for size, patch in sides)
+    if family == "videomae":
+        grid = (config.num_frames // config.tubelet_size, *grid)
+    return grid, _SPECIAL[family]
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+
+
+def _frames(family: str, module: nn.Module, config: Any) -> int | None:
+    """Whisper's encoder takes audio of one length."""
+    encodes = family == "whisper" and not getattr(module, "is_decoder", False)
+    return config.max_source_positions if encodes else None
+
+
+def _longest(model: nn.Module, config: Any) -> int | None:
+    longest = getattr(config, "max_position_embeddings", None)
+    return text_positions(model, longest) if isinstance(longest, int) else None

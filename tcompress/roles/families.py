@@ -1,0 +1,430 @@
+"""The table of supported families, and the records that say what plays which role."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any, Literal
+
+from tcompress.errors import InputError
+
+# What an anatomy consists of: plain, frozen records.
+
+
+Role = Literal[
+    "q", "k", "v", "qkv", "o",
+    "cross_q", "cross_k", "cross_v", "cross_o",
+    "gate", "up", "gate_up", "down",
+    "experts_gate_up", "experts_down",
+    "linear",
+]  # fmt: skip
+Kind = Literal["linear", "conv1d", "experts", "pointwise"]
+Side = Literal["in", "out", "both"]
+
+# Layers whose roles share a group read the very same tensor. `linear` has no row: nothing is
+# known about what a scanned layer reads, so each is a group of its own.
+GROUP_OF_ROLE: Mapping[Role, str] = {
+    **dict.fromkeys(("q", "k", "v", "qkv"), "attn_in"),
+    "o": "o_in",
+    "cross_q": "cross_q_in",
+    **dict.fromkeys(("cross_k", "cross_v"), "cross_kv_in"),
+    "cross_o": "cross_o_in",
+    **dict.fromkeys(("gate", "up", "gate_up", "experts_gate_up"), "ffn_in"),
+    **dict.fromkeys(("down", "experts_down"), "down_in"),
+}
+
+_OUT_ROLES = frozenset({"o", "cross_o", "down", "experts_down"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contiguous run of a layer's output features.
+
+    Attributes:
+        name: Role of the run: `q`, `k`, `v`, `gate`, `up`, or the layer's own role.
+        size: Number of output features.
+    """
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight (one per expert, for experts) and its place in the block.
+
+    Attributes:
+        name: Module path in the running model; for experts, of the module that holds the weights.
+        role: What the layer computes; `linear` where only its shape is known.
+        kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts`
+            (experts, out, in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the
+            kernels of a convolution.
+        in_features: Width of one input row.
+        out_features: Width of one output row, the sum of the sizes of `parts`.
+        bias: Whether the layer has a bias.
+        parts: Runs of output features, in the order of storage.
+        group: Names the input that the layer reads; layers of a block with the same group read
+            the same tensor.
+        experts: Number of experts, or None for a single weight.
+        parameter: Attribute of the module that holds the weight.
+        transposed: Whether stacked weights are stored as (experts, in, out).
+        calls: How often one forward pass of the block runs the layer. Only the first call reads
+            the group's input.
+        head: Width of one head of the attention that the layer belongs to, if it is known.
+        axes: Number of axes that a convolution moves along.
+    """
+
+    name: str
+    role: Role
+    kind: Kind
+    in_features: int
+    out_features: int
+    bias: bool
+    parts: tuple[Part, ...]
+    group: str
+    experts: int | None = None
+    parameter: str = "weight"
+    transposed: bool = False
+    calls: int = 1
+    head: int | None = None
+    axes: int = 0
+
+    @property
+    def side(self) -> Side:
+        """Which side of the layer faces the residual stream; `both` where that is unknown."""
+        if self.role == "linear":
+            return "both"
+        return "out" if self.role in _OUT_ROLES else "in"
+
+    @property
+    def routed(self) -> bool:
+        """Whether these are experts of whose routing is known what calibration needs."""
+        return self.role in ("experts_gate_up", "experts_down")
+
+    @property
+    def weight_name(self) -> str:
+        """Path of the weight itself, unique in the model."""
+        return f"{self.name}.{self.parameter}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block and its layers, in order of execution."""
+
+    name: str
+    layers: tuple[Layer, ...]
+
+    @property
+    def groups(self) -> tuple[tuple[Layer, ...], ...]:
+        """The layers by shared input, in order of execution: the order of fitting."""
+        return tuple(tuple(run) for _, run in groupby(self.layers, key=lambda layer: layer.group))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A module inside a block that must be left alone, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What can be compressed in a model.
+
+    Attributes:
+        family: The model type in the model's config, or its class name where there is none.
+        blocks: Transformer blocks in the order in which the model lists them.
+        embeddings: Module paths of the word embeddings.
+        output_head: Module path of the layer that yields logits over the vocabulary, if any.
+        refused: Modules inside blocks that must be left alone.
+        warnings: What a user should know before relying on this anatomy.
+        supported: Whether every block belongs to a supported family.
+        outside: Ordinary linear layers outside of blocks, rewritten only where they are named.
+    """
+
+    family: str
+    blocks: tuple[Block, ...]
+    embeddings: tuple[str, ...]
+    output_head: str | None
+    refused: tuple[Refusal, ...]
+    warnings: tuple[str, ...]
+    supported: bool
+    outside: tuple[Layer, ...] = ()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of all blocks."""
+        return tuple(layer for block in self.blocks for layer in block.layers)
+
+
+# The table of supported families: one row per style of naming modules.
+#
+# A style maps roles to module paths below the block, in order of execution; `*` stands for any
+# text. Every row must be found in the block, except that the rows of cross-attention may be missing
+# together, as they are in encoders. A family with several kinds of block has several styles.
+
+
+Roles = Mapping[Role, str]
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way of naming the modules of a block.
+
+    Attributes:
+        roles: Module path, relative to the block, of each role in order of execution.
+        interleaved_qkv: The fused projection stores q, k, v head by head, so that it has no
+            contiguous parts.
+        stored: The same paths in checkpoints, where all of them have other names there.
+        transposed: Whether weights are stored as (in, out).
+    """
+
+    roles: Roles
+    interleaved_qkv: bool = False
+    stored: Roles = field(default_factory=dict)
+    transposed: bool = False
+
+
+_SELF_ATTN: Roles = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+}
+_SELF_ATTN_OUT: Roles = {**_SELF_ATTN, "o": "self_attn.out_proj"}
+_CROSS_ATTN: Roles = {
+    "cross_q": "encoder_attn.q_proj",
+    "cross_k": "encoder_attn.k_proj",
+    "cross_v": "encoder_attn.v_proj",
+    "cross_o": "encoder_attn.out_proj",
+}
+_BERT_CROSS: Roles = {
+    "cross_q": "crossattention.self.query",
+    "cross_k": "crossattention.self.key",
+    "cross_v": "crossattention.self.value",
+    "cross_o": "crossattention.output.dense",
+}
+_T5_ATTN: Roles = {
+    "q": "*.SelfAttention.q",
+    "k": "*.SelfAttention.k",
+    "v": "*.SelfAttention.v",
+    "o": "*.SelfAttention.o",
+    "cross_q": "*.EncDecAttention.q",
+    "cross_k": "*.EncDecAttention.k",
+    "cross_v": "*.EncDecAttention.v",
+    "cross_o": "*.EncDecAttention.o",
+}
+_BERT_FFN: Roles = {"up": "intermediate.dense", "down": "output.dense"}
+_FC: Roles = {"up": "fc1", "down": "fc2"}
+_MLP_FC: Roles = {"up": "mlp.fc1", "down": "mlp.fc2"}
+_GATED: Roles = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+_EXPERTS: Roles = {"experts_gate_up": "mlp.experts", "experts_down": "mlp.experts"}
+
+_BERT = Style(
+    {
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "o": "attention.output.dense",
+        **_BERT_CROSS,
+        **_BERT_FFN,
+    }
+)
+_DISTILBERT = Style(
+    {
+        "q": "attention.q_lin",
+        "k": "attention.k_lin",
+        "v": "attention.v_lin",
+        "o": "attention.out_lin",
+        "up": "ffn.lin1",
+        "down": "ffn.lin2",
+    }
+)
+_MPNET = Style(
+    {
+        "q": "attention.attn.q",
+        "k": "attention.attn.k",
+        "v": "attention.attn.v",
+        "o": "attention.attn.o",
+        **_BERT_FFN,
+    }
+)
+_DEBERTA_V2 = Style(
+    {
+        "q": "attention.self.query_proj",
+        "k": "attention.self.key_proj",
+        "v": "attention.self.value_proj",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    }
+)
+_MODERNBERT = Style({"qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"})
+_GPT2 = Style(
+    {"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    transposed=True,
+)
+_GPT_NEO = Style(
+    {
+        "q": "attn.attention.q_proj",
+        "k": "attn.attention.k_proj",
+        "v": "attn.attention.v_proj",
+        "o": "attn.attention.out_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    }
+)
+_GPT_NEOX = Style(
+    {
+        "qkv": "attention.query_key_value",
+        "o": "attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    },
+    interleaved_qkv=True,
+)
+_PHI3 = Style(
+    {
+        "qkv": "self_attn.qkv_proj",
+        "o": "self_attn.o_proj",
+        "gate_up": "mlp.gate_up_proj",
+        "down": "mlp.down_proj",
+    }
+)
+_VIT = Style(
+    {
+        "q": "attention.q_proj",
+        "k": "attention.k_proj",
+        "v": "attention.v_proj",
+        "o": "attention.o_proj",
+        **_MLP_FC,
+    },
+    stored={
+        "q": "attention.attention.query",
+        "k": "attention.attention.key",
+        "v": "attention.attention.value",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    },
+)
+_VIDEOMAE = Style(
+    {
+        "k": "attention.attention.key",
+        "v": "attention.attention.value",
+        "q": "attention.attention.query",
+        "o": "attention.output.dense",
+        **_BERT_FFN,
+    }
+)
+_BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
+_CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})
+_LLAMA = Style({**_SELF_ATTN, **_GATED})
+_MOE = Style({**_SELF_ATTN, **_EXPERTS})
+_T5 = Style({**_T5_ATTN, "up": "*.DenseReluDense.wi", "down": "*.DenseReluDense.wo"})
+_T5_GATED = Style(
+    {
+        **_T5_ATTN,
+        "gate": "*.DenseReluDense.wi_0",
+        "up": "*.DenseReluDense.wi_1",
+        "down": "*.DenseReluDense.wo",
+    }
+)
+
+_ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
+    ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
+    ("distilbert", (_DISTILBERT,)),
+    ("mpnet", (_MPNET,)),
+    ("deberta-v2", (_DEBERTA_V2,)),
+    ("modernbert", (_MODERNBERT,)),
+    ("gpt2", (_GPT2,)),
+    ("gpt_neo", (_GPT_NEO,)),
+    ("gpt_neox", (_GPT_NEOX,)),
+    ("opt bart whisper blenderbot m2m_100 marian mbart pegasus", (_BART,)),
+    ("llama mistral qwen2 qwen3 gemma gemma2 gemma3 gemma3_text olmo2 smollm3", (_LLAMA,)),
+    ("phi3", (_PHI3,)),
+    ("mixtral qwen3_moe olmoe", (_MOE, _LLAMA)),
+    ("t5 mt5 umt5", (_T5, _T5_GATED)),
+    ("vit deit", (_VIT,)),
+    ("videomae", (_VIDEOMAE,)),
+    ("clip clip_text_model clip_vision_model", (_CLIP,)),
+    ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
+    ("tcompress_text", (Style(_SELF_ATTN),)),
+    ("tcompress_grid", (Style({**_SELF_ATTN, **_MLP_FC}),)),
+)
+FAMILIES: Mapping[str, tuple[Style, ...]] = {
+    family: styles for names, styles in _ROWS for family in names.split()
+}
+
+# Modules that have no role although their family is known.
+REFUSED_MODULES: Mapping[str, str] = {
+    "pos_key_proj": "it reads the table of relative positions, not the tokens",
+    "pos_query_proj": "it reads the table of relative positions, not the tokens",
+}
+
+
+def supported_families() -> tuple[str, ...]:
+    """Return the model types with a table of roles, sorted."""
+    return tuple(sorted(FAMILIES))
+
+
+def match(roles: Roles, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:
+    """Find the module of each row of a style.
+
+    Args:
+        roles: Rows of the style.
+        names: Paths of the modules, relative to the block.
+
+    Returns:
+        The module of each role, and the paths that are not there, or are several.
+    """
+    hits = {
+        role: [name for name in names if fnmatchcase(name, pattern)]
+        for role, pattern in roles.items()
+    }
+    if not any(hit for role, hit in hits.items() if role.startswith("cross_")):
+        hits = {role: hit for role, hit in hits.items() if not role.startswith("cross_")}
+    absent = [roles[role] for role, hit in hits.items() if len(hit) != 1]
+    return {role: hit[0] for role, hit in hits.items() if hit}, absent
+
+
+def parts_of(
+    name: str, role: Role, out_features: int, style: Style, config: Any
+) -> tuple[Part, ...]:
+    """Cut a layer's output features into named runs.
+
+    Args:
+        name: Module path, for the error.
+        role: The layer's role.
+        out_features: Width of its output.
+        style: The block's style.
+        config: The config of the model that the block belongs to.
+
+    Returns:
+        The runs in order of storage; a plain layer has one, named like its role.
+
+    Raises:
+        InputError: The config's head counts do not add up to the layer's width.
+    """
+    if role == "gate_up":
+        return Part("gate", out_features // 2), Part("up", out_features // 2)
+    if role != "qkv" or style.interleaved_qkv:
+        return (Part(role, out_features),)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q, kv = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+    if q + 2 * kv != out_features:
+        raise InputError(
+            f"the fused projection `{name}` has {out_features} outputs, but the config's heads"
+            f" ask for {q} + {kv} + {kv}",
+            "check the model's config.json",
+        )
+    return Part("q", q), Part("k", kv), Part("v", kv)
+
+
+def calls_of(family: str, role: Role, config: Any) -> int:
+    """Return how often a block runs the layer of this role in one forward pass."""
+    # DeBERTa with shared keys sends the table of relative positions through q and k as well.
+    shared = family == "deberta-v2" and config.relative_attention
+    return 2 if shared and role in ("q", "k") and getattr(config, "share_att_key", False) else 1

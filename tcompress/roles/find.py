@@ -1,0 +1,313 @@
+"""Finding the roles of a model's modules: by the table of its family, else by structure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tcompress.errors import InputError
+from tcompress.roles.families import (
+    FAMILIES,
+    GROUP_OF_ROLE,
+    REFUSED_MODULES,
+    Anatomy,
+    Block,
+    Layer,
+    Part,
+    Refusal,
+    Role,
+    Style,
+    calls_of,
+    match,
+    parts_of,
+)
+from tcompress.roles.projections import (
+    Shape,
+    direct_uses,
+    is_block,
+    is_pointwise,
+    projections,
+    reason_to_refuse,
+    shape_of,
+    shapes_of,
+)
+
+# How wide one head of an attention is.
+
+
+_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_COUNTS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
+_WHOLE = ("hidden_size", "dim", "d_model", "n_embd")
+_ATTENTION = frozenset({"q", "k", "v", "qkv", "o", "cross_q", "cross_k", "cross_v", "cross_o"})
+
+
+def head_width(block: nn.Module, name: str, role: Role, config: Any) -> int | None:
+    """Read the width of a head off the modules around a projection, or off the config.
+
+    Args:
+        block: The block.
+        name: Path of the projection below the block.
+        role: What the projection does.
+        config: Config of the model that the block belongs to.
+
+    Returns:
+        The width; None where it is not known, or the projection is not part of an attention.
+    """
+    if role not in _ATTENTION:
+        return None
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        found = {
+            getattr(module, field)
+            for module in block.get_submodule(path).modules()
+            for field in _WIDTHS
+            if isinstance(getattr(module, field, None), int)
+        }
+        if found:
+            return found.pop() if len(found) == 1 else None
+    count, whole = _first(config, _COUNTS), _first(config, _WHOLE)
+    return whole // count if whole and count and whole % count == 0 else None
+
+
+def _first(config: Any, fields: tuple[str, ...]) -> int | None:
+    values = (getattr(config, field, None) for field in fields)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+# Finding the anatomy of a model: by the table of its family, else by its structure.
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A block in the model, with the family and config of the model it directly belongs to."""
+
+    name: str
+    block: nn.Module
+    family: str
+    config: Any
+
+    def path(self, relative: str) -> str:
+        return f"{self.name}.{relative}" if self.name else relative
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """Find the blocks of a transformer and the role of every layer in them.
+
+    Only names and shapes are read, so the model may live on the meta device. Models made of
+    several models (two towers, encoder and decoder) are read tower by tower: each block follows
+    the nearest config above it.
+
+    Args:
+        model: A Hugging Face model, or any module with repeated blocks in a `ModuleList`.
+
+    Returns:
+        The anatomy. In families without a table every linear layer of a block is listed with
+        the role `linear`, and `supported` is False.
+
+    Raises:
+        InputError: A block of a supported family lacks a module that its table names.
+    """
+    family = _family(model) or type(model).__name__
+    sites = tuple(_sites(model, "", family, getattr(model, "config", None)))
+    if family in FAMILIES and not sites:
+        raise InputError(
+            f"no transformer block was found in this `{type(model).__name__}`",
+            "give the whole model, with its blocks in a ModuleList",
+        )
+    reasons = dict.fromkeys(_shared(model), "several blocks share it")
+    reasons |= direct_uses(model)
+    blocks: list[Block] = []
+    refused: list[Refusal] = []
+    for site in sites:
+        layers, left = _read(site, reasons)
+        refused.extend(left)
+        if layers:
+            blocks.append(Block(site.name, layers))
+    return Anatomy(
+        family=family,
+        blocks=tuple(blocks),
+        embeddings=_embeddings(model),
+        output_head=_output_head(model),
+        refused=tuple(refused),
+        warnings=_warnings(family, sites, blocks),
+        supported=bool(sites) and all(site.family in FAMILIES for site in sites),
+        outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
+    )
+
+
+def _family(module: nn.Module) -> str | None:
+    family = getattr(getattr(module, "config", None), "model_type", None)
+    return family if isinstance(family, str) and family else None
+
+
+def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_Site]:
+    """Yield the items of the outermost lists that hold blocks."""
+    if own := _family(module):
+        family, config = own, getattr(module, "config", None)
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(module, nn.ModuleList):
+            below = []  # all that is below an item is part of the block
+        else:
+            below = list(_sites(child, child_path, family, config))
+        yield from below
+        if not below and isinstance(module, _LISTS) and is_block(child):
+            yield _Site(child_path, child, family, config)
+
+
+def _shared(model: nn.Module) -> frozenset[nn.Module]:
+    """Return the modules that can be reached by several paths."""
+    counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return frozenset(module for module, count in counts.items() if count > 1)
+
+
+def _read(
+    site: _Site, known: Mapping[nn.Module, str]
+) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
+    """Sort the projections of one block into layers and refusals."""
+    modules = projections(site.block)
+    reasons = {
+        name: reason_to_refuse(name, site.block) or known.get(module)
+        for name, module in modules.items()
+    }
+    if site.family in FAMILIES:
+        style, roles = _match(site, list(modules))
+        layers = [_layer(site, role, name, style) for role, name in roles.items()]
+        default = f"the table of family `{site.family}` gives it no role"
+    else:
+        plain = [name for name, reason in reasons.items() if reason is None]
+        layers, default = [layer for name in plain for layer in _scanned(site, name)], ""
+    taken = {layer.name for layer in layers}
+    refused = [
+        Refusal(site.path(name), REFUSED_MODULES.get(_last(name)) or reason or default)
+        for name, reason in reasons.items()
+        if site.path(name) not in taken
+    ]
+    return tuple(layers), tuple(refused)
+
+
+def _outside(
+    whole: _Site, sites: Collection[_Site], known: Mapping[nn.Module, str]
+) -> Iterator[Layer]:
+    """Yield the ordinary linear layers of the whole model that are in no block, nor tied."""
+    named = whole.block.named_parameters(remove_duplicate=False)
+    uses = Counter(id(parameter) for _, parameter in named)
+    inside = tuple(f"{site.name}." for site in sites)
+    for name, module in projections(whole.block).items():
+        linear = isinstance(module, (nn.Linear, Conv1D)) or is_pointwise(module)
+        if name.startswith(inside) or not linear:
+            continue
+        free = uses[id(module.weight)] == 1 and module not in known
+        if free and reason_to_refuse(name, whole.block) is None:
+            yield _layer(whole, "linear", name, None)
+
+
+def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
+    """Find the style whose rows are all in the block, and the module of each row."""
+    missing: list[str] = []
+    for style in FAMILIES[site.family]:
+        roles, absent = match(style.roles, names)
+        if not absent:
+            return style, roles
+        if not missing or len(absent) < len(missing):
+            missing = absent
+    raise InputError(
+        f"block `{site.name}` of family `{site.family}` lacks {_listed(missing)}",
+        f"transformers {transformers.__version__} may name its modules in a new way, or the model"
+        " was already changed: load an unchanged checkpoint, or update tcompress",
+    )
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _scanned(site: _Site, name: str) -> Iterator[Layer]:
+    """Yield the layers of a module of which only the structure is known."""
+    for shape in shapes_of(site.block.get_submodule(name)):
+        yield _layer(site, shape.role, name, None, shape)
+
+
+def _layer(
+    site: _Site, role: Role, name: str, style: Style | None, shape: Shape | None = None
+) -> Layer:
+    path = site.path(name)
+    shape = shape or shape_of(site.block.get_submodule(name), role, path)
+    parts: tuple[Part, ...] = (Part(role, shape.out_features),)
+    group, calls = path if shape.experts is None else f"{path}.{shape.parameter}", 1
+    if shape.halves:
+        parts = Part("gate", shape.out_features // 2), Part("up", shape.out_features // 2)
+    if style is not None:
+        if shape.experts is None:
+            parts = parts_of(path, role, shape.out_features, style, site.config)
+        group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
+    return Layer(
+        name=path,
+        role=role,
+        kind=shape.kind,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        bias=shape.bias,
+        parts=parts,
+        group=group,
+        experts=shape.experts,
+        parameter=shape.parameter,
+        transposed=shape.transposed,
+        calls=calls,
+        head=head_width(site.block, name, role, site.config),
+        axes=shape.axes,
+    )
+
+
+def _embeddings(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the input embeddings of the model and of the models inside it."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            try:
+                found.append(module.get_input_embeddings())
+            except (NotImplementedError, AttributeError):  # no embedding of its own
+                continue
+    wanted = {module for module in found if isinstance(module, nn.Embedding)}
+    return tuple(name for name, module in model.named_modules() if module in wanted)
+
+
+def _output_head(model: nn.Module) -> str | None:
+    try:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) -> tuple[str, ...]:
+    families = sorted({site.family for site in sites})
+    warnings = [
+        f"family `{name}` has no table of roles: its linear layers were found by their place in a"
+        " numbered list, so that roles, shared inputs and order of execution are unknown"
+        for name in families
+        if name not in FAMILIES
+    ]
+    again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
+    if again:
+        warnings.append(
+            f"the {_listed(again)} layers also project the table of relative positions: their"
+            " second call does not read tokens"
+        )
+    if not sites:
+        warnings.append(f"no repeated block with linear layers was found in family `{family}`")
+    return tuple(warnings)

@@ -1,0 +1,524 @@
+"""Modules that hold projection weights: finding them, their shapes, and which to leave alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+from transformers.pytorch_utils import Conv1D
+
+from tcompress.errors import InputError
+from tcompress.roles.families import Kind, Role
+
+# Layers whose weights a forward pass reads itself, instead of calling the layer.
+
+
+# Methods that build a model, not such that compute.
+_BUILDING = ("__init__", "_init", "init_", "reset_", "tie_", "_tie", "resize", "_resize", "load")
+_HARMLESS = frozenset({"dtype", "device", "requires_grad", "is_cuda"})
+_QUESTIONS = frozenset({"isinstance", "hasattr", "type", "id"})
+_ANY = "*"
+
+
+class _Use(NamedTuple):
+    """Steps from a module to one whose weight is read (`*` for all children), where, and when.
+
+    Conditions are expressions of `self` alone, with what they must be; all hold where it is read.
+    """
+
+    steps: tuple[str, ...]
+    method: str
+    conditions: tuple[tuple[str, bool], ...] = ()
+
+
+def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the modules whose `weight` is read by a method of another module.
+
+    The methods' sources are looked at, so the model may live on the meta device. Reading a
+    weight's dtype or device is no use of it; methods that initialise are left out.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Why each such module must keep its weight.
+    """
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        kind: Any = type(module)
+        for use in _uses(kind):
+            if not all(_may_be(module, *condition) for condition in use.conditions):
+                continue
+            reason = f"`{type(module).__name__}.{use.method}` uses its weight directly"
+            for child in _at(module, use.steps):
+                found.setdefault(child, reason)
+    return found
+
+
+@cache
+def computes_linear(kind: Any) -> bool:
+    """Tell by trial whether a subclass of `nn.Linear` computes what `nn.Linear` does.
+
+    Args:
+        kind: The class. It is built with small sizes and run on numbers small and large.
+    """
+    if kind.forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            torch.manual_seed(0)
+            layer: Any = kind(6, 4).float().eval()  # type: ignore[call-arg]
+            layer.weight.normal_()
+            x = torch.randn(2, 3, 6) * torch.tensor([0.01, 1.0, 300.0]).view(3, 1)
+            want = functional.linear(x, layer.weight, layer.bias)
+            got = layer(x)
+    except Exception:  # any class may raise anything: then it is not known to be linear
+        return False
+    return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want)
+
+
+def _at(module: nn.Module, steps: tuple[str, ...]) -> Iterator[nn.Module]:
+    if not steps:
+        yield module
+        return
+    own = dict(module.named_children())
+    for child in own.values() if steps[0] == _ANY else filter(None, [own.get(steps[0])]):
+        yield from _at(child, steps[1:])
+
+
+@cache
+def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
+    """Find what the methods of a class, its own and inherited ones, read of other modules."""
+    found: dict[_Use, None] = {}
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        method = inspect.unwrap(getattr(method, "__func__", method))
+        if not isinstance(method, FunctionType) or name.startswith(_BUILDING):
+            continue
+        if method.__module__.startswith("torch.") or not _names(method.__code__, "weight"):
+            continue
+        for steps, conditions in _read_in(method):
+            found.setdefault(_Use(steps, name, conditions))
+    return tuple(found)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return name in code.co_names or any(_names(each, name) for each in inner)
+
+
+def _read_in(
+    method: FunctionType,
+) -> Iterator[tuple[tuple[str, ...], tuple[tuple[str, bool], ...]]]:
+    """Yield the steps to every module whose weight one method reads, and the conditions."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):  # no source, such as in a console
+        return
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    known = _assigned(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or node.attr != "weight":
+            continue
+        if not _is_harmless(node, parents):
+            conditions = tuple(_conditions(node, parents))
+            yield from ((steps, conditions) for steps in _steps(node.value, known) if steps)
+
+
+def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[str, bool]]:
+    """Yield what the fields of a module must be for an expression to be reached."""
+    while (parent := parents.get(node)) is not None:
+        if isinstance(parent, ast.If | ast.IfExp) and node is not parent.test:
+            names = {part.id for part in ast.walk(parent.test) if isinstance(part, ast.Name)}
+            fields = {
+                part.attr for part in ast.walk(parent.test) if isinstance(part, ast.Attribute)
+            }
+            if names == {"self"} and "training" not in fields:
+                body = parent.body if isinstance(parent, ast.If) else [parent.body]
+                yield ast.unparse(parent.test), node in body
+        node = parent
+
+
+def _may_be(module: nn.Module, condition: str, wanted: bool) -> bool:
+    """Tell whether a condition of the model's own code can be so for a module."""
+    try:
+        return bool(eval(condition, {"__builtins__": {}}, {"self": module})) is wanted
+    except Exception:  # not known before a pass
+        return True
+
+
+def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents.get(node)
+    if isinstance(parent, ast.Attribute):
+        data = parent.attr == "data"
+        return parent.attr in _HARMLESS or (data and _is_harmless(parent, parents))
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
+    called = parent.func if isinstance(parent, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id in _QUESTIONS
+
+
+def _steps(
+    node: ast.AST, known: dict[str, list[ast.AST]], seen: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, ...]]:
+    """Yield the steps that lead from `self` to what an expression may be."""
+    if isinstance(node, ast.Name):
+        if node.id == "self":
+            yield ()
+        elif node.id not in seen:
+            for value in known.get(node.id, ()):
+                yield from _steps(value, known, seen | {node.id})
+    elif isinstance(node, ast.Attribute):
+        yield from ((*steps, node.attr) for steps in _steps(node.value, known, seen))
+    elif isinstance(node, ast.Subscript):
+        yield from ((*steps, _ANY) for steps in _steps(node.value, known, seen))
+    elif isinstance(node, ast.Tuple | ast.List):
+        for item in node.elts:
+            yield from _steps(item, known, seen)
+    elif isinstance(node, ast.IfExp):
+        yield from _steps(node.body, known, seen)
+        yield from _steps(node.orelse, known, seen)
+
+
+def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
+    """Find what local names stand for: values given to them, and items of loops."""
+    found: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.NamedExpr):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.For | ast.comprehension):
+            # One of a tuple's items, or any item of a module list.
+            items = node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else None
+            whole = ast.Subscript(node.iter, ast.Constant(0), ast.Load())
+            pairs = [(node.target, item) for item in items or [whole]]
+        else:
+            continue
+        for target, value in pairs:
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(value)
+    return found
+
+
+# Modules that hold projection weights: finding them, their shapes, and which to leave alone.
+
+
+_UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NOT_OWN = ("torch.", "transformers.generation")
+_ROUTES = "it routes tokens to experts, which a small error changes"
+_SELECTS = "it selects the tokens to attend to, which a small error changes"
+
+
+class Shape(NamedTuple):
+    """How a projection is stored.
+
+    Attributes:
+        kind: See `Layer`.
+        in_features: Width of one input row.
+        out_features: Width of one output row.
+        bias: Whether there is a bias.
+        experts: Number of stacked weights, if it is a stack.
+        parameter: Attribute of the module that holds the weight.
+        transposed: Whether a stack is stored as (experts, in, out).
+        role: Of a stack that Transformers describes; else `linear`.
+        halves: Whether the first half of the outputs is a gate for the second.
+        axes: Number of axes that a convolution moves along.
+    """
+
+    kind: Kind
+    in_features: int
+    out_features: int
+    bias: bool
+    experts: int | None = None
+    parameter: str = "weight"
+    transposed: bool = False
+    role: Role = "linear"
+    halves: bool = False
+    axes: int = 0
+
+
+def projections(block: nn.Module) -> dict[str, nn.Module]:
+    """Return linear layers, pointwise convolutions, stacked experts and routers, by path."""
+    modules = {name: module for name, module in block.named_modules() if name}
+    return {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, (nn.Linear, Conv1D, nn.MultiheadAttention))
+        or is_pointwise(module)
+        or _stacks(module, name)
+        or (chooses(name, modules) and _holds_matrix(module))
+    }
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Tells whether a module is a convolution whose kernel covers one point, in whole or groups."""
+    return (
+        isinstance(module, _ConvNd)
+        and not module.transposed
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and set(module.kernel_size) == {1}
+        and not (isinstance(module.padding, tuple) and any(module.padding))
+        and min(module.weight.shape[:2]) > 1
+    )
+
+
+def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
+    """Read the shapes of a projection: one, or one for each stack of weights, in order of use."""
+    if isinstance(module, nn.Linear):
+        return (Shape("linear", module.in_features, module.out_features, module.bias is not None),)
+    if isinstance(module, Conv1D):
+        return (Shape("conv1d", module.nx, module.nf, True),)
+    if isinstance(module, _ConvNd):
+        sizes = module.in_channels, module.out_channels
+        return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
+    stacks = _stacks(module)
+    ways = _ways(module)
+    found = [(order, name) for order, name in enumerate(ways) if name in stacks]
+    return tuple(_stack(module, name, transposed=ways[name]) for _, name in sorted(found))
+
+
+def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
+    """Read the shape of the projection of a module that has a role.
+
+    Raises:
+        InputError: The experts do not store the weight that the role asks for.
+    """
+    shapes = shapes_of(module)
+    if not role.startswith("experts_"):
+        return shapes[0]
+    found = next((shape for shape in shapes if shape.role == role), None)
+    if found is None:
+        wanted = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}[role]
+        raise InputError(
+            f"the experts `{path}` have no 3-D parameter `{wanted}`",
+            "convert the checkpoint with a transformers release that stacks the experts",
+        )
+    return found
+
+
+def is_block(module: nn.Module) -> bool:
+    """Tell whether an item of a list is a block, and not a head.
+
+    Heads are nothing but linear layers, and do not end in the width that they begin with.
+    """
+    found = list(projections(module).values())
+    owners = [part for part in module.modules() if any(True for _ in part.parameters(False))]
+    plain = [part for part in owners if isinstance(part, nn.Linear)]
+    if len(plain) < len(owners):
+        return bool(found)
+    return len(plain) > 1 and plain[0].in_features == plain[-1].out_features
+
+
+def reason_to_refuse(name: str, block: nn.Module) -> str | None:
+    """Say why a projection without a known role must be left alone, if it must.
+
+    Args:
+        name: Path of the projection below the block.
+        block: The block.
+
+    Returns:
+        The reason, or None if the projection is an ordinary layer.
+    """
+    modules = dict(block.named_modules())
+    module, kind = modules[name], type(modules[name])
+    parent = modules[name.rpartition(".")[0]]
+    if reason := chooses(name, modules):
+        return reason
+    if not all(parameter.numel() for parameter in module.parameters(recurse=False)):
+        return "it has weights without numbers"
+    if isinstance(module, nn.MultiheadAttention) or isinstance(parent, nn.MultiheadAttention):
+        return "`nn.MultiheadAttention` uses its weight directly"
+    if stacks := _stacks(module, name):
+        ways = _ways(module)
+        unread = [parameter for parameter in stacks if parameter not in ways]
+        if unread:
+            return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
+    elif isinstance(module, _ConvNd):
+        if module.groups > 1:
+            return "it is a convolution in groups"
+        if not _applies_kernel(module):
+            return f"its class `{kind.__name__}` has a forward pass of its own"
+    elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
+        return f"its class `{kind.__name__}` has a forward pass of its own"
+    return None
+
+
+def _applies_kernel(module: nn.Module) -> bool:
+    """Tells whether a convolution is one of PyTorch's own, and not one that changes its weight."""
+    kind: Any = type(module)
+    return any(
+        kind.forward is own.forward and kind._conv_forward is own._conv_forward
+        for own in _CONVOLUTIONS
+    )
+
+
+def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
+    """Name the parameters that are stacked matrices: not tokens, kernels or decay rates.
+
+    These are the ones that a forward pass multiplies by, and all that experts have.
+    """
+    if isinstance(module, (nn.Linear, nn.Embedding, _ConvNd, nn.Bilinear, ParametrizationList)):
+        return ()
+    own = [
+        (name, parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1 and "bias" not in name
+    ]
+    deep = [name for name, parameter in own if parameter.ndim == 3]
+    if "expert" in f"{path.rpartition('.')[2]} {type(module).__name__}".lower():
+        return tuple(deep or (name for name, _ in own))  # some stack them one below the other
+    ways = _ways(module) if deep else {}
+    return tuple(name for name in deep if name in ways)
+
+
+def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
+    experts, out_features, in_features = getattr(module, name).shape
+    if transposed:
+        out_features, in_features = in_features, out_features
+    described = bool(_described(module))
+    up = name in ("gate_up_proj", "up_proj")
+    role: Role = "linear" if not described else "experts_gate_up" if up else "experts_down"
+    return Shape(
+        "experts",
+        in_features,
+        out_features,
+        hasattr(module, f"{name}_bias"),
+        experts,
+        name,
+        transposed,
+        role,
+        halves=described and name == "gate_up_proj" and bool(module.is_concatenated),
+    )
+
+
+def _described(module: nn.Module) -> dict[str, bool]:
+    """Tell by attributes, where Transformers sets them, which stacks are stored transposed."""
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed")):
+        return {}
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    return dict.fromkeys(names, bool(module.is_transposed))
+
+
+def _ways(module: nn.Module) -> Mapping[str, bool]:
+    """Tell which attributes a forward pass multiplies by, and whether they are (in, out)."""
+    return _described(module) or _read(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _read(kind: type[nn.Module]) -> Mapping[str, bool]:
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    seen: dict[str, set[str]] = {}  # attributes behind a variable; "~" marks a transposed one
+    found: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            behind = set(_behind(node.value, seen))
+            seen[node.targets[0].id] = behind if len(behind) == 1 else set()
+    for node in ast.walk(tree):
+        weight, flipped = _factor(node)
+        if weight is not None:
+            behind = set(_behind(weight, seen))
+            if len(behind) == 1:
+                name = behind.pop()
+                found.setdefault(name.strip("~"), flipped != name.startswith("~"))
+    return found
+
+
+def _factor(node: ast.AST) -> tuple[ast.expr | None, bool]:
+    """Give the weight of a product with rows, and whether it is meant as (in, out)."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return node.right, True
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "linear" and len(node.args) > 1:
+            return node.args[1], False
+        if node.func.attr in ("matmul", "bmm", "mm") and node.args:
+            return node.args[-1], True
+    return None, False
+
+
+def _behind(node: ast.expr, seen: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield the attribute that an expression selects from or transposes."""
+    if isinstance(node, ast.Name):
+        yield from seen.get(node.id, ())
+    elif isinstance(node, ast.Subscript):
+        yield from _behind(node.value, seen)
+    elif isinstance(node, ast.IfExp):
+        yield from (*_behind(node.body, seen), *_behind(node.orelse, seen))
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == "self":
+            yield node.attr
+        elif node.attr in ("T", "mT"):
+            yield from map(_flip, _behind(node.value, seen))
+    elif isinstance(node, ast.Attribute) and node.attr in ("T", "mT"):
+        yield from map(_flip, _behind(node.value, seen))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "index_select" and node.args:
+            yield from _behind(node.args[0], seen)
+        elif node.func.attr in ("transpose", "to", "float", "type_as", "contiguous"):
+            inner = _behind(node.func.value, seen)
+            yield from map(_flip, inner) if node.func.attr == "transpose" else inner
+
+
+def _flip(name: str) -> str:
+    return name[1:] if name.startswith("~") else f"~{name}"
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
+
+
+def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Say what a module, or one above it, chooses, if it is a router, a gate or an indexer."""
+    path, best = "", False
+    for step in name.split("."):
+        parent, path = path, f"{path}.{step}" if path else step
+        module, beside = modules[path], modules.get(f"{parent}.experts" if parent else "experts")
+        label = f"{step} {type(module).__name__}".lower()
+        if "indexer" in label:
+            return _SELECTS
+        gate = _is_gate(step) or _scores(module, beside)
+        if "router" in label or (gate and (best or beside not in (None, module))):
+            return _ROUTES
+        best = _takes_best(type(module)) and "attention" not in label  # type: ignore[arg-type]
+        gated = any(_is_gate(own) or "router" in own for own, _ in module.named_children())
+        if best and not gated and not _has_experts(module):
+            return _ROUTES
+    return None
+
+
+def _is_gate(step: str) -> bool:
+    return step == "gate" or step.endswith("_gate")
+
+
+def _scores(module: nn.Module, experts: nn.Module | None) -> bool:
+    """Tell whether a linear layer has one output for every item of a list of experts."""
+    listed = isinstance(experts, (nn.ModuleList, nn.ModuleDict))
+    return listed and getattr(module, "out_features", None) == len(experts)  # type: ignore[arg-type]
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any("expert" in name.lower() or _stacks(item) for name, item in module.named_modules())
+
+
+@cache
+def _takes_best(kind: type[nn.Module]) -> bool:
+    """Tell whether a class of its own chooses the k best of something."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(_NOT_OWN)]
+    own = (value for base in bases for value in vars(base).values())
+    codes = (getattr(inspect.unwrap(item), "__code__", None) for item in own if callable(item))
+    return any(code is not None and "topk" in code.co_names for code in codes)

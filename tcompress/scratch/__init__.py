@@ -1,1 +1,0 @@
-"""Models that begin at random: their configuration, and a tokenizer where there is none."""

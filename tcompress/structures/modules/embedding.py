@@ -1,0 +1,167 @@
+"""Word embeddings whose table is structured, and output heads that are tied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tcompress.structures.base import structure
+from tcompress.structures.capabilities import LooksUp
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
+
+_SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
+
+
+@dataclass(frozen=True)
+class LookupScale:
+    """What a host multiplies the vectors by that it looks up; an output head does not.
+
+    Attributes:
+        value: The factor.
+        rounded: Whether it is rounded to the dtype of the vectors first, as Gemma's is.
+    """
+
+    value: float = 1.0
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, host: nn.Module) -> LookupScale | None:
+        """Reads the factor of an embedding; None if it computes something else, or cannot tell."""
+        if type(host) is nn.Embedding:
+            return cls()
+        if not isinstance(host, nn.Embedding) or not type(host).__name__.endswith(_SCALED):
+            return None
+        scale: Any = getattr(host, "embed_scale", None)
+        rounded = isinstance(scale, Tensor)
+        if rounded:  # a buffer, which has no value on the meta device
+            scale = getattr(host, "scalar_embed_scale", None)
+        return cls(float(scale), rounded) if isinstance(scale, float | int) else None
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Multiplies vectors."""
+        if self.value == 1:
+            return vectors
+        factor = torch.tensor(self.value, dtype=vectors.dtype) if self.rounded else self.value
+        return vectors * factor
+
+
+class StructuredEmbedding(StructuredLinear):
+    """A table of word vectors, stored as a structure.
+
+    The table is the weight (out, in) = (words, width) of a layer from vectors to scores: that is
+    how an output head which is tied to it applies it. Looking words up reads rows of it, of which
+    only those asked for are built.
+
+    Args:
+        parts: One part: all words.
+        padding_idx: The word that pads, for hosts that ask.
+        scale: What the host multiplies looked-up vectors by.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartLayout],
+        *,
+        padding_idx: int | None = None,
+        scale: LookupScale | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(parts, dtype=dtype, device=device)
+        self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
+        self.padding_idx = padding_idx
+        self.scale = scale or LookupScale()
+
+    def forward(self, x: Tensor, scale: LookupScale | None = None) -> Tensor:
+        """Looks words up, or scores vectors as a tied output head does.
+
+        Args:
+            x: Numbers of words (...), or vectors (..., width).
+            scale: What to multiply looked-up vectors by; its own if None.
+
+        Returns:
+            Vectors (..., width) in the dtype of the parameters, or scores (..., words).
+        """
+        if x.is_floating_point():
+            return super().forward(x)
+        scale = scale or self.scale
+        weight = self.kept_weight()
+        if weight is not None:
+            return scale(functional.embedding(x, weight))
+        total: Tensor | None = None
+        for term, layout in enumerate(self.parts[0].terms):
+            kind = structure(layout.structure)
+            assert isinstance(kind, LooksUp)  # no other is planned for a table
+            rows = kind.rows(x.flatten(), self._tensors(0, term), layout)
+            total = rows if total is None else total + rows
+        assert total is not None
+        stored = next(self.parameters(recurse=False)).dtype
+        rows = total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
+        return scale(rows)
+
+
+class TiedTable(nn.Module):
+    """An embedding or an output head that uses a structured embedding of the same model.
+
+    Args:
+        owner: The embedding.
+        host: The module in whose place this one is put; its bias and its scale are kept.
+    """
+
+    def __init__(self, owner: StructuredEmbedding, host: nn.Module) -> None:
+        super().__init__()
+        # A tuple keeps the owner out of the children: its tensors are stored once.
+        self._owner = (owner,)
+        self._scale = LookupScale.of(host)
+        bias = getattr(host, "bias", None)
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor, for hosts that read the dtype, the device or the number of words."""
+        owner = self._owner[0]
+        return owner.weight.new_empty((owner.num_embeddings, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Looks words up, or scores vectors.  # as in `StructuredEmbedding`."""
+        # Called as a module, so that hooks which bring offloaded tensors to the device run.
+        y = self._owner[0](x, self._scale)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[str]:
+    """Puts a tied table in the place of all modules whose weight is that of an embedding.
+
+    Afterwards nothing ties them any more: there is no weight of their own.
+
+    Args:
+        model: The model, the embedding already in it.
+        path: Path of the embedding.
+        owner: The embedding.
+
+    Returns:
+        Paths of the replaced modules.
+    """
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    names = [target for target, source in ties.items() if source == f"{path}.weight"]
+    paths = [name.removesuffix(".weight") for name in names]
+    for name, other in zip(names, paths, strict=True):
+        parent, _, leaf = other.rpartition(".")
+        host: Any = model.get_submodule(other)
+        setattr(model.get_submodule(parent), leaf, TiedTable(owner, host).train(host.training))
+        ties.pop(name)
+    for inner, module in model.named_modules():
+        own: Any = getattr(module, "_tied_weights_keys", None)
+        if isinstance(own, dict):
+            prefix = f"{inner}." if inner else ""
+            module._tied_weights_keys = {  # type: ignore[assignment]
+                target: source for target, source in own.items() if prefix + target not in names
+            }
+    return paths

@@ -1,0 +1,370 @@
+"""Experts whose stacked weights are structured: one module for all experts of a layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils._pytree import tree_map
+
+from tcompress.errors import refuse_replica
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.shared import compute_dtype
+
+
+def child_of(parameter: str) -> str:
+    """Names the module that holds the structured form of a stacked weight."""
+    return f"tc_{parameter.removesuffix('_proj')}"
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Tells whether Transformers says by attributes how experts apply their weights.
+
+    Such a module (`use_experts_implementation`) is called with tokens, the experts of each token
+    and their weights; it computes `up`, a gate or an activation, and `down`.
+    """
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+
+
+def up_name(module: nn.Module) -> str:
+    """Names the weight of routed experts that reads the tokens."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def activated(module: nn.Module, rows: Tensor) -> Tensor:
+    """Applies the gate or the activation of routed experts.  # (..., up) -> (..., f)."""
+    apply: Any = module._apply_gate if module.has_gate else module.act_fn
+    return apply(rows)  # type: ignore[no-any-return]
+
+
+def bias_of(module: nn.Module, parameter: str) -> Tensor | None:
+    """Returns the biases of a stacked weight, if it has any.  # (E, out)."""
+    return getattr(module, f"{parameter}_bias", None)
+
+
+class ExpertStack(StructuredLinear):
+    """A stack of weights whose call is the core alone.
+
+    Encoding and decoding happen outside the routing, by modules of their own. The core is called
+    as a module, so that hooks which bring offloaded tensors to the device run.
+
+    Args:
+        parts: Layout of the stack.
+        parameter: The weight that it stands for.
+        transposed: Whether the host stores that as (E, in, out).
+        options: Those of `StructuredLinear`.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartLayout], parameter: str, *, transposed: bool, **options: Any
+    ) -> None:
+        super().__init__(parts, **options)
+        self.parameter, self.transposed = parameter, transposed
+        self.copies = self.experts or 1
+
+    def forward(  # type: ignore[override]
+        self, encoded: Sequence[Tensor], expert: int | None = None
+    ) -> list[list[Tensor]]:
+        """Applies the stack, or one expert of it, to encoded rows: a result per part and term."""
+        return self.core(encoded, expert)
+
+    def applied(self, x: Tensor, expert: int | None = None) -> Tensor:
+        """Multiplies rows by the weights.
+
+        Args:
+            x: Rows of all experts, or of one.  # (E, rows, in) or (..., in)
+            expert: The one, if any.
+
+        Returns:
+            Their products.  # (E, rows, out) or (..., out)
+        """
+        kept = self.kept_weight()
+        if kept is not None:
+            weight = kept if expert is None else kept[expert]
+            return x.to(compute_dtype(x.device, weight.dtype)) @ weight.mT
+        shape = x.shape[:-1]
+        encoded = self.encode(x.to(compute_dtype(x.device, next(self.parameters()).dtype)))
+        if expert is None:
+            encoded = [z.reshape(*shape, -1) for z in encoded]
+        results = self(encoded, expert)
+        if expert is None:
+            results = [[u.flatten(0, 1) for u in row] for row in results]
+        return self.decode(results).reshape(*shape, self.out_features)
+
+
+class StructuredExperts(nn.Module):
+    """Replaces a module that holds stacked weights; those not rewritten stay dense.
+
+    Routed experts (see `is_routed`) encode inputs once, before the routing, and decode results
+    once, after the weighted sum over experts: only the cores differ between experts. Others run
+    their own forward pass, in which a product stands for each structured weight. Empty buffers
+    under the dense names stop plain Transformers on loading.
+
+    Args:
+        host: The module to replace; parameters, activation and settings stay its own.
+    """
+
+    _replicate_for_data_parallel = refuse_replica
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self._host = (host,)  # in a tuple it is no child: what it holds is held here as well
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = host.__dict__[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_host" not in self.__dict__:
+                raise
+            return getattr(self._host[0], name)
+
+    @property
+    def stacks(self) -> Mapping[str, ExpertStack]:
+        """The structured weights by the names of the dense ones."""
+        children = self._modules.values()
+        return {item.parameter: item for item in children if isinstance(item, ExpertStack)}
+
+    def rewrite(
+        self,
+        name: str,
+        parts: Sequence[PartLayout],
+        *,
+        transposed: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> StructuredLinear:
+        """Puts an empty structured stack in the place of one weight.
+
+        Args:
+            name: Name of the weight, such as `gate_up_proj`.
+            parts: Layout of the stack.
+            transposed: Whether the dense weight is stored as (E, in, out).
+            dtype: Dtype of the tensors.
+            device: Device of the tensors.
+        """
+        options = {"experts": len(getattr(self, name)), "dtype": dtype, "device": device}
+        stack = ExpertStack(parts, name, transposed=transposed, **options)
+        self.add_module(child_of(name), stack)
+        delattr(self, name)
+        guard = torch.empty(0, dtype=dtype, device=device)
+        guard._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.register_buffer(name, guard)
+        return stack
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the experts, with the arguments of the module that was replaced."""
+        if is_routed(self):
+            return self._routed(*args, *kwargs.values())
+        forward = inspect.unwrap(type(self._host[0]).forward)
+        return forward(_Disguised(self), *args, **kwargs)
+
+    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs routed experts.
+
+        Args:
+            hidden_states: Tokens.  # (tokens, d)
+            top_k_index: Experts of each token; their number itself means none.  # (tokens, k)
+            top_k_weights: Their weights.  # (tokens, k)
+
+        Returns:
+            Weighted sums of the experts' results.  # (tokens, d)
+        """
+        stored = next(self.parameters()).dtype
+        x = hidden_states.to(compute_dtype(hidden_states.device, stored))
+        up, down = _Stack(self, up_name(self)), _Stack(self, "down_proj")
+        norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+        whole = norm is not None or down.bias is not None  # no sum may come before these
+        encoded = up.encode(x)
+        totals: list[Tensor] = []
+        for rows, slots, mask in _rounds(top_k_index, up.experts):
+            # Empty places compute on other tokens' rows; what they yield must not count, even
+            # where it overflows.
+            empty = ~mask.unsqueeze(-1)
+            hidden = activated(self, up.core([z[rows] for z in encoded]).masked_fill(empty, 0.0))
+            weights = top_k_weights[rows, slots].unsqueeze(-1)
+            terms = [down.applied(hidden)] if whole else down.terms(hidden)
+            if norm is not None:
+                terms = [norm(term) for term in terms]
+            if not totals:
+                totals = [term.new_zeros(x.shape[0], term.shape[-1]) for term in terms]
+            flat = rows.flatten()
+            for index, term in enumerate(terms):
+                part = term.masked_fill(empty, 0.0) * weights.to(term.dtype)
+                totals[index] = totals[index].index_add(0, flat, part.flatten(0, 1))
+        if not totals:
+            return torch.zeros_like(hidden_states)
+        return totals[0] if whole else down.decode(totals)
+
+
+class _Stack:
+    """The weights of routed experts look alike, dense or structured."""
+
+    def __init__(self, host: StructuredExperts, name: str) -> None:
+        layer = host.stacks.get(name)
+        kept = None if layer is None else layer.kept_weight()
+        self._layer: Any = layer if kept is None else None
+        self.bias = bias_of(host, name)
+        if self._layer is None:
+            dense = getattr(host, name)
+            self._weight = kept if kept is not None else dense.mT if host.is_transposed else dense
+        self.experts = len(self._weight) if layer is None or kept is not None else layer.copies
+
+    def encode(self, x: Tensor) -> list[Tensor]:
+        return [x] if self._layer is None else self._layer.encode(x)  # type: ignore[no-any-return]
+
+    def core(self, encoded: Sequence[Tensor]) -> Tensor:
+        """Applies the weight to rows dealt out to experts.  # (E, rows, in) -> (E, rows, out)."""
+        if self._layer is None:
+            made = encoded[0] @ self._weight.mT
+        else:
+            parts = self._layer(encoded)
+            flat = self._layer.decode([[u.flatten(0, 1) for u in row] for row in parts])
+            made = flat.unflatten(0, encoded[0].shape[:2])
+        return made if self.bias is None else made + self.bias[:, None].to(made.dtype)
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Encodes as well.  # (E, rows, in) -> (E, rows, out)."""
+        return self.core([z.reshape(*x.shape[:2], -1) for z in self.encode(x)])
+
+    def terms(self, hidden: Tensor) -> list[Tensor]:
+        """Applies all but the output side, which comes after the sum over experts."""
+        if self._layer is None:
+            return [hidden @ self._weight.mT]
+        encoded = [z.reshape(*hidden.shape[:2], -1) for z in self._layer.encode(hidden)]
+        return self._layer(encoded)[0]  # type: ignore[no-any-return]
+
+    def decode(self, totals: Sequence[Tensor]) -> Tensor:
+        return totals[0] if self._layer is None else self._layer.decode([totals])
+
+
+class _Disguised:
+    """Experts as their own forward pass sees them: products stand for structured weights."""
+
+    def __init__(self, experts: StructuredExperts) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        stack = self._experts.stacks.get(name)
+        return getattr(self._experts, name) if stack is None else _Product(stack, stack.transposed)
+
+
+class _Product:
+    """Stands for a stack of weights, or one of them, where a forward pass multiplies by it.
+
+    Whatever else is done with it is done with the dense weight, which is made for that.
+
+    Args:
+        stack: The stack.
+        flipped: Whether it is seen as (in, out).
+        expert: The one weight, if it stands for one.
+    """
+
+    def __init__(self, stack: ExpertStack, flipped: bool, expert: int | None = None) -> None:
+        self._stack, self._flipped, self._expert = stack, flipped, expert
+
+    def dense(self) -> Tensor:
+        """Returns the weights as they are seen, by way of products with ones."""
+        like = next(self._stack.parameters())
+        rows = torch.eye(self._stack.in_features, dtype=like.dtype, device=like.device)
+        if self._expert is None:
+            rows = rows.expand(self._stack.copies, -1, -1)
+        made = self._stack.applied(rows, self._expert).to(like.dtype)
+        return made if self._flipped else made.mT
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weights as they are seen."""
+        own = (self._stack.out_features, self._stack.in_features)
+        lead = (self._stack.copies,) if self._expert is None else ()
+        return torch.Size((*lead, *(own[::-1] if self._flipped else own)))
+
+    @property
+    def mT(self) -> _Product:
+        """The transposed weights."""
+        return _Product(self._stack, not self._flipped, self._expert)
+
+    def transpose(self, one: int, two: int) -> Any:
+        """Swaps two dimensions."""
+        count = len(self.shape)
+        if {one % count, two % count} == {count - 2, count - 1}:
+            return self.mT
+        return self.dense().transpose(one, two)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        single = isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)
+        if self._expert is None and single and getattr(index, "dtype", None) != torch.bool:
+            return _Product(self._stack, self._flipped, range(len(self))[int(index)])
+        return self.dense()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cheap = name in ("dtype", "device")
+        return getattr(next(self._stack.parameters()) if cheap else self.dense(), name)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self)  # type: ignore[arg-type]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Multiplies by the structured weights where this is a product with rows."""
+        kwargs = kwargs or {}
+        x, weight = (*args, None, None)[:2]
+        if isinstance(x, Tensor) and isinstance(weight, _Product) and len(args) + len(kwargs) < 4:
+            stack, expert = weight._stack, weight._expert
+            fits = expert is not None or (x.dim() == 3 and len(x) == stack.copies)
+            name = getattr(func, "__name__", "")
+            if func is linear and fits and not weight._flipped:
+                bias = (*args, kwargs.get("bias"))[2]
+                made = stack.applied(x, expert)
+                return made if bias is None else made + bias
+            if name in ("matmul", "__matmul__", "bmm", "mm") and fits and weight._flipped:
+                return stack.applied(x, expert)
+        made_of = [tree_map(_as_tensor, item) for item in (tuple(args), dict(kwargs))]
+        return func(*made_of[0], **made_of[1])
+
+
+def _as_tensor(item: Any) -> Any:
+    return item.dense() if isinstance(item, _Product) else item
+
+
+def _rounds(index: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Deals tokens out to experts in rounds of equal capacity, so that every product is batched.
+
+    A round takes up to twice the mean load of every expert; with balanced routing one or two
+    rounds serve all tokens, and memory stays bounded where the routing is not balanced.
+
+    Args:
+        index: Experts of each token.  # (tokens, k)
+        experts: Number of experts E.
+
+    Yields:
+        Token rows, their slots among the k, and which places are filled: all (E, capacity).
+    """
+    tokens, k = index.shape
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    starts = counts.cumsum(0) - counts
+    most = int(counts.max()) if flat.numel() else 0
+    capacity = max(1, min(most, -(-2 * tokens * k // experts)))
+    for begin in range(0, most, capacity):
+        places = torch.arange(begin, begin + capacity, device=index.device)
+        mask = places[None] < counts[:, None]
+        picked = order[(starts[:, None] + places[None]).clamp_max(order.numel() - 1)]
+        yield picked // k, picked % k, mask

@@ -1,0 +1,476 @@
+"""The one layer that serves every structure: a sum of terms for each part of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tcompress.errors import refuse_replica
+from tcompress.structures.base import AnyLayout, Layout, Shapes, Side, structure
+from tcompress.structures.capabilities import (
+    SIDES,
+    decoded,
+    dense_of,
+    encoded,
+    shared_of,
+    transform_of,
+)
+from tcompress.structures.modules.shared import BankModule, SideModule, bank_module, compute_dtype
+
+# Kept weights: dense weights that passes without gradients use, and when they are out of date.
+
+
+_Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
+"""Where a tensor is looked up, the tensor, its address and its version."""
+
+
+class KeptWeight:
+    """One dense weight, and the state of all tensors that it was built from.
+
+    It is out of date when one of them is another tensor, or was written to. What writes without
+    counting versions (fused optimizers) trains, and layers drop the weight for that.
+    """
+
+    def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets the weight, which frees its memory."""
+        self._weight: Tensor | None = None
+        self._sources: list[_Source] = []
+        self._sides: list[tuple[SideModule, int]] = []
+
+    def current(self) -> Tensor | None:
+        """Returns the weight, unless it is out of date; runs before every small product."""
+        for owner, name, tensor, address, version in self._sources:
+            if (
+                owner.get(name) is not tensor
+                or tensor.data_ptr() != address
+                or (version is not None and tensor._version != version)
+            ):
+                return None
+        for side, changes in self._sides:
+            if side.changes != changes:
+                return None
+        return self._weight
+
+    def renew(self, modules: Iterable[nn.Module], build: Callable[[], Tensor]) -> Tensor | None:
+        """Builds the weight anew.
+
+        Args:
+            modules: Owners of all tensors that it is built from.
+            build: Builds it.  # ([experts,] out, in)
+
+        Returns:
+            The weight, or None while a tensor is elsewhere, as offloading leaves it.
+        """
+        self.drop()
+        modules = list(modules)
+        sources = [
+            (module._parameters, name, tensor)
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is not None and name != "bias"
+        ]
+        if any(tensor.is_meta for _, _, tensor in sources):
+            return None
+        # A tensor made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._weight = build()
+        self._sources = [(*item, item[2].data_ptr(), _version(item[2])) for item in sources]
+        self._sides = [(item, item.changes) for item in modules if isinstance(item, SideModule)]
+        return self._weight
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Counts changes in place; inference tensors do not."""
+    return None if tensor.is_inference() else tensor._version
+
+
+# The one layer that serves every structure: a sum of terms for each part of the output.
+
+
+class PartLayout(BaseModel):
+    """One run of output features: a sum of terms.
+
+    Attributes:
+        name: Role of the part, such as `q` in a fused projection.
+        terms: Layouts of the terms, all of the same widths.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    terms: tuple[AnyLayout, ...] = Field(min_length=1)
+
+    @property
+    def out_features(self) -> int:
+        """Width of the part."""
+        return self.terms[0].out_features
+
+
+def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
+    """Names a term's tensors: `tc_`, `tc_1_`, and with several parts `tc_q_`, `tc_q_1_`."""
+    middle = f"{parts[part].name}_" if len(parts) > 1 else ""
+    return f"tc_{middle}" + (f"{term}_" if term else "")
+
+
+def side_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> str:
+    """Names a side module: inputs are shared by all parts, outputs belong to one."""
+    middle = f"{parts[part].name}_" if side == "out" and len(parts) > 1 else ""
+    return f"tc_{middle}{side}{term}"
+
+
+def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
+    """Shapes of a layer's own tensors, without its sides.
+
+    Args:
+        parts: Parts of the layer.
+        experts: Number of experts that are stacked along a leading dimension, if any.
+    """
+    lead = () if experts is None else (experts,)
+    return {
+        tensor_prefix(parts, index, term) + name: (*lead, *shape)
+        for index, part in enumerate(parts)
+        for term, layout in enumerate(part.terms)
+        for name, shape in structure(layout.structure).tensors(layout).items()
+    }
+
+
+def bank_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
+    """Returns one layout for every bank that a layer uses, by the bank's name."""
+    found: dict[str, Layout] = {}
+    for part in parts:
+        for layout in part.terms:
+            shared = shared_of(layout)
+            if shared is not None:
+                found.setdefault(shared.name, layout)
+    return found
+
+
+NO_BANKS: Mapping[str, BankModule] = {}
+
+
+class StructuredLinear(nn.Module):
+    """A linear layer whose weight is a sum of structures.
+
+    Parameters are called `tc_*`. An empty buffer under the dense key `weight` makes plain
+    Transformers stop on a checkpoint of this layer instead of loading noise; it also answers
+    hosts that read `weight.dtype`.
+
+    Args:
+        parts: Runs of output features, in order.
+        bias: Whether the layer has a bias.
+        input_of: Layer whose input sides this one shares, if not its own.
+        readers: Number of layers that share this layer's input sides.
+        banks: Banks that other layers own, by name; what else its terms need is its own.
+        experts: Number of experts, for weights stacked along a leading dimension.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+    """
+
+    weight: Tensor
+    _kept: KeptWeight | None = None
+
+    _replicate_for_data_parallel = refuse_replica
+
+    def __init__(
+        self,
+        parts: Sequence[PartLayout],
+        *,
+        bias: bool = False,
+        input_of: StructuredLinear | None = None,
+        readers: int = 1,
+        banks: Mapping[str, BankModule] = NO_BANKS,
+        experts: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.in_features = parts[0].terms[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self.experts = experts
+        for name, shape in own_shapes(self.parts, experts).items():
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.register_parameter("bias", None)
+        if bias:
+            empty = torch.empty(self.out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty)
+        # Some families draw first values for whatever has `Linear` in its class's name.
+        self._is_hf_initialized = True
+        self._build_sides(input_of, readers, dtype, device)
+        # In a dict, banks of other layers stay out of this one's children: they are stored once.
+        self.banks: dict[str, BankModule] = {}
+        for name, layout in bank_layouts(self.parts).items():
+            if name not in banks:
+                self.add_module(bank_module(name), BankModule(layout, dtype, device))
+            own = self._modules.get(bank_module(name))
+            self.banks[name] = own if isinstance(own, BankModule) else banks[name]
+        if experts is None:
+            guard = torch.empty(0, dtype=dtype, device=device)
+            guard._is_hf_initialized = True  # type: ignore[attr-defined]
+            self.register_buffer("weight", guard)
+
+    def _build_sides(
+        self,
+        input_of: StructuredLinear | None,
+        readers: int,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                for side in SIDES:
+                    own = side == "out" or (index == 0 and input_of is None)
+                    if own and transform_of(layout, side) is not None:
+                        count = readers if side == "in" else 1
+                        module = SideModule(layout, side, count, dtype, device)
+                        self.add_module(side_name(self.parts, side, index, term), module)
+        # A tuple keeps the other layer out of this one's children: its tensors are stored once.
+        self._input_owner = (self if input_of is None else input_of,)
+
+    def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
+        prefix = tensor_prefix(self.parts, part, term)
+        layout = self.parts[part].terms[term]
+        kind = structure(layout.structure)
+        own: dict[str, Tensor] = {k: getattr(self, prefix + k) for k in kind.tensors(layout)}
+        shared = shared_of(layout)
+        if shared is not None:
+            device = next(iter(own.values())).device
+            own |= {name: t.to(device) for name, t in self.banks[shared.name]().items()}
+        return own
+
+    def encode(self, x: Tensor) -> list[Tensor]:
+        """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
+        owner = self._input_owner[0]
+        rows: Tensor | None = None
+        found = []
+        for term in range(len(self.parts[0].terms)):
+            module = owner._modules.get(side_name(owner.parts, "in", 0, term))
+            if module is not None:
+                found.append(module(x, id(self)))
+                continue
+            if rows is None:
+                stored = next(self.parameters(recurse=False)).dtype
+                rows = x.to(compute_dtype(x.device, stored)).reshape(-1, self.in_features)
+            found.append(encoded(self.parts[0].terms[term], rows))
+        return found
+
+    def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
+        """Applies the layer's own tensors, or those of one expert: a result per part and term."""
+        results = []
+        for index, part in enumerate(self.parts):
+            row = []
+            for term, layout in enumerate(part.terms):
+                z = inputs[term]
+                own = self._tensors(index, term)
+                if expert is not None:
+                    own = {name: stack[expert] for name, stack in own.items()}
+                tensors = {name: tensor.to(z.dtype) for name, tensor in own.items()}
+                row.append(structure(layout.structure).apply(z, tensors, layout))
+            results.append(row)
+        return results
+
+    def decode(self, results: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Applies the output sides, sums the terms and puts the parts side by side."""
+        outputs = []
+        for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
+            total: Tensor | None = None
+            for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
+                module = self._modules.get(side_name(self.parts, "out", index, term))
+                y = module(u) if module is not None else decoded(layout, u)
+                total = y if total is None else total + y
+            outputs.append(total)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]
+
+    def keep_weight(self, keep: bool = True) -> int:
+        """Lets passes in evaluation mode, without gradients, use one dense weight.
+
+        It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
+        a state dict, and by a pass that gradients flow through.
+
+        Returns:
+            Bytes that the weight takes, once it is built; 0 if it is not kept.
+        """
+        self._kept = KeptWeight() if keep else None
+        size = next(self.parameters(recurse=False)).element_size()
+        return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
+
+    def kept_weight(self) -> Tensor | None:
+        """Returns the kept weight if this pass may use it.  # ([experts,] out, in)."""
+        kept = self._kept
+        if kept is None or self.training:
+            return None
+        if torch.is_grad_enabled():
+            if any(tensor.requires_grad for m in self.owners() for tensor in m.parameters(False)):
+                kept.drop()
+            return None
+        if torch.compiler.is_compiling():  # it would take the weight for a constant
+            return None
+        weight = kept.current()
+        if weight is None:
+            stored = next(self.parameters(recurse=False)).dtype
+            accurate = torch.promote_types(stored, torch.float32)
+            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
+        return weight
+
+    def owners(self) -> list[nn.Module]:
+        """Modules whose tensors the weight depends on, those of other layers among them."""
+        owner = self._input_owner[0]
+        found: list[nn.Module | None] = [*self._modules.values()]
+        if owner is not self:
+            names = [side_name(owner.parts, "in", 0, k) for k in range(len(self.parts[0].terms))]
+            found += [owner._modules.get(name) for name in names]
+        found += [bank for bank in self.banks.values() if bank not in found]
+        return [self, *(module for module in found if module is not None)]
+
+    def train(self, mode: bool = True) -> StructuredLinear:
+        """Sets training or evaluation mode; training drops a kept weight."""
+        if mode and self._kept is not None:
+            self._kept.drop()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StructuredLinear:
+        if self._kept is not None:
+            self._kept.drop()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._kept is not None:
+            self._kept.drop()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves a kept weight behind: copies build their own."""
+        return {**self.__dict__, "_kept": None if self._kept is None else KeptWeight()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            x: Input.  # (..., in_features)
+
+        Returns:
+            Output, in the dtype of the parameters or of autocast.  # (..., out_features)
+        """
+        weight = None if self._kept is None else self.kept_weight()
+        if weight is not None:
+            x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
+            return linear(x, weight, self.bias)
+        stored = next(self.parameters(recurse=False)).dtype
+        x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
+        y = self.decode(self.core(self.encode(x)))
+        if self.bias is not None:
+            bias = self.bias.to(y.dtype)
+            # Autograd refuses changes in place of what a custom function returned as a view.
+            y = y + bias if y.requires_grad else y.add_(bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Returns the weight that this layer applies.  # ([experts,] out, in)."""
+        owner = self._input_owner[0]
+        parts: list[Tensor] = []
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
+                like = next(iter(tensors.values()))
+                modules: Mapping[Side, nn.Module | None] = {
+                    "in": owner._modules.get(side_name(owner.parts, "in", 0, term)),
+                    "out": self._modules.get(side_name(self.parts, "out", index, term)),
+                }
+                operators = {
+                    side: module.operator(like)  # type: ignore[operator]
+                    for side, module in modules.items()
+                    if module is not None
+                }
+                weight = dense_of(layout, tensors, operators)
+                if term:
+                    parts[-1] = parts[-1] + weight
+                else:
+                    parts.append(weight)
+        return torch.cat(parts, -2)
+
+    def extra_repr(self) -> str:
+        """Shows sizes and terms."""
+        terms = " + ".join(layout.structure for layout in self.parts[0].terms)
+        bias = self.bias is not None
+        return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"
+
+
+def keep_weights(model: nn.Module, keep: bool = True) -> int:
+    """Lets all structured layers of a model keep one dense weight each, for inference.
+
+    In evaluation mode a pass without gradients then runs as fast as that of the dense model, from
+    the second one on. The memory is the dense model's, on top of what is stored. A weight is
+    dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
+    flow through; other changes are noticed too, but for those in place through `.data`. Copies and
+    files leave it out. Compiled passes do not use it.
+
+    Args:
+        model: Any model; layers that are not structured stay as they are.
+        keep: Whether to keep weights, or to stop keeping them.
+
+    Returns:
+        Bytes that the kept weights take once they are built, in the first pass.
+    """
+    layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
+    return sum(layer.keep_weight(keep) for layer in layers)
+
+
+# Convolutions whose kernels cover one point: linear layers on channels.
+
+
+_SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+
+
+def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tensor:
+    """Gives rows as a linear layer has them of what a module reads or returns.
+
+    Args:
+        module: Any module; convolutions, dense or structured, have their channels elsewhere.
+        x: Input or output.  # (batch, channels, *positions) of a convolution, else (..., width)
+        output: Whether it is the output, of which no positions are left out.
+    """
+    if not hasattr(module, "kernel_size"):
+        return x
+    steps: tuple[int, ...] = module.stride  # type: ignore[assignment]
+    if not output and max(steps) > 1:
+        places: list[Any] = [slice(None, None, step) for step in steps]
+        x = x[(..., *places)]
+    return x.movedim(-1 - len(steps), -1)
+
+
+class PointwiseConvolution(StructuredLinear):
+    """A structured linear layer in the place of a convolution.
+
+    Args:
+        parts: Layout of the layer.
+        host: The convolution, whose sizes and stride it has.
+        options: Those of `StructuredLinear`.
+    """
+
+    stride: tuple[int, ...]
+
+    def __init__(self, parts: Sequence[PartLayout], host: nn.Module, **options: Any) -> None:
+        super().__init__(parts, **options)
+        for name in _SIZES:  # some hosts read them
+            setattr(self, name, getattr(host, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            x: Input.  # (batch, in_channels, *positions)
+
+        Returns:
+            Output.  # (batch, out_channels, *positions)
+        """
+        rows = super().forward(channels_last(self, x))
+        return rows.movedim(-1, -1 - len(self.stride)).contiguous()

@@ -1,0 +1,194 @@
+"""What several layers share: transforms of their input or output, and factors of their cores."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.errors import refuse_replica
+from tcompress.structures.base import Layout, Side
+from tcompress.structures.capabilities import decoded, encoded, shared_of, transform_of
+
+# The input or output side of a term: tensors that several layers may share.
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return stored
+
+
+class SideModule(nn.Module):
+    """Owns what `encode` or `decode` of a term needs, and applies it.
+
+    Other layers that share it call this module, never its tensors, so that hooks which bring
+    offloaded tensors to the device run for every caller.
+
+    Args:
+        layout: Layout of the owning term.
+        side: Which side this is.
+        readers: How many layers apply it to one and the same input. Above one the result is kept
+            until all of them have read it.
+        dtype: Dtype of the stored tensors.
+        device: Device of the stored tensors.
+
+    Attributes:
+        changes: Counts what may change tensors without changing their versions or addresses:
+            passes that gradients flowed through, casts and moves.
+    """
+
+    changes: int = 0
+
+    _replicate_for_data_parallel = refuse_replica
+
+    def __init__(
+        self,
+        layout: Layout,
+        side: Side,
+        readers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.side = side
+        self.readers = readers
+        transform = transform_of(layout, side)
+        assert transform is not None  # there would be no module
+        self._transform = transform
+        for name, shape in transform.shapes.items():
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+        # Not a buffer: loading fills buffers that no file has with whatever memory holds.
+        with torch.device("cpu"):  # models are built on the meta device before they are loaded
+            self._constants = dict(transform.constants())
+        self._built: tuple[Any, dict[str, Tensor], Any] | None = None
+        self._last: tuple[weakref.ref[Tensor], Any, Tensor, set[int]] | None = None
+
+    def operator(self, like: Tensor) -> Any:
+        """Builds what the side applies, or returns the one built from the same numbers before.
+
+        Numbers are compared, not versions or addresses: fused optimizers change tensors without
+        counting versions, and addresses are used again.
+        """
+        tensors = {**dict(self.named_parameters(recurse=False)), **self._constants}
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+        compiling = torch.compiler.is_compiling()
+        if training and not compiling:
+            self.changes += 1
+        if training or compiling:
+            return self._transform.build(tensors, like)
+        stamp = (like.dtype, like.device)
+        last = self._built
+        if last is None or last[0] != stamp or not _same(last[1], tensors):
+            with torch.inference_mode(False), torch.no_grad():
+                copies = {name: tensor.clone() for name, tensor in tensors.items()}
+                built = self._transform.build(copies, like)
+            last = self._built = (stamp, copies, built)
+        return last[2]
+
+    def forward(self, x: Tensor, reader: int = 0) -> Tensor:
+        """Encodes or decodes activations.
+
+        Args:
+            x: The layer's input for side "in" (any leading dimensions), or the core's result for
+                side "out".  # (..., features)
+            reader: Identity of the layer that asks; when it asks again, the input counts as new.
+
+        Returns:
+            Rows for the core, or for the host.  # (tokens, features)
+        """
+        if self.readers == 1 or torch.compiler.is_compiling():
+            return self._apply_side(x)
+        key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), _stamp(x))
+        last = self._last
+        if last is None or last[0]() is not x or last[1] != key or reader in last[3]:
+            last = self._last = (weakref.ref(x), key, self._apply_side(x), set())
+        last[3].add(reader)
+        if len(last[3]) >= self.readers:
+            self._last = None
+        return last[2]
+
+    def _apply_side(self, x: Tensor) -> Tensor:
+        stored = next((tensor.dtype for tensor in self.parameters(recurse=False)), x.dtype)
+        rows = x.to(compute_dtype(x.device, stored))
+        operator = self.operator(rows)
+        if self.side == "in":
+            rows = rows.reshape(-1, rows.shape[-1])
+            return encoded(self.layout, rows, operator)
+        return decoded(self.layout, rows, operator)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.changes += 1  # a cast may find the address that its first tensor left
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves caches behind: they hold weak references."""
+        return {**self.__dict__, "_built": None, "_last": None}
+
+    def extra_repr(self) -> str:
+        """Shows the structure and the side."""
+        return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
+
+
+def _stamp(tensor: Tensor) -> Any:
+    """Changes whenever a tensor's contents do; inference tensors do not count versions."""
+    version = None if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), version)
+
+
+def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
+    """Tells whether tensors still hold the numbers that were copied."""
+    return all(
+        tensor.dtype == copies[name].dtype
+        and tensor.device == copies[name].device
+        and torch.equal(tensor, copies[name])
+        for name, tensor in tensors.items()
+    )
+
+
+# Banks: tensors that the cores of several layers share, of one block or of the whole model.
+
+
+def bank_module(name: str) -> str:
+    """Names the module that holds a bank, below the layer that owns it."""
+    return f"tc_bank_{name}"
+
+
+class BankModule(nn.Module):
+    """Owns the tensors of a bank and hands them out.
+
+    Layers that share it call this module, never its tensors, so that hooks which bring offloaded
+    tensors to the device run for every caller.
+
+    Args:
+        layout: Layout of any term that uses it.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        shared = shared_of(layout)
+        for name, shape in (shared.shapes if shared else {}).items():
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Returns the tensors by name."""
+        return dict(self.named_parameters(recurse=False))
+
+    def extra_repr(self) -> str:
+        """Shows shapes."""
+        own = self.named_parameters(recurse=False)
+        return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in own)

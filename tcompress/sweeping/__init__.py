@@ -1,1 +1,0 @@
-"""Many conversions of one model, measured alike and compared."""

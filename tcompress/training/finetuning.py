@@ -1,0 +1,397 @@
+"""Fine-tuning: open, train, save, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+import tcompress
+from tcompress.artifact.checksums import seal
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    Manifest,
+    SourceFacts,
+    TrainingFacts,
+    environment,
+    model_card,
+    read_manifest,
+    write_manifest,
+)
+from tcompress.artifact.reader import open_checked
+from tcompress.artifact.workplace import Workplace, check_output, identity_of, partial_folder
+from tcompress.errors import InputError, first_line, listed
+from tcompress.files import write_text
+from tcompress.hf.opening import Reopened, differs, pick_device, unloadable
+from tcompress.models import SourceModel
+from tcompress.models.names import CARD, carry_files, stray_links
+from tcompress.options import Finetune
+from tcompress.planning.entries import Plan
+from tcompress.progress import Progress, Silent
+from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.loop import Loop
+from tcompress.training.setup import Setup, blocks_first, set_up
+from tcompress.training.teacher import find_teacher
+
+# Mixed precision where PyTorch alone would be slow.
+
+
+def fast_precision(accelerator: Accelerator) -> AbstractContextManager[Any]:
+    """Returns the context to train in: on a CPU, bfloat16 with attention in float32."""
+    low = accelerator.mixed_precision != "no" and accelerator.device.type == "cpu"
+    return FloatAttention() if low else nullcontext()
+
+
+class FloatAttention(TorchFunctionMode):
+    """Computes softmax attention in float32, whatever autocast says.
+
+    The backward pass of PyTorch's attention in bfloat16 takes longer on a CPU than those of all
+    products together: 0.9 of 1.2 seconds of a step of a small encoder. Hosts call it in many
+    places, some of which go past the attention interface, so that the call itself is caught.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Lets everything but attention through."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = {name: _as_float(value) for name, value in (kwargs or {}).items()}
+        with torch.autocast("cpu", enabled=False):
+            return func(*map(_as_float, args), **named)
+
+
+def _as_float(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+# Fine-tuning: open, train, save, publish.
+
+
+Say = Callable[[str], None]
+
+COMPARED = 24  # tensors of the written model that are read back
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What a training run produced.
+
+    Attributes:
+        folder: The written folder.
+        facts: Record of the run.
+        resumed: Whether an interrupted run was continued.
+    """
+
+    folder: Path
+    facts: TrainingFacts
+    resumed: bool = False
+
+
+def finetune(
+    model: SourceModel | str,
+    options: Finetune,
+    output: Path | str,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    progress: Progress | None = None,
+    say: Say | None = None,
+) -> Finetuned:
+    """Trains a model, converted or not, and writes the result.
+
+    Args:
+        model: The model, or its name.
+        options: How to train it.
+        output: Folder to write; it appears only when everything is finished.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        progress: Hears how far it is.
+        say: Hears of what the user should know, such as a smaller batch.
+
+    Returns:
+        The written folder and the record of the run.
+
+    Raises:
+        InputError: Model, teacher, data and task do not fit one another.
+        TrainingError: Training diverged, or cannot go on.
+        WriteError: What was written does not load, or is not what was trained.
+        KeyboardInterrupt: It was stopped; the same call goes on where it was.
+    """
+    output = Path(output).expanduser().absolute()
+    if isinstance(model, str):
+        if not Path(model).exists():
+            check_output(output, force=force)  # before a long download
+        model = open_checked(model, token=token)
+    _check_apart(output, model, "model")
+    check_output(output, force=force)
+    accelerator = _accelerator(options, output)
+    manifest = read_manifest(model.folder)
+    teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
+    if teacher is not None:
+        _check_apart(output, teacher, "teacher")
+    setup = set_up(model, teacher, options, manifest)
+    if options.gradient_checkpointing:
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False})
+    say = say or (lambda text: None)
+    for note in setup.data.notes:
+        say(note)
+    for name in stray_links(model.folder, model.trust_remote_code):
+        say(f"`{name}` is a link out of the model's folder and is not carried along")
+    run = _Run(model, teacher, setup, accelerator, output, manifest, force)
+    return run.go(progress or Silent(), say)
+
+
+@dataclass
+class _Run:
+    source: SourceModel
+    teacher: SourceModel | None
+    setup: Setup
+    accelerator: Accelerator
+    output: Path
+    manifest: Manifest | None
+    force: bool
+
+    def go(self, progress: Progress, say: Say) -> Finetuned:
+        main = self.accelerator.is_main_process
+        with self._workplace() as place:
+            # All processes have to know, and the main one alone looks.
+            done = broadcast_object_list([place is not None and place.published])[0]
+            folder = partial_folder(self.output)
+            checkpoints = Checkpoints(folder / "checkpoints")
+            resumed = done or checkpoints.last() is not None
+            if done:
+                found = read_manifest(self.output)
+                assert found is not None  # it was written before the output was published
+                facts = found.training[-1]
+                self.accelerator.wait_for_everyone()
+                if place is not None:
+                    place.discard()
+            else:
+                quiet = progress if main else Silent()
+                facts = self._train(checkpoints, place, quiet, say if main else _mute)
+            self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()  # ends the group of processes too
+        return Finetuned(self.output, facts, resumed)
+
+    def _train(
+        self, checkpoints: Checkpoints, place: Workplace | None, progress: Progress, say: Say
+    ) -> TrainingFacts:
+        if place is not None:
+            own = dict(self.setup.model.named_parameters())
+            best = sum(own[name].nbytes for name in self.setup.trained)
+            place.need(self.source.store.total_bytes + best)
+        loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
+        self.accelerator.init_trackers("tcompress")
+        with fast_precision(self.accelerator):
+            state = loop.run()
+        facts = self._facts(state, loop.validated)
+        weights = self.accelerator.get_state_dict(loop.model)
+        if place is not None:
+            self._write(place.model, weights, facts)
+            place.publish(force=self.force)
+        return facts
+
+    def _workplace(self) -> AbstractContextManager[Workplace | None]:
+        """Opens the working folder in the main process; bad input leaves nothing behind."""
+        if not self.accelerator.is_main_process:
+            return nullcontext()
+        place = Workplace(self.output, self._identity(), force=self.force)
+
+        def keeps(error: BaseException) -> bool:
+            # What was trained so far is worth keeping, bad input is not.
+            begun = Checkpoints(place.folder / "checkpoints").last() or any(place.model.iterdir())
+            return bool(begun) or not isinstance(error, InputError)
+
+        return place.working(keeps)
+
+    def _identity(self) -> str:
+        setup = self.setup
+        return identity_of(
+            {
+                "kind": "finetune",
+                "options": setup.options.model_dump(mode="json"),
+                "weights": self.source.store.fingerprint(),
+                "teacher": self.teacher.store.fingerprint() if self.teacher else None,
+                "data": setup.data.fingerprint,
+                "tool": tcompress.__version__,
+                "processes": self.accelerator.num_processes,
+                "precision": self.accelerator.mixed_precision,
+                "device": self.accelerator.device.type,
+            }
+        )
+
+    def _facts(self, state: RunState, validated: str) -> TrainingFacts:
+        setup, options = self.setup, self.setup.options
+        assert state.best is not None  # a run begins and ends with a validation
+        device = self.accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return TrainingFacts(
+            stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
+            task=options.task,
+            teacher=self.teacher.id if self.teacher else None,
+            data=setup.data.name,
+            data_fingerprint=setup.data.fingerprint,
+            objectives={objective.name: weight for objective, weight in setup.objectives},
+            settings=options.model_dump(mode="json", exclude_defaults=True),
+            steps=state.step,
+            samples=state.samples,
+            tokens=state.tokens,
+            seconds=round(state.seconds, 2),
+            validation=validated,
+            best_step=state.best_step,
+            best=state.best,
+            curve=state.curve,
+            environment={
+                **environment(),
+                "device": name,
+                "threads": str(torch.get_num_threads()),
+                "processes": str(self.accelerator.num_processes),
+                "precision": self.accelerator.mixed_precision,
+            },
+        )
+
+    def _write(self, folder: Path, weights: dict[str, Any], facts: TrainingFacts) -> None:
+        """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
+        model = self.setup.model
+        dtype = self._dtype()
+        cast = _cast(weights, dtype)
+        model.save_pretrained(folder, state_dict=cast, max_shard_size="2GB")
+        # Saving notes the dtype of the model, not of the weights that it was given.
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+        carry_files(self.source.folder, self.source.companion_files(), folder)
+        manifest = self._manifest(facts)
+        write_text(folder / CARD, model_card(manifest))
+        write_manifest(folder, manifest.model_copy(update=seal(folder)))
+        self._prove(folder, cast)
+
+    def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Opens what was written, and compares some of the weights."""
+        written = Reopened(folder, type(self.setup.model))
+        # A class may leave out what it makes anew, such as tables of sines.
+        names = [name for name in weights if written.keymap.has(name)]
+        for name in names[:: max(1, len(names) // COMPARED)]:
+            with unloadable():
+                found = written.tensor(name)
+            if not torch.equal(found, weights[name].cpu()):
+                raise differs(name, "its values are others")
+
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which most of the source is stored."""
+        store = self.source.store
+        found: dict[torch.dtype, int] = {}
+        for key in store.keys():  # noqa: SIM118 - not a mapping
+            kind = store.dtype(key)
+            if kind.is_floating_point:
+                found[kind] = found.get(kind, 0) + 1
+        return max(found, key=lambda kind: found[kind]) if found else torch.float32
+
+    def _manifest(self, facts: TrainingFacts) -> Manifest:
+        before = self.manifest
+        if before is None:
+            before = Manifest(
+                source=SourceFacts(
+                    id=self.source.id,
+                    revision=self.source.revision,
+                    fingerprint=self.source.store.fingerprint(),
+                    bytes=self.source.store.total_bytes,
+                ),
+                recipe={},
+                plan=Plan(layers=(), source=self.source.id, method="dense"),
+                calibration=CalibrationFacts(name="none"),
+                fit={},
+                checksums={},
+                seconds=0.0,
+                environment=environment(),
+            )
+        # Numbers that were measured before belong to other weights.
+        return before.model_copy(
+            update={
+                "training": [*before.training, facts],
+                "metrics": [],
+                "tool_version": tcompress.__version__,
+            }
+        )
+
+
+def _check_apart(output: Path, model: SourceModel, what: str) -> None:
+    place, folder = output.resolve(), model.folder.resolve()
+    if place == folder or place in folder.parents:
+        raise InputError(
+            f"output `{output}` is the {what}'s own folder, or contains it",
+            "choose another folder with `-o`",
+        )
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Changes the dtype; tensors that are one stay one, so that they are stored once."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    cast = {}
+    for name, value in weights.items():
+        changed = value.to(dtype) if value.is_floating_point() else value
+        key = (value.data_ptr(), value.shape)
+        cast[name] = made.setdefault(key, changed) if value.numel() else changed
+    return cast
+
+
+def _accelerator(options: Finetune, output: Path) -> Accelerator:
+    pick_device(options.device)
+    # Processes find one another only if accelerate is told that they are on a CPU.
+    alone = options.device == "auto" and not torch.accelerator.is_available()
+    cpu = options.device == "cpu" or alone
+    precision = options.mixed_precision
+    if precision == "auto":
+        on_gpu = torch.cuda.is_available() and not cpu
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
+    if options.device.startswith("cuda:"):
+        torch.cuda.set_device(options.device)
+    if not PartialState._shared_state or PartialState().num_processes == 1:
+        # Accelerate keeps the settings of the run before, and refuses others.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        made = Accelerator(
+            cpu=cpu,
+            mixed_precision=precision,
+            log_with=list(options.trackers) or None,
+            project_config=ProjectConfiguration(
+                project_dir=str(partial_folder(output)),
+                logging_dir=str(output.parent / f"{output.name}-logs"),
+            ),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+    except ValueError as error:
+        raise InputError(
+            f"accelerate cannot do this: {first_line(error)}",
+            "choose another `--mixed-precision`, `--track` or `--device`",
+        ) from error
+    if precision == "fp16" and made.device.type == "cpu":
+        raise InputError(
+            "mixed precision in float16 needs a GPU", "choose `--mixed-precision bf16`, or `no`"
+        )
+    absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
+    if absent:
+        raise InputError(
+            f"the loggers {listed(sorted(absent))} are not installed",
+            f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out",
+        )
+    return made
+
+
+def _mute(text: str) -> None:
+    pass

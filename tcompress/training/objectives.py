@@ -1,0 +1,442 @@
+"""The terms that a loss can have, and what they observe during a forward pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, log_softmax
+from transformers import PreTrainedModel
+
+from tcompress.attention.module import UnusedProjection
+from tcompress.data.inputs import MEAN, Pooling
+from tcompress.errors import InputError
+from tcompress.models import SourceModel
+from tcompress.roles import Anatomy, anatomy_of
+
+# What happens inside a model during a forward pass, read off by hooks.
+
+
+Batch = dict[str, Tensor]
+
+_PROJECTIONS = ("q", "k", "v")
+
+
+@dataclass
+class Observed:
+    """What one forward pass computed.
+
+    Attributes:
+        output: What the model returned.
+        states: Outputs of the observed blocks.  # each (examples, tokens, width)
+        projections: Queries, keys and values of the last observed block by role, one tensor a
+            projection.  # each (examples, tokens, features)
+    """
+
+    output: Any = None
+    states: list[Tensor] = field(default_factory=list)
+    projections: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Logits, if the model has a head."""
+        found = getattr(self.output, "logits", None)
+        return found if isinstance(found, Tensor) else None
+
+    @property
+    def final(self) -> Tensor | None:
+        """Hidden states as the model returns them, if it does."""
+        found = getattr(self.output, "last_hidden_state", None)
+        return found if isinstance(found, Tensor) else None
+
+
+class Observer:
+    """Runs a model and reads off what its blocks compute.
+
+    Args:
+        model: The model.
+        anatomy: Its blocks.
+        blocks: Indices of the blocks to observe; default all.
+        projections: Whether to read queries, keys and values of the last of them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        blocks: Sequence[int] | None = None,
+        *,
+        projections: bool = False,
+    ) -> None:
+        self.model = model
+        chosen = range(len(anatomy.blocks)) if blocks is None else blocks
+        self.modules = [model.get_submodule(anatomy.blocks[index].name) for index in chosen]
+        self._seen: Observed | None = None
+        for module in self.modules:
+            module.register_forward_hook(self._keep_state)
+        if projections:
+            for layer in anatomy.blocks[chosen[-1]].layers:
+                names = {part.name for part in layer.parts} & set(_PROJECTIONS)
+                if isinstance(model.get_submodule(layer.name), UnusedProjection):
+                    continue
+                if layer.role in _PROJECTIONS or names:
+                    sizes = {part.name: part.size for part in layer.parts}
+                    hook = _ProjectionHook(self, sizes)
+                    model.get_submodule(layer.name).register_forward_hook(hook)
+
+    def run(self, batch: Mapping[str, Tensor], runner: nn.Module | None = None) -> Observed:
+        """Runs the model.
+
+        Args:
+            batch: Keyword arguments of its forward pass.
+            runner: What to call instead of the model, such as a wrapper of it.
+        """
+        # Blocks that are computed again in the backward pass must not be observed again.
+        seen = self._seen = Observed()
+        try:
+            seen.output = (runner or self.model)(**batch)
+        finally:
+            self._seen = None
+        return seen
+
+    def _keep_state(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._seen is not None:
+            self._seen.states.append(state_of(output))
+
+    def keep_projection(self, sizes: Mapping[str, int], output: Tensor) -> None:
+        """Keeps the queries, keys and values in one layer's output."""
+        if self._seen is not None:
+            pieces = output.split(list(sizes.values()), -1)
+            found = dict(zip(sizes, pieces, strict=True))
+            self._seen.projections |= {role: found[role] for role in _PROJECTIONS if role in found}
+
+
+class _ProjectionHook:
+    def __init__(self, observer: Observer, sizes: Mapping[str, int]) -> None:
+        self.observer, self.sizes = observer, sizes
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.observer.keep_projection(self.sizes, output)
+
+
+def state_of(output: Any) -> Tensor:
+    """The hidden state in what a block returns, which may be a tuple that starts with it."""
+    state: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return state
+
+
+@contextmanager
+def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator[None]:
+    """Makes every block but the first read the teacher's state instead of its predecessor's.
+
+    So each block is trained alone: no gradient passes from one to another.
+
+    Args:
+        modules: The blocks.
+        states: The teacher's states behind each of them.
+    """
+
+    def feed(state: Tensor) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (state.to(args[0].dtype), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": state.to(kwargs["hidden_states"].dtype)}
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(feed(state), with_kwargs=True)
+        for module, state in zip(modules[1:], states, strict=False)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def skeleton_anatomy(source: SourceModel, model: PreTrainedModel) -> Anatomy:
+    """Blocks and layers of a loaded model, converted or not, by their names when running."""
+    kind: Any = type(model)
+    return anatomy_of(replace(source, model_class=kind).meta_model())
+
+
+def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
+    """Which rows of a state count: padding does not.  # (examples, tokens)."""
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if mask is not None and mask.shape == state.shape[:2]:
+            return mask.bool()
+    return torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
+
+
+def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
+    """Weights of a state's rows in a sum over tokens.  # (examples, tokens).
+
+    Without a mask, as for pictures, an example counts as one token.
+    """
+    mask = token_mask(batch, state).to(state.dtype)
+    has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
+    return mask if has_mask else mask / mask.shape[1]
+
+
+# What a model is trained for: terms of the loss, each a small class.
+
+
+Unit = Literal["examples", "tokens", "targets"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What objectives may depend on.
+
+    Attributes:
+        temperature: Softening of the teacher's logits.
+        heads: Relation heads of attention.
+        causal: Whether tokens see only those before them.
+        pooling: How one embedding is made of the tokens of a sentence.
+        task: Loss and predictions of the task, if there is one.
+    """
+
+    temperature: float = 2.0
+    heads: int = 1
+    causal: bool = False
+    pooling: Pooling = MEAN
+    task: Callable[[Observed, Batch], Tensor] | None = None
+
+
+class Objective(ABC):
+    """One term of the loss.
+
+    A term is a sum over units of a batch, which the loop divides by their number in the whole
+    step. So it depends neither on how a batch is cut nor on the number of processes.
+    """
+
+    name: ClassVar[str]
+    needs_teacher: ClassVar[bool] = True
+    needs_projections: ClassVar[bool] = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @property
+    @abstractmethod
+    def unit(self) -> Unit:
+        """What `loss` is a sum over."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum of the term over a batch.
+
+        Args:
+            batch: Inputs and, for tasks, `labels`.
+            student: What the trained model computed.
+            teacher: What the teacher computed; empty without one.
+
+        Returns:
+            A scalar with gradient.
+        """
+
+    def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
+        """Looks at the teacher on some batches before training begins."""
+
+
+# The loss of the task itself, from labels.
+
+
+class TaskLoss(Objective):
+    """The task's own loss, against labels."""
+
+    name: ClassVar[str] = "task"
+    needs_teacher: ClassVar[bool] = False
+
+    @property
+    def unit(self) -> Unit:
+        """Labels."""
+        return "targets"
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum over labels."""
+        assert self.setting.task is not None
+        return self.setting.task(student, batch)
+
+
+# Distillation of logits (Hinton et al., arXiv:1503.02531).
+
+
+class Logits(Objective):
+    """Kullback-Leibler divergence from the teacher's softened predictions.
+
+    It is scaled by the squared temperature, so that its gradient keeps its size. Heads with one
+    output, such as those of cross-encoders, are imitated by the squared difference.
+    """
+
+    name: ClassVar[str] = "logits"
+    per_token = False
+
+    @property
+    def unit(self) -> Unit:
+        """Tokens where every token is predicted, else examples."""
+        return "tokens" if self.per_token else "examples"
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum of the divergence over predictions."""
+        if student.logits is None or teacher.logits is None:
+            raise InputError(
+                "the objective `logits` needs a model with a head", "leave it out of `objectives`"
+            )
+        if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
+            return (student.logits.float() - teacher.logits.float()).square().sum()
+        soft = self.setting.temperature
+        own = log_softmax(student.logits.float() / soft, -1)
+        wanted = log_softmax(teacher.logits.float() / soft, -1)
+        lost = kl_div(own, wanted, reduction="none", log_target=True).sum(-1) * soft**2
+        if lost.ndim > 1:
+            lost = lost * token_weights(batch, lost)
+        return lost.sum()
+
+
+# Regression of every block on the teacher's hidden states.
+
+
+class Hidden(Objective):
+    """Relative squared error of each block's output, a mean over blocks.
+
+    A converted model keeps the widths of the dense one, so every block has an exact target. The
+    error of a token is relative to the norm of the teacher's state, which keeps tokens with huge
+    activations, as language models have, from hiding all others.
+    """
+
+    name: ClassVar[str] = "hidden"
+
+    @property
+    def unit(self) -> Unit:
+        """Tokens, padding left out."""
+        return "tokens"
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum over tokens of the error, averaged over blocks."""
+        pairs = list(zip(student.states, teacher.states, strict=True))
+        if student.final is not None and teacher.final is not None:
+            pairs.append((student.final, teacher.final))
+        return torch.stack([relative_error(batch, *pair) for pair in pairs]).mean()
+
+
+def relative_error(batch: Batch, state: Tensor, target: Tensor) -> Tensor:
+    """Sum over tokens of the squared distance, relative to the target's squared norm."""
+    state, target = state.float(), target.float()
+    error = (state - target).square().sum(-1) / target.square().sum(-1).clamp_min(1e-12)
+    return (error * token_weights(batch, error)).sum()
+
+
+# Distillation of the geometry of sentence embeddings.
+
+
+ANCHORS = 256
+"""Sentences whose teacher embeddings the others are compared with."""
+
+
+class Embedding(Objective):
+    """Distance of an embedding from the teacher's, and of its similarities to fixed anchors.
+
+    Similarities to the teacher's embeddings of some training sentences are compared, rather than
+    those within a batch, so that the term does not depend on how batches are cut.
+    """
+
+    name: ClassVar[str] = "embedding"
+
+    def __init__(self, *args: object, **more: object) -> None:
+        super().__init__(*args, **more)  # type: ignore[arg-type]
+        self.anchors: Tensor | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """Sentences."""
+        return "examples"
+
+    def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:
+        """Takes the anchors from the first batches."""
+        rows: list[Tensor] = []
+        for batch, teacher in seen:
+            rows.append(self._embed(batch, teacher))
+            if sum(map(len, rows)) >= ANCHORS:
+                break
+        if rows:
+            self.anchors = torch.cat(rows)[:ANCHORS]
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum over sentences."""
+        own, wanted = self._embed(batch, student), self._embed(batch, teacher)
+        lost = (own - wanted).square().sum(-1)
+        if self.anchors is not None:
+            lost = lost + ((own - wanted) @ self.anchors.mT).square().mean(-1) * own.shape[-1]
+        return lost.sum()
+
+    def _embed(self, batch: Batch, seen: Observed) -> Tensor:
+        states = seen.final if seen.final is not None else seen.states[-1]
+        return self.setting.pooling(states.float(), token_mask(batch, states))
+
+
+# Distillation of attention relations (MiniLMv2, arXiv:2012.15828).
+
+
+class Attention(Objective):
+    """Divergence of the query-query, key-key and value-value relations of the last block.
+
+    Relations are softmaxed scaled products of one kind of projection with itself, head by head.
+    They are read off the projections, so any implementation of attention will do.
+    """
+
+    name: ClassVar[str] = "attention"
+    needs_projections: ClassVar[bool] = True
+
+    @property
+    def unit(self) -> Unit:
+        """Tokens, padding left out."""
+        return "tokens"
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        """Sum over tokens, averaged over kinds and heads."""
+        kinds = [kind for kind in teacher.projections if kind in student.projections]
+        if not kinds:
+            raise InputError(
+                "the objective `attention` needs queries, keys or values, and the last block has "
+                "none",
+                "leave it out of `objectives`",
+            )
+        losses = [
+            self._divergence(batch, student.projections[kind], teacher.projections[kind])
+            for kind in kinds
+        ]
+        return torch.stack(losses).mean()
+
+    def _divergence(self, batch: Batch, student: Tensor, teacher: Tensor) -> Tensor:
+        mask = token_mask(batch, student)
+        seen = mask[:, None, None, :]
+        if self.setting.causal:
+            seen = seen & torch.ones_like(mask[0]).expand(mask.shape[1], -1).tril()
+        own, wanted = self._relations(student, seen), self._relations(teacher, seen)
+        lost = kl_div(own, wanted, reduction="none", log_target=True)
+        lost = lost.masked_fill(~seen, 0.0).sum(-1).mean(1)
+        return (lost * token_weights(batch, lost)).sum()
+
+    def _relations(self, rows: Tensor, seen: Tensor) -> Tensor:
+        heads = self.setting.heads if rows.shape[-1] % self.setting.heads == 0 else 1
+        split = rows.float().unflatten(-1, (heads, -1)).transpose(1, 2)
+        scores = split @ split.mT / split.shape[-1] ** 0.5
+        # A finite floor: rows of padding would give NaN, whose gradient no mask takes away.
+        return log_softmax(scores.masked_fill(~seen, -1e4), -1)
+
+
+# The terms by name.
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    kind.name: kind for kind in (TaskLoss, Logits, Hidden, Embedding, Attention)
+}
+"""All objectives by name."""

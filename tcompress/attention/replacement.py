@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tcompress.errors import DataError, RecipeError
+from tcompress.errors import ArtifactError, DataError, RecipeError, message_of
 from tcompress.options.method_options import MechanismSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
@@ -378,7 +378,14 @@ def _counted(layout: MechanismLayout, tokens: int) -> int:
         for heads in (layout.heads, layout.key_heads)
     )
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        kind.apply(q, k, k, tensors, layout, Visible())
+        try:
+            kind.apply(q, k, k, tensors, layout, Visible())
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"sizes of an attention `{layout.mechanism}` do not go together: "
+                f"{message_of(error)}",
+                "convert the model again, or take `config.json` from a good copy",
+            ) from error
     return counter.get_total_flops() // 2
 
 

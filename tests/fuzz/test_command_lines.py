@@ -14,7 +14,7 @@ from tests.support.evaluation import classifier, labelled_file
 pytestmark = pytest.mark.fuzz
 
 COUNT = 200
-RIGHT = {("--only", "*"), ("--threshold", "-1")}  # a correlation may be below zero
+RIGHT = {("--only", "*"), ("--threshold", "-1"), ("--threshold", "-7.5")}  # any number
 WRONG = (
     "", " ", "-1", "-7.5", "nan", "inf", "1e999", "9" * 400, "0x10", "١٢", "🦊", "no such thing",
     "a=b=c,=", ",", "=", ":", "[", "{", "re:(", "re:(.+)+x", "%s{0}", "'; ls", "\x1b[31mred",

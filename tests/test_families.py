@@ -25,8 +25,8 @@ albert audio-spectrogram-transformer bart beit bert biogpt bitnet blip bloom blt
 codegen convbert dab-detr data2vec-audio deformable_detr detr dinov2 electra falcon
 flaubert focalnet funnel gemma4_audio gpt2 gptj granite gte hubert
 jina_embeddings_v3 layoutlm led longformer mgp-str mobilebert mobilenet_v2
-molmo2_text mpt nomic_bert olmo2 patchtst pegasus_x radio roformer rt_detr_v2 sam3_video sapiens2 smollm3
-t5 wav2vec2 wav2vec2-conformer xglm xlm yolos
+molmo2_text mpt nomic_bert olmo2 patchtst pegasus_x radio roformer rt_detr_v2 sam3_video sapiens2
+smollm3 t5 wav2vec2 wav2vec2-conformer xglm xlm yolos
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tcompress.errors import ArtifactError, DataError, RecipeError, message_of
+from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import MechanismSpec
-from tcompress.structures.base import Refusal, Shapes, Tensors
+from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
 
 # Which tokens see which: one form of the many in which hosts hand over their masks.
 
@@ -429,35 +428,8 @@ AnyMechanismLayout = Annotated[SerializeAsAny[MechanismLayout], BeforeValidator(
 """A layout of any registered mechanism, as it is read from a plan."""
 
 
-_MECHANISMS: dict[str, Mechanism[Any, Any]] = {}
-
-
-def register(mechanism: Mechanism[Any, Any]) -> None:
-    """Adds a mechanism to the registry.
-
-    Raises:
-        ValueError: The name is not lower snake case, or name or spec class are already taken.
-    """
-    name = mechanism.name
-    if not name.isidentifier() or name != name.lower():
-        raise ValueError(f"mechanism name `{name}` is not lower snake case")
-    if name in _MECHANISMS or any(mechanism.spec is other.spec for other in _MECHANISMS.values()):
-        raise ValueError(f"mechanism `{name}` or its spec class is already registered")
-    _MECHANISMS[name] = mechanism
-
-
-def mechanism(name: str) -> Mechanism[Any, Any]:
-    """Looks a mechanism up by name.
-
-    Raises:
-        RecipeError: There is no such mechanism; the message lists the known ones.
-    """
-    if name in _MECHANISMS:
-        return _MECHANISMS[name]
-    close = difflib.get_close_matches(name, _MECHANISMS, 1)
-    known = ", ".join(f"`{known}`" for known in _MECHANISMS)
-    hint = f"did you mean `{close[0]}`?" if close else None
-    raise RecipeError(f"unknown mechanism `{name}`; known mechanisms are {known}", hint)
+_MECHANISMS = Registry[Mechanism[Any, Any]]("mechanism")
+register, mechanism = _MECHANISMS.add, _MECHANISMS.named
 
 
 def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
@@ -472,4 +444,4 @@ def mechanism_named(name: str) -> Mechanism[Any, Any]:
 
 def mechanisms() -> tuple[Mechanism[Any, Any], ...]:
     """Returns all mechanisms in the order of registration."""
-    return tuple(_MECHANISMS.values())
+    return tuple(_MECHANISMS)

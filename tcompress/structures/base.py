@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -149,6 +149,7 @@ def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
 
 S = TypeVar("S", bound=Spec)
 L = TypeVar("L", bound=Layout)
+T = TypeVar("T", bound=Any)
 
 
 class Structure(ABC, Generic[S, L]):
@@ -233,37 +234,51 @@ AnyLayout = Annotated[SerializeAsAny[Layout], BeforeValidator(_parse_layout)]
 """A layout of any registered structure, as it is read from a plan."""
 
 
-_STRUCTURES: dict[str, Structure[Any, Any]] = {}
+class Registry(Generic[T]):
+    """What was registered, by name, in order.
 
-
-def register(structure: Structure[Any, Any]) -> None:
-    """Adds a structure to the registry.
-
-    Raises:
-        ValueError: The name is not lower snake case, or name or spec class are already taken.
+    Args:
+        what: What its members are called in messages.
     """
-    name = structure.name
-    if not name.isidentifier() or name != name.lower():
-        raise ValueError(f"structure name `{name}` is not lower snake case")
-    if name in _STRUCTURES or any(structure.spec is other.spec for other in _STRUCTURES.values()):
-        raise ValueError(f"structure `{name}` or its spec class is already registered")
-    _STRUCTURES[name] = structure
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._found: dict[str, T] = {}
+
+    def add(self, item: T) -> None:
+        """Adds a member, which has a `name` and a `spec` of its own.
+
+        Raises:
+            ValueError: The name is not lower snake case, or name or spec class are already taken.
+        """
+        name = item.name
+        if not name.isidentifier() or name != name.lower():
+            raise ValueError(f"{self._what} name `{name}` is not lower snake case")
+        if name in self._found or any(item.spec is other.spec for other in self):
+            raise ValueError(f"{self._what} `{name}` or its spec class is already registered")
+        self._found[name] = item
+
+    def named(self, name: str) -> T:
+        """Looks a member up.
+
+        Raises:
+            RecipeError: There is none of this name; the message lists the known ones.
+        """
+        if name in self._found:
+            return self._found[name]
+        close = difflib.get_close_matches(name, self._found, 1)
+        known = ", ".join(f"`{known}`" for known in self._found)
+        hint = f"did you mean `{close[0]}`?" if close else None
+        raise RecipeError(f"unknown {self._what} `{name}`; known {self._what}s are {known}", hint)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._found.values())
 
 
-def structure(name: str) -> Structure[Any, Any]:
-    """Looks a structure up by name.
-
-    Raises:
-        RecipeError: There is no such structure; the message lists the known ones.
-    """
-    if name in _STRUCTURES:
-        return _STRUCTURES[name]
-    close = difflib.get_close_matches(name, _STRUCTURES, 1)
-    known = ", ".join(f"`{known}`" for known in _STRUCTURES)
-    hint = f"did you mean `{close[0]}`?" if close else None
-    raise RecipeError(f"unknown structure `{name}`; known structures are {known}", hint)
+_STRUCTURES = Registry[Structure[Any, Any]]("structure")
+register, structure = _STRUCTURES.add, _STRUCTURES.named
 
 
 def structures() -> tuple[Structure[Any, Any], ...]:
     """Returns all structures in the order of registration."""
-    return tuple(_STRUCTURES.values())
+    return tuple(_STRUCTURES)

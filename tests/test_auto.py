@@ -14,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tcompress.conversion import search
-from tcompress.conversion.candidates import Sized, Trials, trial_blocks
+from tcompress.conversion import decision
+from tcompress.conversion.candidates import CalibrationFits, LayerCandidates, blocks_to_fit
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.goal import Settler
+from tcompress.conversion.decision import BudgetProblem
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec, LowRankSpec, LprodSpec
-from tcompress.planning.costs import Choice
+from tcompress.options.method_options import AutoSpec
 from tcompress.planning.entries import BudgetPlan, Plan
 from tcompress.planning.knapsack import Allocation, Option
 from tcompress.planning.planner import make_plan
@@ -73,49 +72,55 @@ class _Paper(BaseModel):
     budget: Any = None
 
 
-class _PaperSettler(Settler):
+class _PaperProblem(BudgetProblem):
     def _plan(self, found: Allocation) -> Any:
         return _Paper(cost=found.cost)
 
     def _measured(self, plan: Any) -> int:
         return int(plan.cost)
 
-    def _planned(self, plan: Any) -> set[str]:
-        return {item.key for item in self.sized}
+    def _refused(self, *_: Any) -> set[tuple[str, str]]:
+        return set()
 
     def _limits(self) -> tuple[int, int]:
-        limit = int(self._budget.limit * sum(item.dense for item in self.sized))
+        limit = int(self._budget.limit * sum(item.dense for item in self.layers))
         return limit, limit
 
 
-def _spec(name: str) -> Choice:
-    return Choice(LowRankSpec() if name == "a" else LprodSpec())
+@pytest.fixture(autouse=True)
+def paper_has_no_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = decision.covered
+
+    def covered(plan: Any, source: Any) -> Any:
+        return plan if isinstance(plan, _Paper) else own(plan, source)
+
+    monkeypatch.setattr(decision, "covered", covered)
 
 
 ladders = st.lists(st.tuples(st.integers(1, 99), st.integers(0, 400)), max_size=6)
 layers = st.lists(st.tuples(ladders, ladders), min_size=1, max_size=4)
 
 
-def _settled(found: Sequence[Any], limit: float, **changes: Any) -> Any:
-    sized = []
+def _solved(found: Sequence[Any], limit: float, **changes: Any) -> Any:
+    layers = []
     for index, pair in enumerate(found):
         offers = {
-            name: [Option(cost, loss / 8, _spec(name)) for cost, loss in options]
+            name: [Option(cost, loss / 8, name) for cost, loss in options]
             for name, options in zip("ab", pair, strict=True)
         }
-        sized.append(Sized(f"w{index}", "q", 100, 50.0, offers=offers))
+        layers.append(LayerCandidates(f"w{index}", "q", 100, 50.0, offers=offers))
     recipe = Convert.model_validate({**AUTO, "target": limit, **changes})
     facts = BudgetPlan(kind="target", limit=limit, chosen="later", fraction=limit)
     plan = Plan(layers=(), budget=facts)
     source: Any = SimpleNamespace()
-    return _PaperSettler(recipe, source, plan, lambda _: plan, sized, ["a", "b"], ["a", "b"]).run()
+    return _PaperProblem(recipe, source, plan, layers).best(["a", "b"], ["a", "b"])
 
 
 @quick
 @given(found=layers, limit=st.floats(0.05, 0.95))
 def test_never_predicted_worse_than_the_best_single_method(found: Any, limit: float) -> None:
     try:
-        made = _settled(found, limit)
+        made = _solved(found, limit)
     except PlanError:
         return
     assert made.cost <= int(limit * 100 * len(found))
@@ -126,7 +131,7 @@ def test_never_predicted_worse_than_the_best_single_method(found: Any, limit: fl
 def test_a_mixture_that_is_hardly_better_is_left() -> None:
     """One method alone is 4 % worse than both together."""
     found = [([(40, 100)], [(40, 108)]), ([(40, 108)], [(40, 100)])]
-    made = _settled(found, 0.4)
+    made = _solved(found, 0.4)
     assert made.budget.error == pytest.approx(0.26)
     assert made.budget.error == min(made.budget.single_errors.values())
 
@@ -134,7 +139,7 @@ def test_a_mixture_that_is_hardly_better_is_left() -> None:
 def test_the_mixture_is_taken_where_it_is_better() -> None:
     """One layer suits the first method, the other one the second."""
     found = [([(40, 8)], [(40, 80)]), ([(40, 80)], [(40, 8)])]
-    made = _settled(found, 0.4)
+    made = _solved(found, 0.4)
     assert made.budget.error == pytest.approx(0.02)
     assert min(made.budget.single_errors.values()) == pytest.approx(0.11)
     assert made.budget.uniform_error == pytest.approx(0.11)
@@ -142,10 +147,10 @@ def test_the_mixture_is_taken_where_it_is_better() -> None:
 
 def test_a_budget_that_no_method_meets_is_refused() -> None:
     with pytest.raises(PlanError, match="cost"):
-        _settled([([(50, 8)], [(60, 8)])], 0.3)
+        _solved([([(50, 8)], [(60, 8)])], 0.3)
 
 
-class _SharingSettler(_PaperSettler):
+class _SharingProblem(_PaperProblem):
     """Layers of more than 54 no longer share what is counted once: they cost 10 more each."""
 
     def _plan(self, found: Allocation) -> Any:
@@ -154,25 +159,25 @@ class _SharingSettler(_PaperSettler):
 
 def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the 40 that were spent too much, 200 of 240 are spent."""
-    monkeypatch.setitem(globals(), "_PaperSettler", _SharingSettler)
+    monkeypatch.setitem(globals(), "_PaperProblem", _SharingProblem)
     ladder = [(cost, (100 - cost) ** 2 // 25) for cost in range(10, 61, 2)]
-    made = _settled([(ladder, [])] * 4, 0.6)
+    made = _solved([(ladder, [])] * 4, 0.6)
     assert 210 < made.cost <= 240
 
 
 # ---------------------------------------------------------------- trials
 
 
-def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> Sized:
+def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> LayerCandidates:
     made = {
-        name: [Option(cost, loss, _spec(name)) for cost, loss in options]
+        name: [Option(cost, loss, name) for cost, loss in options]
         for name, options in offers.items()
     }
-    return Sized(key, role, 100, 100.0, offers=made)
+    return LayerCandidates(key, role, 100, 100.0, offers=made)
 
 
 def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
-    trials = Trials(0.25)
+    trials = CalibrationFits(0.25)
     trials._ratios["b", "q"] += [0.5, 0.125]
     trials._ratios["b", "k"] += [0.25]
     assert trials.ratio("b", "q") == pytest.approx(0.25)
@@ -184,14 +189,14 @@ def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
 
 def test_the_size_closest_to_the_budget_is_tried() -> None:
     item = _sized("w", "q", b=[(10, 9.0), (22, 5.0), (60, 1.0)])
-    option = Trials(0.25).option(item, "b")
+    option = CalibrationFits(0.25).option(item, "b")
     assert option is not None
     assert option.cost == 22
-    assert Trials(0.25).option(item, "a") is None
+    assert CalibrationFits(0.25).option(item, "a") is None
 
 
 def test_methods_that_are_clearly_worse_at_all_sizes_are_dropped() -> None:
-    trials = Trials(0.25)
+    trials = CalibrationFits(0.25)
     trials.drop(
         [
             _sized("w", "q", a=[(20, 5.0), (40, 2.0)], b=[(25, 7.0), (45, 4.0)]),
@@ -211,7 +216,7 @@ def test_the_last_block_and_one_in_the_middle_of_each_kind_are_tried() -> None:
         *(block(f"e.{n}", "q") for n in range(6)),
         *(block(f"d.{n}", "q", "o") for n in (0, 1)),
     ]
-    assert trial_blocks(blocks) == {"e.5", "e.3", "d.1"}
+    assert blocks_to_fit(blocks) == {"e.5", "e.3", "d.1"}
 
 
 def test_what_is_offered() -> None:
@@ -306,7 +311,7 @@ def test_an_interrupted_run_goes_on_with_the_choice_it_made(
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
-    monkeypatch.setattr(search, "BackwardWalk", walk)
+    monkeypatch.setattr(decision, "BackwardWalk", walk)
     _convert(folder, output, PREDICTED)
     assert contents(output) == contents(whole.folder)
 

@@ -11,9 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.decision import STOP, alone_on, try_out
 from tcompress.conversion.output_sampler import probe_of
-from tcompress.conversion.search import candidates_of, choose_method
-from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -61,20 +60,16 @@ def _facts(done: Converted) -> BudgetPlan:
 # ---------------------------------------------------------------- the choice alone
 
 
-def _chosen(folder: Path, place: FitWorkplace, **changes: float | None) -> str:
+def _chosen(**changes: float | None) -> str:
     """Chooses by made-up changes; None is a budget out of reach."""
-    recipe = _recipe()
-    source = SourceModel.open(str(folder))
-    candidates = candidates_of(recipe, make_plan(recipe, source), source)
-    assert list(candidates) == ["auto", "svd", "lprod", "tt", "tucker"]
 
-    def change(_: Convert, name: str) -> float:
+    def change(name: str) -> float:
         found = changes.get(name, 9.0)
         if found is None:
-            raise PlanError("too small")
+            raise PlanError(f"too small for {name}")
         return found
 
-    return choose_method(candidates, place, change)
+    return try_out(["auto", "svd", "lprod", "tt", "tucker"], change)[0]
 
 
 @pytest.mark.parametrize(
@@ -88,30 +83,49 @@ def _chosen(folder: Path, place: FitWorkplace, **changes: float | None) -> str:
         ({"auto": 1e-9, "svd": -1e-9, "lprod": 0.0}, "svd"),  # what older versions measured
     ],
 )
-def test_choice(changes: dict[str, float | None], taken: str, folder: Path, tmp_path: Path) -> None:
-    place = FitWorkplace(tmp_path / "out", "")
-    assert _chosen(folder, place, **changes) == taken
-    assert place.method() == taken
-    assert not (place.folder / "trials").exists()
-    place.discard()
+def test_choice(changes: dict[str, float | None], taken: str) -> None:
+    assert _chosen(**changes) == taken
 
 
-def test_no_choice(folder: Path, tmp_path: Path) -> None:
-    place = FitWorkplace(tmp_path / "out", "")
-    with pytest.raises(PlanError, match="too small"):
-        _chosen(folder, place, **dict.fromkeys(("auto", "svd", "lprod", "tt", "tucker")))
-    place.discard()
+def test_no_choice() -> None:
+    with pytest.raises(PlanError, match="too small for auto"):
+        _chosen(**dict.fromkeys(("auto", "svd", "lprod", "tt", "tucker")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken", "tried"),
+    [
+        ((1.0, 0.5, 2.0), 1, 3),  # a clearly worse one ends the search
+        ((1.0, 1.2), 0, 2),
+        ((1.0, 1.05, 0.9, 2.0), 2, 4),  # a little worse does not
+        ((1.0, 1.01, 2.0), 1, 3),  # of equals the last
+        ((3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 5, 6),
+        ((0.0, 0.0, 1e-9), 1, 3),
+        ((1e-9, -1e-9, 1e-8), 1, 3),  # what older versions measured
+        ((None, None, 1.0, 2.0), 2, 4),
+    ],
+)
+def test_a_search_that_ends(changes: tuple[float | None, ...], taken: int, tried: int) -> None:
+    """As for fewer and fewer blocks, of which the fewest are the fastest."""
+
+    def change(name: str) -> float:
+        found = changes[int(name)]
+        if found is None:
+            raise PlanError("too small")
+        return found
+
+    found = try_out(map(str, range(6)), change, stop=STOP, prefer_last=True)
+    assert found == (str(taken), {str(i): changes[i] for i in range(tried)})
 
 
 def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
     """At a half slices with p=8 would rewrite attention only, and change little: p=4 is tried."""
     deep("llama", 2, intermediate_size=28).build().save_pretrained(tmp_path / "even")  # type: ignore[attr-defined]
     source, recipe = SourceModel.open(str(tmp_path / "even")), _recipe(target=0.5)
-    found = candidates_of(recipe, make_plan(recipe, source), source)["lprod"].method
-    assert found == LprodSpec(p=4)
+    assert alone_on(recipe, make_plan(recipe, source), source)["lprod"] == LprodSpec(p=4)
     deep("llama", 2, intermediate_size=27).build().save_pretrained(tmp_path / "odd")  # type: ignore[attr-defined]
     source = SourceModel.open(str(tmp_path / "odd"))
-    assert "lprod" not in candidates_of(recipe, make_plan(recipe, source), source)
+    assert "lprod" not in alone_on(recipe, make_plan(recipe, source), source)
 
 
 # ---------------------------------------------------------------- conversions

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.depth_search import block_losses, choose_blocks
+from tcompress.conversion.depth_search import DepthWalk, choose_blocks
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, spread, stacks_of
@@ -201,11 +201,17 @@ def _without_effect(model: nn.Module, index: int) -> None:
         block.mlp.down_proj.weight.zero_()
 
 
+def _block_losses(source: Any, data: Any, gone: Any = frozenset()) -> tuple[Any, ...]:
+    anatomy = anatomy_of(source.meta_model())
+    left = [block.name for block in anatomy.blocks if block.name not in gone]
+    return DepthWalk(source, anatomy, data, torch.device("cpu")).losses(left, gone)
+
+
 def test_losses_are_those_of_models_without_the_block(tmp_path: Path) -> None:
     tiny = deep("bert", 3)
     dense, source = _saved(tiny, tmp_path)
     data = drawn(tiny)
-    found = block_losses(source, data, torch.device("cpu"))
+    found = _block_losses(source, data)
     assert [item.path for item in found] == [f"bert.encoder.layer.{index}" for index in range(3)]
     for index, item in enumerate(found):
         kept = [other for other in range(3) if other != index]
@@ -214,7 +220,7 @@ def test_losses_are_those_of_models_without_the_block(tmp_path: Path) -> None:
         block = dense.get_submodule(item.path)
         assert item.parameters == sum(part.numel() for part in block.parameters())
     gone = frozenset({found[0].path})
-    after = block_losses(source, data, torch.device("cpu"), gone)
+    after = _block_losses(source, data, gone)
     cut = without(dense, "bert.encoder.layer", (2,))
     assert [item.path for item in after] == [item.path for item in found[1:]]
     assert after[0].loss == pytest.approx(_divergence(dense, cut, data.batches[:2]), rel=1e-4)
@@ -236,18 +242,18 @@ def test_memory_bounds_how_many_run_together(
 ) -> None:
     tiny = deep("bert", 3)
     _, source = _saved(tiny, tmp_path)
-    together = block_losses(source, drawn(tiny), torch.device("cpu"))
+    together = _block_losses(source, drawn(tiny))
     monkeypatch.setattr("tcompress.conversion.depth_search.MOST_BYTES", 1)
-    assert block_losses(source, drawn(tiny), torch.device("cpu")) == together
+    assert _block_losses(source, drawn(tiny)) == together
 
 
 def test_few_samples_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = deep("bert", 3)
     _, source = _saved(tiny, tmp_path)
     monkeypatch.setattr("tcompress.conversion.depth_search.SAMPLES", 4)
-    half = block_losses(source, drawn(tiny), torch.device("cpu"))
+    half = _block_losses(source, drawn(tiny))
     data = replace(drawn(tiny), holdout=[0, 2])
-    one = block_losses(source, data, torch.device("cpu"))
+    one = _block_losses(source, data)
     assert [item.loss for item in half] == pytest.approx([2 * item.loss for item in one])
 
 
@@ -277,10 +283,10 @@ def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> No
     depth = plan_depth(recipe, source)
     assert depth is not None
     chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu")).dropped
-    first = block_losses(source, drawn(tiny), torch.device("cpu"))
+    first = _block_losses(source, drawn(tiny))
     assert chosen[0] == min(first, key=lambda item: item.loss)
     gone = frozenset({chosen[0].path})
-    second = block_losses(source, drawn(tiny), torch.device("cpu"), gone)
+    second = _block_losses(source, drawn(tiny), gone)
     assert chosen[1] == min(second, key=lambda item: item.loss)
 
 

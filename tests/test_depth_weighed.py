@@ -14,13 +14,11 @@ from transformers import AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.depth_search import weigh_depths
 from tcompress.conversion.output_sampler import probe_of
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
-from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tests.support.conversions import calibration
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import contents, convert_until_killed
@@ -32,47 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _recipe(**changes: Any) -> Convert:
     base = {"method": {"name": "svd"}, "drop_layers": "auto", "calibration": {"source": "builtin"}}
     return Convert.model_validate({**base, "target": 0.5, **changes})
-
-
-# The search alone
-
-
-def _search(*changes: float | None) -> DepthPlan:
-    """Searches six blocks, which go from the first on; None is a budget out of reach."""
-    stack = StackPlan(name="layers", path="layers", blocks=6, kept=tuple(range(6)))
-    blocks = (BlockLoss(path=f"layers.{index}", loss=1.0, parameters=1) for index in range(5))
-
-    def change(depth: DepthPlan) -> float:
-        found = changes[depth.blocks - depth.kept]
-        if found is None:
-            raise PlanError("too small")
-        return found
-
-    return weigh_depths(DepthPlan(stacks=(stack,), chosen="later"), blocks, change)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kept", "tried"),
-    [
-        ((1.0, 0.5, 2.0), 5, 3),  # a clearly worse one ends the search
-        ((1.0, 1.2), 6, 2),
-        ((1.0, 1.05, 0.9, 2.0), 4, 4),  # a little worse does not
-        ((1.0, 1.01, 2.0), 5, 3),  # of equals the fastest
-        ((3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 1, 6),
-        ((0.0, 0.0, 1e-9), 5, 3),
-        ((1e-9, -1e-9, 1e-8), 5, 3),  # what older versions measured
-        ((None, None, 1.0, 2.0), 4, 4),
-    ],
-)
-def test_search(changes: tuple[float | None, ...], kept: int, tried: int) -> None:
-    depth = _search(*changes)
-    assert depth.kept == kept
-    assert depth.weighed == changes[:tried]
-
-
-def test_search_without_any_way() -> None:
-    with pytest.raises(PlanError, match="too small"):
-        _search(*[None] * 6)
 
 
 # Real conversions

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
-from tcompress.conversion import search
+from tcompress.conversion import decision
 from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
 from tests.support.conversions import calibration, make, outputs
@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
-    monkeypatch.setattr(search, "BackwardWalk", walk)
+    monkeypatch.setattr(decision, "BackwardWalk", walk)
     _convert(source, output, SVD)
     assert contents(output) == contents(whole().folder)
 

@@ -537,7 +537,7 @@ class BlockFitter:
             banks=self._banks,
         )
         for entry, layer in zip(group, fitted, strict=True):
-            result.layers[f"{entry.name}.{entry.parameter}"] = layer
+            result.layers[entry.key] = layer
             if entry.bias and entry.kind != "experts":
                 bias = dense.get_submodule(
                     self._paths[entry.name].removeprefix(f"{block.name}.")
@@ -615,7 +615,7 @@ class BlockFitter:
         made = install_layers(new, group, inside, banks=self._installed, **options)  # type: ignore[arg-type]
         for entry in group:
             module = made[entry.name]
-            fill(module, entry, result.layers[f"{entry.name}.{entry.parameter}"].tensors)
+            fill(module, entry, result.layers[entry.key].tensors)
             if entry.bias and entry.kind != "experts":
                 with torch.no_grad():
                     module.bias.copy_(result.biases[entry.name])  # type: ignore[union-attr,operator]

@@ -17,9 +17,10 @@ from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.knapsack import BudgetSite, Option
-from tcompress.roles import Block, Layer
+from tcompress.roles import Block
 from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
 from tcompress.structures.base import predicted_loss
+from tcompress.structures.modules.linear import PartLayout
 
 # What every layer may become, and what that is predicted to lose.
 #
@@ -29,6 +30,7 @@ from tcompress.structures.base import predicted_loss
 
 
 Terms = tuple[Layout, ...]
+Parts = tuple[PartLayout, ...]
 
 SMALLEST, STEP = 0.01, 1.06
 FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
@@ -36,26 +38,28 @@ FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
 
 
 @dataclass
-class Sized:
-    """A layer as the allocator sees it.
+class LayerCandidates:
+    """What one layer may become.
 
     Attributes:
         key: Weight name in the checkpoint.
         role: What the layer does.
         dense: Its parameters.
-        zero: Predicted loss of leaving it out.
+        left_out: Predicted loss of leaving it out.
         unit: What one parameter costs: 1, or its bytes.
-        offers: What it may become, by name of the method: options labelled with choices.
-        quick: The same before trials corrected the losses; empty where there were none.
+        offers: By name of the method options, labelled with the layouts of the layer's parts.
+        quick: The same before calibration fits corrected the losses.
+        alone: By name of the method what it offers where all layers take it.
     """
 
     key: str
     role: str
     dense: int
-    zero: float
+    left_out: float
     unit: int = 1
     offers: dict[str, list[Option]] = field(default_factory=dict)
     quick: dict[str, list[Option]] = field(default_factory=dict)
+    alone: dict[str, list[Option]] = field(default_factory=dict)
 
     def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
         """Returns what a budget may choose from.
@@ -79,7 +83,7 @@ class Aim:
 
 def options_of(
     entry: LayerPlan,
-    layer: Layer,
+    sites: Sequence[Site],
     aims: Sequence[Aim],
     specs: Sequence[Spec],
     fractions: Sequence[float],
@@ -93,7 +97,7 @@ def options_of(
 
     Args:
         entry: Its plan, of any size.
-        layer: The layer in the model.
+        sites: Where its parts sit.
         aims: What its parts aim at.
         specs: Options of the method; the first that the layer's dimensions allow counts.
         fractions: Kept fractions to try, ascending.
@@ -104,16 +108,16 @@ def options_of(
     """
     for spec in specs:
         choices = [Choice(spec, residual_rank, fraction) for fraction in fractions]
-        offered = list(_offered(entry, layer, choices, sharing, calibrated=calibrated))
+        offered = list(_offered(entry, sites, choices, sharing, calibrated=calibrated))
         if not offered:
             continue
         losses = [
-            part_losses(aim, [terms[index] for _, _, terms in offered])
+            part_losses(aim, [parts[index].terms for parts, _ in offered])
             for index, aim in enumerate(aims)
         ]
         return [
-            Option(cost, max(0.0, sum(part[place] for part in losses)) * rows, choice)
-            for place, (choice, cost, _) in enumerate(offered)
+            Option(cost, max(0.0, sum(part[place] for part in losses)) * rows, parts)
+            for place, (parts, cost) in enumerate(offered)
         ]
     return []
 
@@ -179,32 +183,29 @@ def _rest(aim: Aim, main: Layout) -> Aim:
 
 def _offered(
     entry: LayerPlan,
-    layer: Layer,
+    sites: Sequence[Site],
     choices: Sequence[Choice],
     sharing: int,
     *,
     calibrated: bool,
-) -> Iterator[tuple[Choice, int, tuple[Terms, ...]]]:
-    """Choices that differ, their parameters and the terms of every part."""
-    readers = sharing * len(entry.parts)
-    before: tuple[Terms, ...] = ()
+) -> Iterator[tuple[Parts, int]]:
+    """Layouts that differ, and their parameters."""
+    readers = sharing * len(sites)
+    before: Parts = ()
     for choice in choices:
         try:
-            terms = tuple(
-                plan_terms(
-                    choice,
-                    Site(layer.in_features, part.size, layer.side),
-                    readers,
-                    calibrated=calibrated,
+            parts = tuple(
+                PartLayout(
+                    name=site.role, terms=plan_terms(choice, site, readers, calibrated=calibrated)
                 )
-                for part in layer.parts
+                for site in sites
             )
         except Refusal:
             continue
-        cost = sum(term_cost(term, readers, 1) for part in terms for term in part)
-        if terms != before and cost < entry.dense_parameters:
-            yield choice, round(cost), terms
-        before = terms
+        cost = sum(term_cost(term, readers, 1) for part in parts for term in part.terms)
+        if parts != before and cost < entry.dense_parameters:
+            yield parts, round(cost)
+        before = parts
 
 
 def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[Aim]:
@@ -245,7 +246,7 @@ AROUND = 4.0
 LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 
 
-def trial_blocks(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
+def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
     """Names the blocks to fit: of all that have the same layers the last and one in the middle.
 
     Args:
@@ -288,7 +289,7 @@ class Seen:
     Attributes:
         weight: Dense weight.  # (out, in)
         whole: Moments of all rows.
-        halves: Those that a trial fits on, and those of other rows that it is judged by.
+        halves: Those that a calibration fit sees, and those of other rows that it is judged by.
     """
 
     weight: Tensor
@@ -307,7 +308,7 @@ class Seen:
 
 
 @dataclass
-class Trials:
+class CalibrationFits:
     """What real fits gain over predictions, by method and role.
 
     Attributes:
@@ -318,17 +319,17 @@ class Trials:
     _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     _dropped: set[tuple[str, str]] = field(default_factory=set)
 
-    def option(self, sized: Sized, method: str) -> Option | None:
-        """Picks the size to try: the one closest to the budget."""
-        wanted = log(self.fraction * sized.dense)
-        options = sized.offers.get(method, ())
+    def option(self, layer: LayerCandidates, method: str) -> Option | None:
+        """Picks the size to fit: the one closest to the budget."""
+        wanted = log(self.fraction * layer.dense)
+        options = layer.offers.get(method, ())
         return min(options, key=lambda item: abs(log(max(1, item.cost)) - wanted), default=None)
 
     def fit(
         self,
         method: str,
         group: Sequence[LayerPlan],
-        sized: Mapping[str, Sized],
+        layers: Mapping[str, LayerCandidates],
         seen: Mapping[str, Seen],
         damping: float,
     ) -> None:
@@ -337,7 +338,7 @@ class Trials:
         Args:
             method: Name of the method.
             group: Their plans, of the sizes that `option` picked.
-            sized: The layers as the allocator sees them, by weight name.
+            layers: What the layers may become, by weight name.
             seen: Their moments, by layer name.
             damping: As for the conversion.
         """
@@ -358,20 +359,20 @@ class Trials:
             },
         )
         for entry, layer in zip(group, fitted, strict=True):
-            own = sized[f"{entry.name}.{entry.parameter}"]
+            own = layers[entry.key]
             option = self.option(own, method)
             if option is not None and option.loss > 0 and layer.loss is not None:
-                ratio = layer.loss * own.zero / option.loss
+                ratio = layer.loss * own.left_out / option.loss
                 self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))
 
-    def drop(self, sized: Iterable[Sized], spared: Collection[str] = ()) -> None:
+    def drop(self, layers: Iterable[LayerCandidates], spared: Collection[str] = ()) -> None:
         """Drops methods that lose clearly more than others for a role, at all sizes that count.
 
         Args:
-            sized: Layers that trials were made on.
+            layers: Layers that were fitted.
             spared: Methods that stay in any case.
         """
-        for item in sized:
+        for item in layers:
             curves = {name: self.corrected(item, name) for name in item.offers}
             for name in curves.keys() - set(spared):
                 others = [o for other, options in curves.items() if other != name for o in options]
@@ -382,12 +383,12 @@ class Trials:
         """Tells whether a method is still in question for a role."""
         return (method, role) not in self._dropped
 
-    def corrected(self, sized: Sized, method: str) -> list[Option]:
+    def corrected(self, layer: LayerCandidates, method: str) -> list[Option]:
         """Returns the options of one method with losses as real fits would have them."""
-        ratio = self.ratio(method, sized.role)
+        ratio = self.ratio(method, layer.role)
         return [
-            replace(option, loss=min(option.loss * ratio, max(option.loss, sized.zero)))
-            for option in sized.offers.get(method, ())
+            replace(option, loss=min(option.loss * ratio, max(option.loss, layer.left_out)))
+            for option in layer.offers.get(method, ())
         ]
 
     def ratio(self, method: str, role: str) -> float:
@@ -400,7 +401,9 @@ class Trials:
         ]
         return exp(fsum(map(log, found)) / len(found)) if found else 1.0
 
-    def _competes(self, item: Sized, own: Sequence[Option], others: Sequence[Option]) -> bool:
+    def _competes(
+        self, item: LayerCandidates, own: Sequence[Option], others: Sequence[Option]
+    ) -> bool:
         low, high = (self.fraction * item.dense * by for by in (1 / AROUND, AROUND))
         for option in own:
             if low <= option.cost <= high:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,8 @@ from tcompress.artifact.format import Stored, needed_version, plan_shards, write
 from tcompress.artifact.manifest import Manifest, environment, read_manifest
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.blocks import BlockFitter, BlockResult
-from tcompress.conversion.depth_search import choose_blocks, dropping, weigh_depths
+from tcompress.conversion.decision import STOP, Decision, try_out
+from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
 from tcompress.conversion.fit import Banks
 from tcompress.conversion.output_sampler import OutputProbe, probe_of
 from tcompress.conversion.outputs import (
@@ -24,14 +26,12 @@ from tcompress.conversion.outputs import (
     Proof,
     calibration_facts,
     conversion_identity,
-    layer_values,
     source_facts,
     with_links,
     with_unheld,
     with_unreached,
     write_rest,
 )
-from tcompress.conversion.search import Survey, candidates_of, choose_method
 from tcompress.conversion.start import start_banks
 from tcompress.conversion.state import FitWorkplace
 from tcompress.conversion.whole_model_fits import (
@@ -49,7 +49,7 @@ from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.options import Convert
 from tcompress.options.steps import PaperRow
 from tcompress.planning.depth import cut_to, with_depth, within
-from tcompress.planning.entries import DepthPlan, Plan
+from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.roles import anatomy_of
@@ -122,13 +122,9 @@ def convert(
         if place.published and (done := read_manifest(output)) is not None:
             place.discard()
             return Converted(output, done, resumed=True)
-        job.settle_depth(place)
-        job.settle_method(place)
-        job.settle_sizes(place)
+        job.decide(place)
         place.need(job.size())
-        job.fit_embeddings(place)
-        job.fit_banks(place)
-        job.fit_blocks(place)
+        job.fit(place)
         checksums = job.write(place)
         manifest = job.finish(place, checksums, time.perf_counter() - start)
         job.prove(place)
@@ -145,9 +141,8 @@ class _Job:
     progress: Progress
     data: CalibrationData | None = None
     paper: tuple[PaperRow, ...] = ()
-    values: dict[str, Tensor] = field(default_factory=dict)
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
+    read: tuple[str, BlockResult] | None = None  # the block whose fits were read last
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -164,17 +159,18 @@ class _Job:
         return FitWorkplace(self.output, conversion_identity(*parts), force=force).working()
 
     def size(self) -> int:
-        """Bytes that the output takes, and with data the fits that are kept until then."""
-        made = self.outputs.made if self.data is not None else {}
+        """Bytes that the output takes, and the fits that are kept until then."""
+        made = self.outputs.made
         return sum(item.nbytes * (1 + (item.key in made)) for item in self.outputs.tensors)
 
-    def settle_depth(self, place: FitWorkplace) -> None:
-        """Lets data choose blocks, if it is asked to; from then on the source is the cut model."""
+    def decide(self, place: FitWorkplace) -> None:
+        """Chooses blocks, structures and sizes; from then on the source has these blocks."""
         depth = self.plan.depth
         if depth is not None and depth.chosen == "later":
-            depth = place.depth() or self._choose(depth, place)
+            depth = place.depth() or self._choose_blocks(depth, place)
             place.adopt(f"{depth.kept}-blocks")
         self._cut(depth)
+        self._spend(place, several=self.recipe.weighs_methods and not self.recipe.weighs_depth)
 
     def _cut(self, depth: DepthPlan | None) -> None:
         self.source = cut_to(self.dense, depth)
@@ -183,40 +179,92 @@ class _Job:
             plan = make_plan(self.inner, self.source, self.plan.method)
             self.plan = with_depth(plan, depth, self.dense)
 
-    def _choose(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
+    def _choose_blocks(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
         assert self.data is not None
         if self.recipe.weighs_depth:
-            chosen = self._weigh(depth, place, self.data)
+            chosen = self._try_depths(depth, place, self.data)
         else:
             chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
         place.keep_depth(chosen)
         return chosen
 
-    def _weigh(self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData) -> DepthPlan:
-        """Tries every number of blocks out, and takes over what was fitted for the best one."""
+    def _try_depths(
+        self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData
+    ) -> DepthPlan:
+        """Tries numbers of blocks, each with the budget spent on the blocks that stay."""
         stack = depth.stacks[0]
         most = stack.blocks - max(1, len(fixed_blocks(self.dense, stack.path)))
         blocks = dropping(self.dense, {stack.path: most}, data, self.device)
-        return weigh_depths(depth, blocks, lambda candidate: self._tried(candidate, place))
+        found: dict[str, DepthPlan] = {}
 
-    def _tried(self, depth: DepthPlan, place: FitWorkplace) -> float:
-        """Fits these blocks, and measures the change of what the model puts out."""
-        place.note("trial", blocks=depth.kept)
-        gone = depth.blocks - depth.kept
-        label = f"trying without {gone} of {depth.blocks} blocks"
-        own = place.trial(f"{depth.kept}-blocks")
-        return self._attempt(own, label, lambda job: job._cut(depth))
+        def names() -> Iterator[str]:
+            dropped: list[BlockLoss] = []
+            for item in chain([None], blocks):
+                dropped += [] if item is None else [item]
+                shallower = depth_without(depth.stacks, dropped)
+                name = f"{shallower.kept}-blocks"
+                found[name] = shallower
+                yield name
 
-    def _attempt(self, own: FitWorkplace, label: str, prepare: Callable[[_Job], object]) -> float:
+        def change(name: str) -> float:
+            label = f"trying without {depth.blocks - found[name].kept} of {depth.blocks} blocks"
+
+            def prepare(job: _Job, own: FitWorkplace) -> None:
+                job.moments = own
+                job._cut(found[name])
+                job._spend(own, several=False)
+
+            return self._change(place, name, label, prepare)
+
+        taken, changes = try_out(names(), change, stop=STOP, prefer_last=True)
+        return found[taken].model_copy(update={"weighed": tuple(changes.values())})
+
+    def _spend(self, place: FitWorkplace, *, several: bool) -> None:
+        """Spends the budget over the blocks that stay, and lays out what will be written."""
+        answers = place.answers()
+        if answers is None:
+            parts = (self.source, self.inner, self.plan, self.data, place, self.device)
+            answers = Decision(*parts).answers(self.progress, several=several)
+            place.keep_answers(answers)
+        if several and len(answers) > 1:
+            answers = self._try_answers(answers, place)
+            place.keep_answers(answers)
+        [(name, plan)] = answers.items()
+        place.adopt(name)
+        self._take(plan)
+
+    def _try_answers(self, answers: Mapping[str, Plan], place: FitWorkplace) -> dict[str, Plan]:
+        def change(name: str) -> float:
+            def prepare(job: _Job, own: FitWorkplace) -> None:
+                job.moments = place
+                job._take(answers[name])
+
+            return self._change(place, name, f"trying {name}", prepare)
+
+        taken, changes = try_out(answers, change)
+        plan = answers[taken]
+        assert plan.budget is not None
+        tried = {name: found for name, found in changes.items() if found is not None}
+        facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
+        return {taken: plan.model_copy(update={"budget": facts})}
+
+    def _change(
+        self,
+        place: FitWorkplace,
+        name: str,
+        label: str,
+        prepare: Callable[[_Job, FitWorkplace], None],
+    ) -> float:
         """Fits what a fresh job is prepared to be, and measures the change of the output."""
+        place.note("trial", name=name)
+        own = place.trial(name)
         try:
             known = own.change()
             if known is None:
                 self.progress.stage(label, 1, "trial")
                 self.progress.advance(1, "")
-                job = replace(self, source=self.dense, values={}, errors={}, tables={})
-                prepare(job)
-                job.settle_sizes(own)
+                job = replace(self, tables={})
+                prepare(job, own)
                 job.fit_embeddings(own)
                 job.fit_banks(own)
                 known = job.fit_blocks(own, probe_of(self.dense))
@@ -226,38 +274,9 @@ class _Job:
             own.close()
         return known
 
-    def settle_method(self, place: FitWorkplace) -> None:
-        """Lets data choose between what `auto` predicts and methods on their own."""
-        if self.data is None or not self.inner.weighs_methods or self.recipe.weighs_depth:
-            return
-
-        def change(recipe: Convert, name: str) -> float:
-            def prepare(job: _Job) -> None:
-                job._cut(self.plan.depth)
-                job._take(recipe)
-
-            return self._attempt(place.trial(name), f"trying {name}", prepare)
-
-        candidates = candidates_of(self.inner, self.plan, self.source)
-        taken = place.method()
-        if taken not in candidates:
-            taken = choose_method(candidates, place, change)
-        place.adopt(taken)
-        self._take(candidates[taken])
-
-    def _take(self, recipe: Convert) -> None:
-        """Asks this of the blocks that stay."""
-        depth = self.plan.depth
-        plan = make_plan(recipe, self.source, self.plan.method)
-        self.inner, self.plan = recipe, with_depth(plan, depth, self.dense)
-
-    def settle_sizes(self, place: FitWorkplace) -> None:
-        """Lets a budget choose sizes, if it is asked to, and lays out what will be written."""
-        recipe, depth = self.inner, self.plan.depth
-        surveys = recipe.surveys if self.data is not None else recipe.by_loss
-        if self.plan.layers and surveys:
-            survey = Survey(self.source, recipe, self.plan, self.data, place, self.device)
-            self.plan = with_depth(survey.run(self.progress), depth, self.dense)
+    def _take(self, plan: Plan) -> None:
+        """Lays out what a plan with final sizes writes."""
+        self.plan = with_depth(plan, self.plan.depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
         self.outputs = Outputs.of(self.source, *parts)
@@ -267,6 +286,33 @@ class _Job:
             for block in anatomy_of(self.source.meta_model()).blocks
             for layer in block.layers
         } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+
+    def fit(self, place: FitWorkplace) -> None:
+        """Fits everything that is rewritten; what no data reaches is fitted to its weights."""
+        self.moments = place
+        self.fit_embeddings(place)
+        self.fit_banks(place)
+        self.fit_blocks(place)
+        clusters: dict[str, list[Cluster]] = {}
+        for cluster in {id(c): c for c in self.outputs.made.values()}.values():
+            clusters.setdefault(self._block(cluster), []).append(cluster)
+        left = {name: own for name, own in clusters.items() if place.errors(name) is None}
+        if left:
+            self.progress.stage("fitting to weights", len(left), "blocks")
+        for name, own in left.items():
+            result = BlockResult(name, {}, {})
+            for cluster in own:
+                found = fit_without_data(self.outputs, cluster, self.banks, self.device)
+                result.layers.update(found.layers)
+                result.biases.update(found.biases)
+            place.keep_block(result)
+            self.progress.advance(1, name)
+        self.errors = {k: e for name in clusters for k, e in (place.errors(name) or {}).items()}
+
+    def _block(self, cluster: Cluster) -> str:
+        """Name under which the fits of a cluster are kept: its block, or outside of all its own."""
+        path = self.outputs.runtime_name(cluster[0])
+        return self.block_of.get(path, path)
 
     def fit_embeddings(self, place: FitWorkplace) -> None:
         """Fits tables of word embeddings on the words of the calibration data, if there is any."""
@@ -281,7 +327,7 @@ class _Job:
             place.keep_block(result)
             self.progress.advance(len(self.plan.embeddings), "")
         for entry in self.plan.embeddings:
-            fitted = result.layers[f"{entry.name}.{entry.parameter}"]
+            fitted = result.layers[entry.key]
             self.tables[self.outputs.runtime_name(entry)] = installed(entry, fitted, self.device)
 
     def fit_banks(self, place: FitWorkplace) -> None:
@@ -290,7 +336,7 @@ class _Job:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
             self.banks: Banks = start_banks(*own)
             return
-        parts = (self.outputs, self.plan.layers, self.data, place, self.device)
+        parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
         self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
 
     def fit_blocks(self, place: FitWorkplace, probe: OutputProbe | None = None) -> float | None:
@@ -312,7 +358,7 @@ class _Job:
             self.data.batches,
             self.data.holdout,
             damping=self.recipe.calibration.damping,
-            curvatures=place.curvature,
+            curvatures=self.moments.curvature,
             banks=self.banks,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
@@ -339,11 +385,8 @@ class _Job:
         self.outputs.take(place.block)
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
-        for note in place.notes("fit"):
-            self.errors[note["layer"]] = note["errors"]
         total = sum(item.nbytes for shard in shards for item in shard.tensors)
-        fits = self.data is None and self.plan.changes_model  # values are made as they are written
-        self.progress.stage("fitting and writing" if fits else "writing", total, "bytes")
+        self.progress.stage("writing", total, "bytes")
         for shard in shards:
             if is_whole(place.model / shard.file, done.get(shard.file)):
                 self.progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
@@ -359,31 +402,20 @@ class _Job:
         return done
 
     def value(self, item: Stored, place: FitWorkplace) -> Tensor:
-        """Makes the value of one output tensor."""
+        """Gives the value of one output tensor: carried over, or as it was fitted."""
         given = self.outputs.given(item)
         if given is not None:
             return given
-        if item.key not in self.values:
-            self.values |= self._cluster_values(self.outputs.made[item.key], place)
-        return self.values.pop(item.key)
+        result = self._fitted(self.outputs.made[item.key], place)
+        return self.outputs.fitted_value(item, result)
 
     def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
-        block = self.block_of.get(self.outputs.runtime_name(cluster[0]))  # None outside of them
-        result = place.block(block) if self.data is not None and block is not None else None
-        return result or fit_without_data(self.outputs, cluster, self.banks, self.device)
-
-    def _cluster_values(self, cluster: Cluster, place: FitWorkplace) -> dict[str, Tensor]:
-        result = self._fitted(cluster, place)
-        self.proof.keep(cluster, result)
-        values: dict[str, Tensor] = {}
-        for entry in cluster:
-            key = f"{entry.name}.{entry.parameter}"
-            fitted = result.layers[key]
-            bias = result.biases.get(entry.name)
-            values |= layer_values(entry, fitted, bias, self.outputs.dtype_of(entry))
-            self.errors[key] = fitted.errors
-            place.note("fit", layer=key, errors=fitted.errors)
-        return values
+        name = self._block(cluster)
+        if self.read is None or self.read[0] != name:
+            result = place.block(name)
+            assert result is not None  # all are fitted by now
+            self.read = name, result
+        return self.read[1]
 
     def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
         """Writes everything but the weights; `config.json`, which makes it loadable, last."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from tcompress.conversion.output_sampler import probe_of
 from tcompress.conversion.paused import Skeleton, Stream, common_block, handed_on, intercept_blocks
 from tcompress.data.calibration import CalibrationData
-from tcompress.errors import FitError, PlanError
+from tcompress.errors import FitError
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
@@ -41,36 +40,6 @@ MOST_BYTES = 1 << 30
 
 Gone = frozenset[str]
 """Module paths of the blocks that are left out."""
-
-
-def block_losses(
-    source: SourceModel,
-    data: CalibrationData,
-    device: torch.device,
-    gone: Gone = frozenset(),
-) -> tuple[BlockLoss, ...]:
-    """Measures what every block is worth: the loss of dropping it.
-
-    Losses are those of a survey of the same data, but measured and not predicted. They do not add
-    up: two blocks together may cost far more, or less, than the sum of both.
-
-    Args:
-        source: The dense model.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-        gone: Blocks that are dropped already; losses are those of all together.
-
-    Returns:
-        The blocks that are left, in the model's order.
-
-    Raises:
-        DataError: The model has no outputs to judge by, or does not run its blocks in turn.
-        FitError: Activations are not finite.
-    """
-    anatomy = anatomy_of(source.meta_model())
-    left = [block.name for block in anatomy.blocks if block.name not in gone]
-    walk = DepthWalk(source, anatomy, data, device)
-    return walk.losses(left, gone)
 
 
 def choose_blocks(
@@ -293,65 +262,3 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
 def _rows(value: Tensor) -> int:
     """Tokens of an input; of a picture or a sound a guess."""
     return value.numel() if value.dim() == 2 else 256 * len(value)
-
-
-# How many blocks to drop under a budget: tried out, one block after another.
-#
-# Fewer blocks leave more of the budget to each layer of the others. What blocks cost and what
-# layers cost does not add up, since the layers that stay make up for much of what is gone: on
-# all-MiniLM-L6-v2 in low rank, at a quarter of its size, predictions added up to 203, 209 and 264
-# with no block dropped, one and two, and 151, 148 and 153 were measured. So every number of blocks
-# is fitted and measured.
-
-
-TIE = 0.02
-"""Trials so close to the best one are as good: the one with the fewest blocks is the fastest."""
-
-STOP = 0.1
-"""A trial that is worse than the best by more than this share of it ends the search."""
-
-
-def ties(found: float, least: float, margin: float = TIE) -> bool:
-    """Whether a change is within a margin of the smallest one; that one always is."""
-    return found <= least + margin * abs(least)
-
-
-def weigh_depths(
-    depth: DepthPlan, blocks: Iterator[BlockLoss], change: Callable[[DepthPlan], float]
-) -> DepthPlan:
-    """Chooses how many blocks to drop.
-
-    Args:
-        depth: All stacks, with all their blocks.
-        blocks: Blocks to drop, in the order in which they may go.
-        change: Fits what is left within the budget, and measures how far the output then is from
-            the dense model's.
-
-    Returns:
-        The blocks that stay, and all changes measured.
-
-    Raises:
-        PlanError: The budget is out of reach however many blocks go.
-    """
-    dropped: list[BlockLoss] = []
-    tried: list[tuple[DepthPlan, float]] = []
-    weighed: list[float | None] = []
-    refused: PlanError | None = None
-    for item in chain([None], blocks):
-        dropped += [] if item is None else [item]
-        candidate = depth_without(depth.stacks, dropped)
-        try:
-            tried.append((candidate, change(candidate)))
-        except PlanError as error:  # with all these blocks the budget is too small
-            refused = error
-            weighed.append(None)
-            continue
-        weighed.append(tried[-1][1])
-        if not ties(tried[-1][1], min(found for _, found in tried), STOP):
-            break
-    if not tried:
-        assert refused is not None
-        raise refused
-    least = min(found for _, found in tried)
-    chosen = next(plan for plan, found in reversed(tried) if ties(found, least))
-    return chosen.model_copy(update={"weighed": tuple(weighed)})

@@ -296,7 +296,7 @@ def _groups(layers: Sequence[LayerPlan]) -> Iterator[Group]:
     """Layers that are fitted together: an owner of input sides and those that share them."""
     members: dict[str, list[LayerPlan]] = {}
     for entry in layers:
-        name = f"{entry.input_of}.weight" if entry.input_of else f"{entry.name}.{entry.parameter}"
+        name = f"{entry.input_of}.weight" if entry.input_of else entry.key
         members.setdefault(name, []).append(entry)
     return map(tuple, members.values())
 

@@ -307,7 +307,7 @@ def fit_layers(
 
 
 def _key(entry: LayerPlan) -> str:
-    return f"{entry.name}.{entry.parameter}"
+    return entry.key
 
 
 def _clusters(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:

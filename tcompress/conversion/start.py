@@ -180,7 +180,7 @@ def start_layers(
 def _start(
     entry: LayerPlan, weight: Tensor, dtype: torch.dtype, banks: Banks, seed: int
 ) -> FittedLayer:
-    generator = generator_of(seed, f"{entry.name}.{entry.parameter}")
+    generator = generator_of(seed, entry.key)
     stack = weight if entry.experts else weight[None]
     tensors: dict[str, Tensor] = {}
     sizes = [part.out_features for part in entry.parts]

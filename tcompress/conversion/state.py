@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +25,9 @@ TRIALS = "trials"
 
 _T = TypeVar("_T")
 
-_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "method", "change")
+_ANSWERS = TypeAdapter(dict[str, Plan])
+
+_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
 """What is never taken over from the working folder of another conversion."""
 
 
@@ -71,6 +74,15 @@ class FitWorkplace(Workplace):
             return None  # cut off by a kill: fitted again
         fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
         return BlockResult(name, fitted, biases, attention)
+
+    def errors(self, name: str) -> dict[str, dict[str, float]] | None:
+        """Reads the errors of a finished block's layers, by weight name."""
+        try:
+            with safe_open(self._path_of(name), "pt") as file:
+                found: dict[str, dict[str, float]] = json.loads(file.metadata()["errors"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None
+        return found
 
     def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
         """Stores moments of the output gradients of a block's layers."""
@@ -120,17 +132,17 @@ class FitWorkplace(Workplace):
         folder.mkdir()
         return folder
 
-    def keep_plan(self, plan: Plan) -> None:
-        """Stores the plan with its final sizes."""
-        write_text(self.folder / "plan.json", plan.model_dump_json())
+    def keep_answers(self, answers: Mapping[str, Plan]) -> None:
+        """Stores plans with final sizes by name: all that are to be tried, or the one taken."""
+        write_text(self.folder / "answers.json", _ANSWERS.dump_json(dict(answers)).decode())
 
-    def plan(self) -> Plan | None:
-        """Reads the plan that an interrupted run had settled on; none if what led to it is gone."""
+    def answers(self) -> dict[str, Plan] | None:
+        """Reads them, as an interrupted run had made them; none if what led to them is gone."""
         moments = (
             path for kind in ("curvature", "inputs") for path in (self.folder / kind).glob("*")
         )
         whole = all(_load(path) is not None for path in moments)
-        return _read(self.folder / "plan.json", Plan.model_validate_json) if whole else None
+        return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 
     def keep_depth(self, depth: DepthPlan) -> None:
         """Stores which blocks stay."""
@@ -140,14 +152,6 @@ class FitWorkplace(Workplace):
     def depth(self) -> DepthPlan | None:
         """Reads which blocks stay, as an interrupted run had chosen them."""
         return _read(self.folder / "depth.json", DepthPlan.model_validate_json)
-
-    def keep_method(self, name: str) -> None:
-        """Stores which of the methods that were tried is taken."""
-        write_text(self.folder / "method", name)
-
-    def method(self) -> str | None:
-        """Reads it back, as an interrupted run had chosen it."""
-        return _read(self.folder / "method", str)
 
     def keep_change(self, change: float) -> None:
         """Stores how far a trial is from the dense model."""
@@ -160,14 +164,6 @@ class FitWorkplace(Workplace):
     def trial(self, name: str) -> FitWorkplace:
         """Opens the folder of another conversion that is tried out."""
         return FitWorkplace(self.folder / TRIALS / name, "")
-
-    def trial_plan(self, name: str) -> Plan | None:
-        """Reads the plan of a trial that was made."""
-        trial = self.trial(name)
-        try:
-            return trial.plan()
-        finally:
-            trial.close()
 
     def adopt(self, name: str) -> None:
         """Takes over what a trial has measured and fitted; all trials are removed.

@@ -82,9 +82,7 @@ def fit_embeddings(
         counts = [
             count_words(data, len(weight), held_out=held).to(device) for held in (False, True)
         ]
-        result.layers[f"{entry.name}.{entry.parameter}"] = fit_table(
-            entry, weight, counts[0], counts[1], dtype_of(entry)
-        )
+        result.layers[entry.key] = fit_table(entry, weight, counts[0], counts[1], dtype_of(entry))
     return result
 
 
@@ -220,7 +218,7 @@ def fit_without_data(
     else:
         moments = [[LayerMoments()] for _ in cluster]
         fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, banks=banks)
-    keys = [f"{entry.name}.{entry.parameter}" for entry in cluster]
+    keys = [entry.key for entry in cluster]
     return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
 
@@ -250,7 +248,8 @@ class BankFitter:
         outputs: Knows in which dtype layers are stored.
         layers: The plan's layers.
         data: Calibration data, if there is any; what is held out is not looked at.
-        place: Where moments and results are kept.
+        place: Where results are kept.
+        moments: Where moments are kept.
         device: Where to compute.
     """
 
@@ -260,6 +259,7 @@ class BankFitter:
     layers: Sequence[LayerPlan]
     data: CalibrationData | None
     place: FitWorkplace
+    moments: FitWorkplace
     device: torch.device
 
     def run(self, progress: Progress) -> Banks:
@@ -317,7 +317,7 @@ class BankFitter:
         )
         for block, worths in found:
             moments = damped_inputs(worths, entries, self.recipe.calibration.damping)
-            self.place.keep_inputs(block, moments)
+            self.moments.keep_inputs(block, moments)
 
     def _fit(self, used: Sequence[_Use], dtype: torch.dtype) -> dict[str, Tensor]:
         targets = [self._target(use) for use in used]
@@ -344,8 +344,8 @@ class BankFitter:
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
         weight = entry.matrix(weight)[use.start : use.stop].double()
         block = self.source.keymap.runtime_name(entry.block) or entry.block
-        gram = self.place.inputs(block).get(entry.name)
-        curvature = self.place.curvature(block).get(entry.name)
+        gram = self.moments.inputs(block).get(entry.name)
+        curvature = self.moments.curvature(block).get(entry.name)
         if gram is not None:
             gram = gram.to(self.device).double()
         if curvature is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -37,10 +38,6 @@ class Choice:
     method: Spec
     residual_rank: int = 0
     target: float | None = None
-
-
-Choices = Mapping[str, Choice | None]
-"""By weight name in the checkpoint; None for layers that stay dense."""
 
 
 def plan_terms(
@@ -212,8 +209,8 @@ def _itemsize(own: torch.dtype, asked: torch.dtype | None) -> int:
 STAND_IN = 0.5
 """Kept fraction of layers whose sizes nothing but data can tell."""
 
-_LARGEST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
-_HALVINGS = 14
+_MOST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
+_UNSPENT = 0.001  # of a budget, not worth another plan
 _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 """Targets of two digits, from a thousandth on."""
 
@@ -289,32 +286,60 @@ def _smallest(fraction: float, plan_of: Callable[[float | None], Plan]) -> str |
 def _largest(
     recipe: Convert, budget: Budget, source: SourceModel, plan_of: Callable[[float | None], Plan]
 ) -> tuple[float, Plan]:
-    def tried(fraction: float) -> tuple[int, Plan] | None:
+    """Finds the fraction that comes close to an amount, in three plans where nothing refuses.
+
+    A first plan tells which layers are rewritten, and so what the rest of the model takes. Sizes
+    are rounded down, so that a second one keeps within the budget; a third spends what that left.
+    """
+    _check_below_dense(plan_of, budget, source, recipe)
+    limit = int(budget.limit)
+    fits: dict[float, Plan] = {}
+    fraction = STAND_IN
+    for _ in range(3):
         try:
             plan = plan_of(fraction)
         except PlanError:
-            return None
-        return size_of(plan, source, recipe), plan
-
-    high, sizes = _LARGEST, []
-    _check_below_dense(plan_of, budget, source, recipe)
-    for _ in range(_STEPS):
-        found = tried(high)
-        if found is not None and found[0] <= budget.limit:
             break
-        sizes += [] if found is None else [found[0]]
-        high *= _STEP
-    else:
-        raise out_of_reach(budget, min(sizes, default=0))
-    low, plan, high = high, found[1], min(1.0, high / _STEP)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = tried(middle)
-        if found is not None and found[0] <= budget.limit:
-            low, plan = middle, found[1]
-        else:
-            high = middle
-    return low, plan
+        over = size_of(plan, source, recipe) - limit
+        own, dense = _layer_cost(plan, source, recipe)
+        if over <= 0:
+            fits[fraction] = plan
+        if -_UNSPENT * limit <= over <= 0 or own <= over:
+            break
+        fraction = (own - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
+    if not fits:
+        return _smaller(recipe, budget, source, plan_of)
+    best = max(fits)
+    return best, fits[best]
+
+
+def _layer_cost(plan: Plan, source: SourceModel, recipe: Convert) -> tuple[int, int]:
+    """What rewritten layers cost in the unit of the budget, and what they do if dense."""
+    pairs = [(entry, 1) for entry in plan.layers]
+    if recipe.budget and recipe.budget.kind == "target_bytes":
+        pairs = [(entry, weight_bytes(source, entry, recipe.dtype)) for entry in plan.layers]
+    return (
+        sum(entry.parameters * unit for entry, unit in pairs),
+        sum(entry.dense_parameters * unit for entry, unit in pairs),
+    )
+
+
+def _smaller(
+    recipe: Convert,
+    budget: Budget,
+    source: SourceModel,
+    plan_of: Callable[[float | None], Plan],
+) -> tuple[float, Plan]:
+    """Finds a fraction that fits where layers refuse to become as small as the others."""
+    fraction, sizes = STAND_IN, []
+    for _ in range(_STEPS):
+        with suppress(PlanError):
+            plan = plan_of(fraction)
+            sizes.append(size_of(plan, source, recipe))
+            if sizes[-1] <= budget.limit:
+                return fraction, plan
+        fraction *= _STEP
+    raise out_of_reach(budget, min(sizes, default=0))
 
 
 def out_of_reach(budget: Budget, smallest: int) -> PlanError:

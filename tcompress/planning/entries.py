@@ -184,6 +184,11 @@ class LayerPlan(_Entry):
     axes: int = 0
 
     @property
+    def key(self) -> str:
+        """Name of its weight in the checkpoint."""
+        return f"{self.name}.{self.parameter}"
+
+    @property
     def in_features(self) -> int:
         """Width of the input."""
         return self.parts[0].terms[0].in_features

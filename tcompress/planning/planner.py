@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert, LayerRule
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.attention_sites import plan_attention, with_guard
-from tcompress.planning.costs import STAND_IN, Choice, Choices, kept_share, plan_terms, plan_within
+from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
 from tcompress.planning.sites import (
@@ -153,7 +152,6 @@ class _Planner:
     recipe: Convert
     source: SourceModel
     anatomy: Anatomy
-    choices: Choices
     unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
@@ -177,8 +175,7 @@ class _Planner:
         """Asks every weight which bank it would use, if any may."""
         recipe = self.recipe
         rules = (rule.method for rule in recipe.layers)
-        chosen = (choice.method for choice in self.choices.values() if choice)
-        if not any(method.pools for method in (recipe.method, *rules, *chosen) if method):
+        if not any(method.pools for method in (recipe.method, *rules) if method):
             return
         for block in self.anatomy.blocks:
             for layer in block.layers:
@@ -192,7 +189,7 @@ class _Planner:
                 if layer.kind == "experts" or not isinstance(kind, SharesFactors):
                     continue
                 for part in layer.parts:
-                    site = _site(block, layer, part)
+                    site = site_of(block, layer, part)
                     key = kind.sharing_group(choice.method, site)
                     if key is not None:
                         place = (f"{name}.{layer.parameter}", part.name)
@@ -236,20 +233,17 @@ class _Planner:
             self.source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        stored = f"{name}.{layer.parameter}"
         choice = self._choice(matched_names(self.source, layer))
         if choice is None:
             raise Refusal(KEPT)
-        choice = self.choices.get(stored, choice)
-        if choice is None:
-            raise Refusal(STAYS)
         return name, choice
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         name, choice = self._choice_of(layer)
         stored = f"{name}.{layer.parameter}"
         sites = [
-            self.pools.site((stored, part.name), _site(block, layer, part)) for part in layer.parts
+            self.pools.site((stored, part.name), site_of(block, layer, part))
+            for part in layer.parts
         ]
         parts = tuple(
             PartLayout(name=site.role, terms=self._terms(choice, layer, site, sharing))
@@ -299,7 +293,8 @@ def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
     return any(matches(rule.match, matched_names(source, layer)) for rule in recipe.layers)
 
 
-def _site(block: Block, layer: Layer, part: Part) -> Site:
+def site_of(block: Block, layer: Layer, part: Part) -> Site:
+    """Describes where a part of a layer sits."""
     return Site(
         layer.in_features, part.size, layer.side, role=part.name, block=block.name, head=layer.head
     )
@@ -346,19 +341,13 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
             yield planned[index].model_copy(update={"input_of": first.name})
 
 
-def make_plan(
-    recipe: Convert,
-    source: SourceModel,
-    method_label: str | None = None,
-    choices: Choices = MappingProxyType({}),
-) -> Plan:
+def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
     """Plans a conversion.
 
     Args:
         recipe: What to do.
         source: The model; its weights are not read.
         method_label: Name of the method for people; default its own name.
-        choices: What a budget chose for some layers, in place of what the recipe says.
 
     Raises:
         PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
@@ -375,24 +364,96 @@ def make_plan(
         if deeper:
             check_patterns(recipe, cut.meta_model(), cut)
         inner = within(recipe, depth, source)
-        return with_depth(make_plan(inner, cut, label, choices), depth, source)
+        return with_depth(make_plan(inner, cut, label), depth, source)
     plan = plan_within(
-        recipe, source, lambda target: _plan(recipe.at(target), source, model, label, choices)
+        recipe, source, lambda target: _plan(recipe.at(target), source, model, label)
     )
-    plan = plan.model_copy(update={"coverage": coverage_of(plan, source, model)})
+    plan = covered(plan, source)
     notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
-def _plan(
-    recipe: Convert, source: SourceModel, model: nn.Module, label: str, choices: Choices
+def resized(
+    plan: Plan, chosen: Mapping[str, tuple[PartLayout, ...] | None], source: SourceModel
 ) -> Plan:
+    """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
+
+    Args:
+        plan: The plan; no layer of it uses a bank.
+        chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
+            that would not shrink. Layers that are not named stay as they are.
+        source: The dense model, without blocks that are dropped.
+    """
+    planned = {_runtime(source, entry): entry for entry in plan.layers}
+    layers: list[LayerPlan] = []
+    dense: list[LayerPlan] = []
+    groups = [group for block in anatomy_of(source.meta_model()).blocks for group in block.groups]
+    for group in groups:
+        entries = [planned.pop(layer.weight_name, None) for layer in group]
+        own, left = regrouped([entry for entry in entries if entry is not None], chosen)
+        layers += own
+        dense += left
+    for entry in planned.values():  # layers outside of all blocks
+        own, left = regrouped([entry], chosen)
+        layers += own
+        dense += left
+    stays = (
+        Left(
+            name=_runtime(source, entry),
+            block=source.keymap.runtime_name(entry.block) or entry.block,
+            role=entry.role,
+            parameters=entry.dense_parameters,
+            reason=STAYS,
+        )
+        for entry in dense
+    )
+    return plan.model_copy(update={"layers": tuple(layers), "left": (*plan.left, *stays)})
+
+
+def covered(plan: Plan, source: SourceModel) -> Plan:
+    """Counts anew what becomes of all parameters; see `Coverage`."""
+    return plan.model_copy(update={"coverage": coverage_of(plan, source, source.meta_model())})
+
+
+def _runtime(source: SourceModel, entry: LayerPlan) -> str:
+    return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
+
+
+def regrouped(
+    group: Sequence[LayerPlan], chosen: Mapping[str, tuple[PartLayout, ...] | None]
+) -> tuple[list[LayerPlan], list[LayerPlan]]:
+    """Gives layers that read one input what was chosen for them.
+
+    Returns:
+        Those that are rewritten, the owner of a shared input side first, and those that stay dense.
+    """
+    if all(entry.key not in chosen for entry in group):
+        return [*group], []
+    own, left = [], []
+    for entry in group:
+        parts = chosen.get(entry.key, entry.parts)
+        if parts is None:
+            left.append(entry)
+        else:
+            own.append(entry.model_copy(update={"parts": parts, "input_of": None, "readers": 1}))
+    while True:
+        shared = list(_share_inputs(own))
+        readers = {item.name: item.readers for item in shared}
+        sharing = {item.key: readers[item.input_of or item.name] for item in shared}
+        large = [item for item in own if kept_share(item, sharing[item.key]) >= 1]
+        if not large:
+            return shared, left
+        left += large
+        own = [item for item in own if item not in large]
+
+
+def _plan(recipe: Convert, source: SourceModel, model: nn.Module, label: str) -> Plan:
     anatomy = anatomy_of(model)
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
     anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
     exchanged = plan_attention(recipe, source, anatomy)
-    planner = _Planner(recipe, source, anatomy, choices, exchanged.unused)
+    planner = _Planner(recipe, source, anatomy, exchanged.unused)
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:

@@ -256,7 +256,7 @@ class Pools:
         owners: dict[Hashable, str] = {}
         for entry in layers:
             used: Mapping[str, Hashable] = {
-                shared.name: self._keys[f"{entry.name}.{entry.parameter}", part.name]
+                shared.name: self._keys[entry.key, part.name]
                 for part in entry.parts
                 for layout in part.terms
                 if (shared := shared_of(layout)) is not None

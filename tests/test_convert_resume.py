@@ -204,20 +204,19 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     """Whatever a conversion keeps is written whole; what is damaged all the same is done again."""
     place = FitWorkplace(tmp_path / "out", "x")
     place.keep_change(0.5)
-    place.keep_method("svd")
     place.keep_banks({("a", "b"): {"c": torch.ones(2)}})
-    place.keep_plan(Plan(layers=(), source="m", method="svd"))
+    place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     place.keep_curvature("block", {"q": torch.ones(2, 2)})
     place.keep_inputs("block", {"q": torch.ones(2, 2)})
-    assert (place.change(), place.method()) == (0.5, "svd")
-    assert place.plan() is not None
+    assert place.change() == 0.5
+    assert place.answers() is not None
     assert place.banks() is not None
     (place.folder / "curvature" / "block.safetensors").write_bytes(b"cut off")
-    assert place.plan() is None  # it rests on them
+    assert place.answers() is None  # it rests on them
     for path in place.folder.rglob("*"):
         if path.is_file() and path.name != "lock":
             path.write_bytes(b"\xff{")
-    assert (place.change(), place.method(), place.plan(), place.banks()) == (None,) * 4
+    assert (place.change(), place.answers(), place.banks()) == (None,) * 3
     assert (place.depth(), place.block("block")) == (None, None)
     assert place.curvature("block") == place.inputs("block") == {}
 
@@ -225,13 +224,13 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
 def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
     place = FitWorkplace(tmp_path / "out", "x")
     trial = place.trial("svd")
-    trial.keep_plan(Plan(layers=(), source="m", method="svd"))
+    trial.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     trial.keep_inputs("block", {"q": torch.ones(2, 2)})
     trial.close()
     (trial.folder / "inputs").rename(place.folder / "inputs")  # so far it came
     place.adopt("svd")
     place.adopt("svd")
-    assert place.plan() is not None
+    assert place.answers() is not None
     assert place.inputs("block")
     assert not (place.folder / "trials").exists()
 

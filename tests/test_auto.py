@@ -113,7 +113,7 @@ def _solved(found: Sequence[Any], limit: float, **changes: Any) -> Any:
     facts = BudgetPlan(kind="target", limit=limit, chosen="later", fraction=limit)
     plan = Plan(layers=(), budget=facts)
     source: Any = SimpleNamespace()
-    return _PaperProblem(recipe, source, plan, layers).best(["a", "b"], ["a", "b"])
+    return _PaperProblem(recipe, source, plan, [], layers).best(["a", "b"], ["a", "b"])
 
 
 @quick

@@ -9,8 +9,10 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import fsum, inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ from tcompress.conversion.candidates import (
     CalibrationFits,
     LayerCandidates,
     Moment,
-    Parts,
     Seen,
     aims_of,
     blocks_to_fit,
@@ -47,7 +48,14 @@ from tcompress.planning.knapsack import (
     allocate_for_loss,
 )
 from tcompress.planning.knapsack import uniform as allocate_alike
-from tcompress.planning.planner import covered, follows_rules, regrouped, resized, site_of
+from tcompress.planning.planner import (
+    covered,
+    follows_rules,
+    grouped,
+    regrouped,
+    resized,
+    site_of,
+)
 from tcompress.planning.sites import alone_of, offered_by, structure_of
 from tcompress.progress import Progress
 from tcompress.roles import Anatomy, Block, Layer, anatomy_of
@@ -74,6 +82,7 @@ STOP = 0.1
 class _Answer:
     plan: Plan
     loss: float
+    size: int  # what a smallest answer is judged by
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,8 @@ class BudgetProblem:
     Args:
         recipe: How to convert.
         source: The dense model, without blocks that are dropped.
-        plan: The plan of equal sizes.
+        plan: The plan of equal sizes, with its budget.
+        groups: Its layers, those together that read one input.
         layers: All layers that the budget sizes, with predicted losses.
         fixed: Weight names of layers that have a size of their own.
     """
@@ -91,6 +101,7 @@ class BudgetProblem:
     recipe: Convert
     source: SourceModel
     plan: Plan
+    groups: Sequence[Sequence[LayerPlan]]
     layers: Sequence[LayerCandidates]
     fixed: frozenset[str] = frozenset()
 
@@ -107,14 +118,28 @@ class BudgetProblem:
         Raises:
             PlanError: The budget is out of reach.
         """
-        tried = {name: self._tried([name]) for name in singles}
-        alone = {name: item for name, item in tried.items() if isinstance(item, _Answer)}
-        mixed = self._tried(methods) if len(methods) > 1 else next(iter(tried.values()))
-        if isinstance(mixed, PlanError) and not alone:
-            raise mixed
-        best, single = self._better(mixed if len(methods) > 1 else None, alone)
-        plan = best.plan if single is None else self._by_itself(single, best.plan, methods)
-        return self._with_facts(plan, best.loss, singles, alone if len(methods) > 1 else {})
+        answers: dict[str, _Answer] = {}
+        refused: list[PlanError] = []
+        for name in ("", *singles) if len(methods) > 1 else singles:
+            try:
+                answers[name] = self.solve([name] if name else methods)
+            except PlanError as error:
+                refused.append(error)
+        if not answers:
+            raise refused[0]
+        mixed = answers.pop("", None)
+        name = min(answers, key=lambda name: self._rank(answers[name]), default="")
+        if mixed is not None and (
+            not name or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(answers[name])[0]
+        ):
+            return self._with_facts(mixed.plan, mixed.loss, singles, answers)
+        plan = answers[name].plan
+        if len(methods) > 1 and all(item.quick for item in self.layers):
+            with suppress(PlanError):  # sized as it would be without others on offer
+                layers = [replace(item, offers=item.quick) for item in self.layers]
+                plan = replace(self, layers=layers).solve([name]).plan
+        single = answers if len(methods) > 1 else {}
+        return self._with_facts(plan, answers[name].loss, singles, single)
 
     def alone(self, name: str) -> Plan:
         """Returns the plan of one method in all layers, with nothing else on offer.
@@ -123,73 +148,14 @@ class BudgetProblem:
             PlanError: The budget is out of reach.
         """
         layers = [replace(item, offers=item.alone) for item in self.layers]
-        own = replace(self, layers=layers)
-        found = own._answer([name])
-        return own._with_facts(found.plan, found.loss, [name], {})
+        return replace(self, layers=layers).best([name], [name])
 
-    def _with_facts(
-        self, plan: Plan, loss: float, singles: Sequence[str], alone: Mapping[str, _Answer]
-    ) -> Plan:
-        everything = fsum(item.left_out for item in self.layers) or 1.0
-        alike = self._loss_if_alike(singles)
-        facts = self._budget.model_copy(
-            update={
-                "chosen": "uniform" if self._alike else "loss",
-                "error": loss / everything,
-                "uniform_error": None if alike is None else alike / everything,
-                "single_errors": {name: item.loss / everything for name, item in alone.items()},
-            }
-        )
-        return covered(plan.model_copy(update={"budget": facts}), self.source)
+    def solve(self, methods: Sequence[str]) -> _Answer:
+        """Spends the budget on candidates of these methods.
 
-    def _by_itself(self, name: str, plan: Plan, methods: Sequence[str]) -> Plan:
-        """Sizes a single method as it would be without others on offer."""
-        if len(methods) == 1 or not all(item.quick for item in self.layers):
-            return plan
-        layers = [replace(item, offers=item.quick) for item in self.layers]
-        found = replace(self, layers=layers)._tried([name])
-        return found.plan if isinstance(found, _Answer) else plan
-
-    @property
-    def _budget(self) -> BudgetPlan:
-        assert self.plan.budget is not None
-        return self.plan.budget
-
-    @property
-    def _limits_error(self) -> bool:
-        return self._budget.kind in ("max_error", "tol")
-
-    @property
-    def _alike(self) -> bool:
-        """Whether all layers keep the same fraction: asked for, or since no data tells better."""
-        if self.recipe.allocation == "uniform":
-            return True
-        return self.recipe.calibration.source == "none" and not self._limits_error
-
-    def _better(
-        self, mixed: _Answer | PlanError | None, alone: Mapping[str, _Answer]
-    ) -> tuple[_Answer, str | None]:
-        """Chooses among answers, with the name of the method that is alone in it, if one is."""
-        name = min(alone, key=lambda name: self._rank(alone[name]), default=None)
-        if isinstance(mixed, _Answer) and (
-            name is None or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(alone[name])[0]
-        ):
-            return mixed, None
-        assert name is not None
-        return alone[name], name
-
-    def _rank(self, item: _Answer) -> tuple[float, float]:
-        if self._limits_error:
-            return float(item.plan.structured_rewritten + self._dense_left(item.plan)), item.loss
-        return item.loss, 0.0
-
-    def _tried(self, methods: Sequence[str]) -> _Answer | PlanError:
-        try:
-            return self._answer(methods)
-        except PlanError as error:
-            return error
-
-    def _answer(self, methods: Sequence[str]) -> _Answer:
+        Raises:
+            PlanError: The budget is out of reach.
+        """
         if not self._limits_error:
             return self._within(methods)
         limit = self._budget.limit
@@ -199,7 +165,8 @@ class BudgetProblem:
         else:
             spend = _alike_for_loss if self._alike else allocate_for_loss
             found = spend(sites, limit * fsum(item.left_out for item in self.layers))
-        return _Answer(self._plan(found), found.loss)
+        plan = self._plan(found)
+        return _Answer(plan, found.loss, plan.structured_rewritten + self._dense_left(plan))
 
     def _within(self, methods: Sequence[str]) -> _Answer:
         """Allocates less where layers end up not sharing what was counted once, but not too little.
@@ -218,7 +185,7 @@ class BudgetProblem:
             found = self._allocated(sites, room)
             plan = self._plan(found)
             over = self._measured(plan) - limit
-            lost = self._refused(found, plan, methods)
+            lost = self._refused(found, plan) if len(methods) > 1 else set()
             if lost:
                 barred |= lost
             elif over > 0:
@@ -226,7 +193,7 @@ class BudgetProblem:
                 room = room - over if best is None else (fits + room) // 2
             else:
                 if best is None or found.loss < best.loss:
-                    best = _Answer(plan, found.loss)
+                    best = _Answer(plan, found.loss, limit + over)
                 if room == spent or -over <= UNSPENT * spent:
                     break
                 fits, room = room, (room + exceeds) // 2
@@ -237,22 +204,16 @@ class BudgetProblem:
             "allow more, or name one method that may be used everywhere, such as `svd`",
         )
 
-    def _refused(
-        self, found: Allocation, plan: Plan, methods: Sequence[str]
-    ) -> set[tuple[str, str]]:
+    def _refused(self, found: Allocation, plan: Plan) -> set[tuple[str, str]]:
         """Layers, each with its method, that were to be rewritten and then stayed dense."""
-        if len(methods) == 1:
-            return set()
         planned = {entry.key for entry in plan.layers}
         return {
-            (item.key, next(m for m in methods if option in item.offers.get(m, ())))
-            for item, option in zip(self.layers, self._unpriced(found), strict=True)
-            if option.label != DENSE and item.key not in planned
+            (item.key, name)
+            for item, choice in zip(self.layers, found.choices, strict=True)
+            if choice.label != DENSE and item.key not in planned
+            for name, options in item.offers.items()
+            if any(option.label == choice.label for option in options)
         }
-
-    def _unpriced(self, found: Allocation) -> Iterator[Option]:
-        for item, option in zip(self.layers, found.choices, strict=True):
-            yield replace(option, cost=option.cost // item.unit)
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
         if self._alike:
@@ -263,9 +224,44 @@ class BudgetProblem:
             budget = self.recipe.budget
             if budget is None or budget.kind == "target":
                 raise
-            least = sum(min(_costs(site)) for site in sites)
+            least = sum(
+                min([option.cost for option in site.options] + [site.dense] * site.may_stay)
+                for site in sites
+            )
             limit, spent = self._limits()
             raise out_of_reach(budget, limit - spent + least) from error
+
+    def _plan(self, found: Allocation) -> Plan:
+        labels = [None if choice.label == DENSE else choice.label for choice in found.choices]
+        if labels and not any(labels):
+            raise PlanError(
+                f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
+                "allow a larger error",
+            )
+        chosen: dict[str, Any] = {}
+        if self._limits_error:  # of experts no error is known
+            chosen = dict.fromkeys({entry.key for entry in self.plan.layers} - self.fixed)
+        chosen |= {item.key: label for item, label in zip(self.layers, labels, strict=True)}
+        return resized(self.plan, self.groups, chosen, self.source)
+
+    @property
+    def _budget(self) -> BudgetPlan:
+        assert self.plan.budget is not None
+        return self.plan.budget
+
+    @property
+    def _limits_error(self) -> bool:
+        return self._budget.kind in ("max_error", "tol")
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all layers keep the same fraction: asked for, or since no data tells better."""
+        if self.recipe.allocation == "uniform":
+            return True
+        return self.recipe.calibration.source == "none" and not self._limits_error
+
+    def _rank(self, item: _Answer) -> tuple[float, float]:
+        return (float(item.size), item.loss) if self._limits_error else (item.loss, 0.0)
 
     def _limits(self) -> tuple[int, int]:
         """What a plan may measure, and what of it is for the layers that are sized."""
@@ -288,37 +284,26 @@ class BudgetProblem:
         planned = {entry.key for entry in plan.layers}
         return sum(item.dense for item in self.layers if item.key not in planned)
 
-    def _plan(self, found: Allocation) -> Plan:
-        labels = {
-            item.key: option.label for item, option in zip(self.layers, found.choices, strict=True)
-        }
-        chosen: dict[str, Parts | None] = {
-            key: None if label == DENSE else label  # type: ignore[misc]
-            for key, label in labels.items()
-        }
-        if chosen and not any(chosen.values()):
-            raise PlanError(
-                f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
-                "allow a larger error",
-            )
-        if self._limits_error:  # of experts no error is known
-            others = {entry.key for entry in self.plan.layers} - self.fixed
-            chosen = {**dict.fromkeys(others), **chosen}
-        return resized(self.plan, chosen, self.source)
-
-    def _loss_if_alike(self, singles: Sequence[str]) -> float | None:
-        """Predicted loss of the same budget, shared out alike; None where it has no such form."""
-        if self._limits_error:
-            return None
-        losses = []
-        _, room = self._limits()
-        for name in singles:
+    def _with_facts(
+        self, plan: Plan, loss: float, singles: Sequence[str], alone: Mapping[str, _Answer]
+    ) -> Plan:
+        """Adds to a plan what was predicted: its loss, that of equal shares and of each method."""
+        everything = fsum(item.left_out for item in self.layers) or 1.0
+        alike = []
+        for name in () if self._limits_error else singles:
             sites = [item.site([name], may_stay=False) for item in self.layers]
-            try:
-                losses.append(allocate_alike(sites, room / sum(s.dense for s in sites)).loss)
-            except PlanError:
-                continue
-        return min(losses, default=None)
+            share = self._limits()[1] / sum(site.dense for site in sites)
+            with suppress(PlanError):
+                alike.append(allocate_alike(sites, share).loss)
+        facts = self._budget.model_copy(
+            update={
+                "chosen": "uniform" if self._alike else "loss",
+                "error": loss / everything,
+                "uniform_error": min(alike) / everything if alike else None,
+                "single_errors": {name: item.loss / everything for name, item in alone.items()},
+            }
+        )
+        return covered(plan.model_copy(update={"budget": facts}), self.source)
 
 
 def within_tolerance(sites: Sequence[BudgetSite], most: Sequence[float]) -> Allocation:
@@ -348,10 +333,6 @@ def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
             fits = False
         low, high = (low, middle) if fits else (middle + 1, high)
     return allocate_alike(sites, shares[low])
-
-
-def _costs(site: BudgetSite) -> list[int]:
-    return [option.cost for option in site.options] + ([site.dense] if site.may_stay else [])
 
 
 # The candidates of all layers, from one pass over the calibration data.
@@ -420,16 +401,13 @@ class Decision:
         roles = {item.role for item in self._layers}
         names = list(self._offers)
         whole = [name for name in names if all(self._fits.keeps(name, role) for role in roles)]
-        own = (self.recipe, self.source, self.plan, self._layers, frozenset(self._fixed))
-        problem = BudgetProblem(*own)
-        ways: dict[str, Callable[[], Plan]] = {label: lambda: problem.best(names, whole)}
-        for name in self._alone:
-            ways[name] = lambda name=name: problem.alone(name)  # type: ignore[misc]
+        groups, fixed = grouped(self.plan, self.source), frozenset(self._fixed)
+        problem = BudgetProblem(self.recipe, self.source, self.plan, groups, self._layers, fixed)
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []
-        for name, way in ways.items():
+        for name in (label, *self._alone):
             try:
-                plan = way()
+                plan = problem.best(names, whole) if name == label else problem.alone(name)
             except PlanError as error:
                 refused.append(error)
                 continue

@@ -373,28 +373,34 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
+def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
+    """Lists the layers of a plan, those together that read one input."""
+    planned = {_runtime(source, entry): entry for entry in plan.layers}
+    groups = [group for block in anatomy_of(source.keymap.model).blocks for group in block.groups]
+    inside = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
+    found = [[entry for entry in group if entry is not None] for group in inside]
+    return [*filter(None, found), *([entry] for entry in planned.values())]
+
+
 def resized(
-    plan: Plan, chosen: Mapping[str, tuple[PartLayout, ...] | None], source: SourceModel
+    plan: Plan,
+    groups: Sequence[Sequence[LayerPlan]],
+    chosen: Mapping[str, tuple[PartLayout, ...] | None],
+    source: SourceModel,
 ) -> Plan:
     """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
 
     Args:
         plan: The plan; no layer of it uses a bank.
+        groups: Its layers, see `grouped`.
         chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
             that would not shrink. Layers that are not named stay as they are.
         source: The dense model, without blocks that are dropped.
     """
-    planned = {_runtime(source, entry): entry for entry in plan.layers}
     layers: list[LayerPlan] = []
     dense: list[LayerPlan] = []
-    groups = [group for block in anatomy_of(source.meta_model()).blocks for group in block.groups]
     for group in groups:
-        entries = [planned.pop(layer.weight_name, None) for layer in group]
-        own, left = regrouped([entry for entry in entries if entry is not None], chosen)
-        layers += own
-        dense += left
-    for entry in planned.values():  # layers outside of all blocks
-        own, left = regrouped([entry], chosen)
+        own, left = regrouped(group, chosen)
         layers += own
         dense += left
     stays = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -48,18 +48,11 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     windows = True
     pairwise = True
 
-    def arrange(self, spec: GraphSpec, host: Host) -> GraphLayout:
+    def arrange(self, spec: GraphSpec, host: Host) -> dict[str, Any]:
         if host.window is not None and spec.filter_order > 2:
             raise Refusal("a filter of order above 2 reaches beyond the window of this attention")
-        return GraphLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            causal=host.causal,
-            filter_order=spec.filter_order,
-            weighted=spec.name == "tsa",
-            decay=spec.decay,
-        )
+        weighted = spec.name == "tsa"
+        return {"filter_order": spec.filter_order, "weighted": weighted, "decay": spec.decay}
 
     def tensors(self, layout: GraphLayout) -> Shapes:
         shapes: Shapes = {"decay": (layout.heads,)}
@@ -78,9 +71,8 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         return values
 
     def note(self, layout: GraphLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        if not pretrained:
-            return None
-        return "graph attention has no queries, so a converted model has to be healed"
+        said = "graph attention has no queries, so a converted model has to be healed"
+        return said if pretrained else None
 
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: GraphLayout, seen: Visible
@@ -130,9 +122,6 @@ def edges(
         layout: The layout.
         seen: What tokens see of each other.
         rows: Places of the queries' tokens, if these are not all.  # (batch | 1, queries)
-
-    Returns:
-        The edges.  # (batch, heads, queries, keys)
     """
     own = k if rows is None else _take(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision

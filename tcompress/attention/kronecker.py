@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log, prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     spec = KroneckerSpec
     layout_type = KroneckerLayout
 
-    def arrange(self, spec: KroneckerSpec, host: Host) -> KroneckerLayout:
+    def arrange(self, spec: KroneckerSpec, host: Host) -> dict[str, Any]:
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
         if spec.fold and host.grid:
@@ -78,19 +78,11 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             )
         if grid and host.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        drawn = spec.kernel != "softmax"
-        return KroneckerLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            grid=grid,
-            fold=spec.fold,
-            special=special,
-            kernel=spec.kernel,
-            features=(spec.features or 2 * host.head_dim) if drawn else 0,
-            pool=spec.pool,
-            seed=spec.seed if drawn else 0,
-        )
+        found = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
+        if spec.kernel == "softmax":
+            return found
+        features = spec.features or 2 * host.head_dim
+        return {**found, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
         shapes: Shapes = {"scale": (layout.axes, layout.heads)}
@@ -169,15 +161,12 @@ def mix_grid(
     """Mixes the tokens of a grid, one axis at a time.
 
     Args:
-        q: Queries.  # (batch, heads, tokens, head_dim)
-        k: Keys.  # (batch, heads, tokens, head_dim)
-        v: Values.  # (batch, heads, tokens, head_dim)
+        q: Queries; keys and values are alike.  # (batch, heads, tokens, head_dim)
+        k: Keys.
+        v: Values.
         valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
         tensors: `scale`, and `directions` for the kernel `favor`.
         layout: The layout.
-
-    Returns:
-        The mixed values.  # (batch, heads, tokens, head_dim)
     """
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
@@ -259,12 +248,7 @@ def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor
         sizes: Sizes of the axes; that of `axis` may have changed, the tensor tells.
         axis: Which one.
     """
-    before, after = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-    width = x.shape[-1]
-    if before == 1:
-        return (factor @ x.reshape(*x.shape[:2], -1, after * width)).reshape(
-            *x.shape[:2], -1, width
-        )
+    before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
     grid = x.reshape(*x.shape[:2], before, -1, after * width)
     return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)
 

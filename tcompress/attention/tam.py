@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,11 +42,6 @@ def gru_tensors(heads: int, width: int) -> Shapes:
     return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
 
 
-def gru_macs(size: int, tokens: int) -> int:
-    """Multiply-adds over so many tokens of one text; of a pair twice as many."""
-    return 6 * size**2 * tokens
-
-
 def start_gru(
     heads: int, width: int, generator: torch.Generator, *, pretrained: bool
 ) -> dict[str, Tensor]:
@@ -78,15 +73,12 @@ def add_context(
 
 
 def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
-    """Reads one text, or two of which each begins with a fresh state.
+    """Gives states of the network for one text, or two of which each begins with a fresh state.
 
     Args:
         x: States of tokens in order.  # (batch, tokens, size)
         tensors: The network.
         first: True for tokens of the first text, which come before the others.
-
-    Returns:
-        States of the network.  # (batch, tokens, size)
     """
     one = _gru(x, tensors)
     if first is None:
@@ -138,27 +130,17 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     layout_type = TamLayout
     segments = True
 
-    def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
-        tucker = spec.core == "tucker"
-        return TamLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            core=spec.core,
-            cores=spec.cores,
-            rank=min(spec.rank or host.head_dim, host.head_dim) if tucker else 0,
-            semantic_rank=min(spec.semantic_rank, host.head_dim) if tucker else 0,
-            normalize=spec.normalize,
-            memory=spec.memory,
-        )
+    def arrange(self, spec: TamSpec, host: Host) -> dict[str, Any]:
+        found = spec.model_dump(include={"core", "cores", "normalize", "memory"})
+        if spec.core != "tucker":
+            return found
+        width = host.head_dim
+        rank, semantic = min(spec.rank or width, width), min(spec.semantic_rank, width)
+        return {**found, "rank": rank, "semantic_rank": semantic}
 
     def tensors(self, layout: TamLayout) -> Shapes:
-        heads, width, rank, own = (
-            layout.heads,
-            layout.head_dim,
-            layout.rank,
-            layout.semantic_rank,
-        )
+        heads, width = layout.heads, layout.head_dim
+        rank, own = layout.rank, layout.semantic_rank
         shapes: Shapes = {
             "semantic_weight": (heads, width, width),
             "semantic_bias": (heads, width),
@@ -180,8 +162,8 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             return super().macs(layout, tokens)
         # The network runs token by token: to count it would take as long as a long text is.
         without = layout.model_copy(update={"memory": "states"})
-        read = gru_macs(layout.key_heads * layout.head_dim, tokens)
-        return super().macs(without, tokens) + read
+        size = layout.key_heads * layout.head_dim
+        return super().macs(without, tokens) + 6 * size**2 * tokens
 
     def ordered(self, layout: TamLayout) -> bool:
         return layout.core == "aligned" or layout.memory == "gru"
@@ -200,18 +182,16 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     ) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
         heads, width = layout.heads, layout.head_dim
-        noise = torch.zeros(shapes["core"])
-        if not pretrained:
-            noise = torch.rand(shapes["core"], generator=generator)
-        # With these the scores are the host's own; training lets semantics in.
+        # With these the scores are the model's own; training lets semantics in.
         values = {
             "semantic_weight": torch.zeros(shapes["semantic_weight"]),
             "semantic_bias": torch.ones(heads, width),
-            "core": noise,
+            "core": torch.zeros(shapes["core"]),
         }
         if not pretrained:
-            drawn = torch.randn(shapes["semantic_weight"], generator=generator)
-            values["semantic_weight"] = drawn / width**0.5
+            values["core"] = torch.rand(shapes["core"], generator=generator)
+            random = torch.randn(shapes["semantic_weight"], generator=generator)
+            values["semantic_weight"] = random / width**0.5
             values["semantic_bias"] = torch.zeros(heads, width)
         if layout.core == "tucker":
             values |= self._start_tucker(layout, generator)
@@ -299,9 +279,6 @@ def tam_scores(
         semantics: Pooled, or summed, over their tokens.  # (batch, heads, width)
         tensors: `core`, and the factors of the core `tucker`.
         layout: The layout.
-
-    Returns:
-        The scores.  # (batch, heads, queries, keys)
     """
     core = tensors["core"].mean(0)
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d

@@ -22,7 +22,6 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.checksums import check_format_version
 from tcompress.artifact.format import Rebuilt, parse_plan, verify_shapes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
@@ -104,10 +103,6 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Structured layers trace without graph breaks."""
         return True
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses formats that this version does not know."""
-        check_format_version(self.quantization_config.format_version)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]

@@ -60,13 +60,8 @@ def damages(
 ) -> list[str]:
     """Lists files that are missing, unknown or not as the manifest says.
 
-    Args:
-        folder: Folder of the model.
-        checksums: SHA-256 by name.
-        sizes: Bytes by name; older manifests have none.
-        used: Files that must have a checksum.
-        card: Compare the card too, which people rewrite, where there is one: downloads leave it
-            out.
+    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
+    there is one; files that are `used` must have a checksum. Older manifests have no sizes.
     """
     names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
     found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)

@@ -1,4 +1,9 @@
-"""What a converted model looks like on disk: format, shards, and whether both are the plan's."""
+"""What a converted model looks like on disk: format, shards, and whether both are the plan's.
+
+A folder holds the files of an ordinary Transformers model; `config.json` has a
+`quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten layers
+store `tc_*` tensors and an empty tensor under the dense name.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +28,6 @@ from tcompress.models.names import CALLED, MANIFEST
 from tcompress.models.tensor_files import DTYPES
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.structures.modules.experts import child_of
-
-# A folder holds the files of an ordinary Transformers model; `config.json` has a
-# `quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten
-# layers store `tc_*` tensors and an empty tensor under the dense name.
-
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -103,13 +103,7 @@ def first_problem(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What differs from the family's own model.
-
-    Attributes:
-        layers: Layers that are stored in a structure.
-        attention: Replaced attentions.
-        forms: Other modules that have another form.
-    """
+    """What differs from the family's own model: layers, attentions and other modules."""
 
     layers: tuple[LayerPlan, ...]
     attention: tuple[AttentionPlan, ...] = ()
@@ -121,14 +115,11 @@ class Rebuilt:
         return (*self.layers, *self.attention)
 
     def renamed(self, keys: Collection[str]) -> Rebuilt:
-        """Renames the plan like the weights of a model that was saved again with another head.
+        """Renames the plan like stored tensors of a model that was saved again with another head.
 
         A model saved without its head, or with a head added, stores the same layers under names
         that lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it
         was. A plan whose tensors are not found keeps its names.
-
-        Args:
-            keys: Names of the stored tensors.
         """
         attention = _renamed_like(self.attention, keys)
         return replace(self, layers=_renamed_like(self.layers, keys), attention=attention)
@@ -137,12 +128,8 @@ class Rebuilt:
 def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Rebuilt:
     """Reads the plan of a section of `config.json` back.
 
-    Args:
-        section: The section.
-        wanted: The plan in the manifest, if there is one.
-
     Raises:
-        ArtifactError: It is damaged, or differs from the manifest's; entries are named.
+        ArtifactError: It is damaged, or differs from `wanted`, the manifest's; entries are named.
     """
     check_format_version(section.get("format_version"))
     plan = section.get("plan")
@@ -255,7 +242,7 @@ _MARK = f".{FACTOR_PREFIX}"
 def verify_shapes(
     needed: Sequence[Entry], found: Mapping[str, tuple[int, ...]], known: Sequence[Entry] = ()
 ) -> None:
-    """Compares stored tensors with the plan, strictly, before anything is loaded.
+    """Compares shapes of stored tensors with the plan, before anything is loaded.
 
     Args:
         needed: Entries that must be stored.
@@ -287,13 +274,6 @@ def verify_shapes(
             f"{lines}{rest}",
             "take `config.json` and the weights from one and the same conversion",
         )
-
-
-# Writes safetensors shards one tensor at a time.
-#
-# All names, shapes and dtypes are known before the first value is, so a shard's header is written
-# first and values follow as they are made: memory never holds more than one tensor, where
-# `save_file` would need the whole shard.
 
 
 _NAMES = {getattr(torch, kind, None): name for name, (kind, _) in DTYPES.items()}
@@ -349,6 +329,10 @@ def write_shard(
     folder: Path, shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
 ) -> str:
     """Writes one shard beside its final name, then renames it; returns its SHA-256.
+
+    All names, shapes and dtypes are known before the first value is, so the header is written first
+    and values follow as they are made: memory never holds more than one tensor, where `save_file`
+    would need the whole shard.
 
     Args:
         folder: Folder of the shard.

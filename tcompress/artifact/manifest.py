@@ -135,13 +135,7 @@ class Speed(_Section):
 
 
 class CurvePoint(_Section):
-    """State of a training run after a step.
-
-    Attributes:
-        loss: Mean training loss since the point before.
-        validation: Loss on held-out data, or the task's metric.
-        seconds: Time since the start, evaluations counted.
-    """
+    """State of a training run after a step: `loss` is the mean since the point before."""
 
     step: int
     loss: float | None = None
@@ -157,12 +151,10 @@ class TrainingFacts(_Section):
         stage: `blocks` or `end-to-end`.
         task: The task, or None if the model was healed on unlabeled data.
         teacher: The model that was imitated, if any.
-        objectives: Weights of the terms of the loss.
         samples: Examples seen, repetitions counted.
         tokens: Tokens seen, padding not counted.
         validation: Name of the validated number.
-        best_step: Step whose weights are those of the model.
-        best: Its validated number.
+        best_step: Step whose weights are those of the model, with the number `best`.
     """
 
     stage: str
@@ -186,10 +178,8 @@ class TrainingFacts(_Section):
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement.
 
-    Attributes:
-        digest: SHA-256 of the file with zeros in place of these digits; older ones have none.
-        checksums: SHA-256 of every other file by name; in older ones of weight files only.
-        sizes: Their bytes; older ones have none.
+    Older ones have no `digest` (SHA-256 of the file with zeros in its place) and no `sizes` (bytes
+    by name), and checksums (SHA-256 by name) of weight files only.
     """
 
     format_version: int = 1
@@ -257,9 +247,6 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
             "convert the model again, or restore the file",
         ) from error
-
-
-# The model card that a conversion or a training run writes.
 
 
 def model_card(manifest: Manifest) -> str:

@@ -52,11 +52,7 @@ def partial_folder(output: Path) -> Path:
 
 
 def check_place(output: Path) -> None:
-    """Refuses, before any work, a place where no folder can be written.
-
-    Raises:
-        InputError: There is something that is no folder, or nothing can be written there.
-    """
+    """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))
     try:
         kind = kind_of(output)
@@ -93,11 +89,7 @@ def check_output(output: Path, *, force: bool) -> None:
 
 
 def remove_model(folder: Path) -> None:
-    """Removes a model folder, if there is one.
-
-    Raises:
-        InputError: It does not look like a model.
-    """
+    """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
     _check_contents(folder, force=True)
     if folder.is_dir():
         remove(folder)
@@ -275,10 +267,7 @@ class Workplace:
         return [fact for fact in found if isinstance(fact, dict) and fact.get("kind") == kind]
 
     def need(self, size: int) -> None:
-        """Refuses to go on where the disk has no room.
-
-        Args:
-            size: Bytes that will be written in all, those already written included.
+        """Refuses to go on where the disk has no room for so many bytes, written ones included.
 
         Raises:
             DiskError: Less is free.

@@ -18,6 +18,7 @@ from tcompress.attention.replacement import (
     past,
     register,
     repeat_heads,
+    take_tokens,
 )
 from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
@@ -84,7 +85,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         if coefficients is None:
             coefficients = v.new_ones(order, layout.heads)
         coefficients = coefficients[:, None, :, None, None]
-        own = v if rows is None else _take(v, rows)
+        own = v if rows is None else take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, seen, rows)
             return horner(psi, v, coefficients, own)
@@ -93,17 +94,13 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         pairs = past(keys, keys, k.device)[None, None]
         whole = Visible(pairs if tokens is None else pairs & tokens[:, None, None])
         psi = edges(k, tensors["decay"], layout, whole, None)
-        return _take(horner(psi, v, coefficients, v), rows)
+        return take_tokens(horner(psi, v, coefficients, v), rows)
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, own: Tensor) -> Tensor:
     """Applies sum_k c_k psi^k to values by Horner's rule, without a power of psi.
 
-    Args:
-        psi: Edges.  # (batch, heads, queries, keys)
-        v: Values.  # (batch, heads, keys, head_dim)
-        coefficients: From the power 0 on.  # (order, 1, heads, 1, 1)
-        own: Values of the queries' tokens; others than `v` only where the order is 2.
+    `own` are values of the queries' tokens; others than `v` only where the order is 2.
     """
     y = coefficients[-1] * v
     for coefficient in coefficients[:-1].flip(0):
@@ -123,7 +120,7 @@ def edges(
         seen: What tokens see of each other.
         rows: Places of the queries' tokens, if these are not all.  # (batch | 1, queries)
     """
-    own = k if rows is None else _take(k, rows)
+    own = k if rows is None else take_tokens(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision
     columns = torch.arange(k.shape[-2], device=k.device)
     places = columns[None] if rows is None else rows
@@ -144,12 +141,6 @@ def _rows(queries: int, keys: int, seen: Visible, device: torch.device) -> Tenso
     if seen.pairs is None:
         return places[None, -queries:]
     return (seen.pairs[:, 0] * places).amax(-1)  # a causal row ends with its own token
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """Picks tokens.  # (batch, heads, keys, width), (batch | 1, queries)."""
-    index = rows[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
-    return x.gather(2, index)
 
 
 register(Graph())

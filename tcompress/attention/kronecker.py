@@ -160,13 +160,7 @@ def mix_grid(
 ) -> Tensor:
     """Mixes the tokens of a grid, one axis at a time.
 
-    Args:
-        q: Queries; keys and values are alike.  # (batch, heads, tokens, head_dim)
-        k: Keys.
-        v: Values.
-        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-        tensors: `scale`, and `directions` for the kernel `favor`.
-        layout: The layout.
+    `valid` is True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
     """
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
@@ -240,13 +234,9 @@ def _favor(
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Multiplies one axis of a grid by a matrix; axes before it are as they were.
+    """Multiplies one axis of a flat grid by a matrix (batch, heads, new, size).
 
-    Args:
-        factor: The matrix.  # (batch, heads, new, size)
-        x: The grid, flat.  # (batch, heads, tokens, width)
-        sizes: Sizes of the axes; that of `axis` may have changed, the tensor tells.
-        axis: Which one.
+    Axes before it are as they were; that of `sizes` at `axis` may have changed, the tensor tells.
     """
     before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
     grid = x.reshape(*x.shape[:2], before, -1, after * width)

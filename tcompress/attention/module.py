@@ -14,6 +14,7 @@ from tcompress.attention.replacement import (
     Visible,
     check_alike,
     mechanism,
+    take_tokens,
 )
 from tcompress.errors import DataError, refuse_replica
 
@@ -33,9 +34,10 @@ class MechanismModule(nn.Module):
     def __init__(self, layout: MechanismLayout, name: str = "", **place: Any) -> None:
         super().__init__()
         self.layout, self.name = layout, name
+        self.kind = mechanism(layout.mechanism)
         self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
         self.host_config: Any = None  # the model's, which says how masks are made
-        for key, shape in mechanism(layout.mechanism).tensors(layout).items():
+        for key, shape in self.kind.tensors(layout).items():
             self.register_parameter(key, nn.Parameter(torch.empty(shape, **place)))
         self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
@@ -48,10 +50,9 @@ class MechanismModule(nn.Module):
             moments: Of its queries and keys, where they are known.
         """
         generator = torch.Generator().manual_seed(seed)
-        kind = mechanism(self.layout.mechanism)
-        values = kind.start(self.layout, generator, pretrained=pretrained)
+        values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
-            values |= kind.adapted(self.layout, moments)
+            values |= self.kind.adapted(self.layout, moments)
         with torch.no_grad():
             for key, value in values.items():
                 getattr(self, key).copy_(value)
@@ -90,7 +91,7 @@ class MechanismModule(nn.Module):
             if self.segments is not None:
                 first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
                 seen = replace(seen, first=first)
-            if not mechanism(self.layout.mechanism).pairwise:
+            if not self.kind.pairwise:
                 check_alike(mask, seen)
             mixed = self._mixed(q, k, v, seen)
         except DataError as error:
@@ -99,22 +100,21 @@ class MechanismModule(nn.Module):
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
         """Mixes tokens, among which padding may come first."""
-        kind = mechanism(self.layout.mechanism)
         tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
         tensors |= self._fixed(q)
-        order = seen.padding_last() if kind.ordered(self.layout) else None
+        order = seen.padding_last() if self.kind.ordered(self.layout) else None
         if order is None:
-            return kind.apply(q, k, v, tensors, self.layout, seen)
-        q, k, v = (_moved(x, order) for x in (q, k, v))
-        mixed = kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
-        return _moved(mixed, order.argsort(1))
+            return self.kind.apply(q, k, v, tensors, self.layout, seen)
+        q, k, v = (take_tokens(x, order) for x in (q, k, v))
+        mixed = self.kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
+        return take_tokens(mixed, order.argsort(1))
 
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)
         if key not in self._constants:
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
-                made = mechanism(self.layout.mechanism).constants(self.layout)
+                made = self.kind.constants(self.layout)
                 device, dtype = key
                 self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
         return self._constants[key]
@@ -129,11 +129,6 @@ class MechanismModule(nn.Module):
         """Shows the layout."""
         fields = self.layout.model_dump(exclude_defaults=True)
         return ", ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def _moved(x: Tensor, order: Tensor) -> Tensor:
-    """Puts tokens in another order.  # (batch, heads, tokens, width), (batch | 1, tokens)."""
-    return x.gather(2, order[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
 class _Guarded(nn.Module):

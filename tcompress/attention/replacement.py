@@ -1,4 +1,10 @@
-"""What a replacement of attention is: pure functions of a layout, masks, and the registry."""
+"""What a replacement of attention is: pure functions of a layout, masks, and the registry.
+
+It stands where a model has softmax attention: the model projects tokens to queries, keys and values
+per head, the replacement mixes them, and the model projects the result. Its own tensors are few,
+and are stored with the attention. Dropout of attention weights has no counterpart here; other
+dropout stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +33,6 @@ from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import MechanismSpec
 from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
 
-# Which tokens see which: one form of the many in which models hand over their masks.
-
-
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
 
@@ -39,7 +42,7 @@ _ALIKE = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys every query sees.
+    """Which keys every query sees: one form of the many in which models hand over their masks.
 
     Attributes:
         pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
@@ -142,14 +145,6 @@ def past(queries: int, keys: int, device: torch.device) -> Tensor:
     """Lets the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
     whole = torch.ones(queries, keys, dtype=torch.bool, device=device)
     return whole.tril(keys - queries)
-
-
-# What a replacement is: pure functions of a layout, and the registry of all of them.
-#
-# It stands where a model has softmax attention: the model projects tokens to queries, keys and
-# values per head, the replacement mixes them, and the model projects the result. Its own tensors
-# are few, and are stored with the attention. Dropout of attention weights has no counterpart here;
-# other dropout stays as it is.
 
 
 @dataclass(frozen=True)
@@ -374,6 +369,11 @@ def as_they_are(device: torch.device) -> AbstractContextManager[object]:
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeats heads of keys or values (batch, key_heads, tokens, width) for every query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def take_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Picks tokens.  # (batch, heads, tokens, width), (batch | 1, picked)."""
+    return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
 def _parse_layout(value: Any) -> Any:

@@ -1,4 +1,11 @@
-"""Attention of several objects with a Tucker core: queries and keys meet through semantics."""
+"""Attention of several objects with a Tucker core: queries and keys meet through semantics.
+
+A recurrent network may read keys in order, after the context of TAM (paper, section 5.1). The paper
+makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what a network of
+its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and h leave a
+trained model as it is. Two texts are read one by one, each from a fresh state, and their states
+stand side by side again.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +28,6 @@ from tcompress.attention.replacement import (
 from tcompress.linalg.fits import damped_curvature, fit_lowrank_curved
 from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
 from tcompress.structures.base import Shapes, Tensors
-
-# A recurrent network that reads keys in order, after the context of TAM (paper, section 5.1).
-#
-# The paper makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what
-# a network of its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and
-# h leave a trained model as it is.
-#
-# Two texts are read one by one, each from a fresh state, and their states stand side by side again.
-# The network is one of PyTorch's own, called with tensors that a mechanism owns.
-
 
 _NAMES = ("context_in", "context_state", "context_in_bias", "context_state_bias")
 
@@ -60,11 +57,7 @@ def add_context(
 ) -> tuple[Tensor, Tensor]:
     """Adds what the network makes of the keys to keys and values, each through its gate.
 
-    Args:
-        k: Keys.  # (batch, heads, tokens, width)
-        v: Values.  # (batch, heads, tokens, width)
-        tensors: The network and its gates.
-        first: True for tokens of the first of two texts.  # (batch, tokens), or None
+    `first` is True for tokens of the first of two texts, or None.  # (batch, tokens)
     """
     read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
     states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
@@ -75,10 +68,7 @@ def add_context(
 def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
     """Gives states of the network for one text, or two of which each begins with a fresh state.
 
-    Args:
-        x: States of tokens in order.  # (batch, tokens, size)
-        tensors: The network.
-        first: True for tokens of the first text, which come before the others.
+    `first` is True for tokens of the first text, which come before the others.  # (batch, tokens)
     """
     one = _gru(x, tensors)
     if first is None:
@@ -100,9 +90,6 @@ def _gru(x: Tensor, tensors: Tensors) -> Tensor:
     options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
     states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
     return states
-
-
-# Attention of several objects with a Tucker core: queries and keys meet through semantics.
 
 
 RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
@@ -250,15 +237,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
 
 
 def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:
-    """Averages semantic vectors over their tokens, and counts these.
-
-    Args:
-        s: Semantics.  # (batch, heads, tokens, width)
-        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-
-    Returns:
-        The mean and the number.  # (batch, heads, width), (batch | 1, 1, 1) or int
-    """
+    """Averages semantic vectors (batch, heads, tokens, width) over valid tokens; counts these."""
     if valid is None:
         return s.mean(2), s.shape[2]
     weights = valid[:, None, :, None].to(s.dtype)
@@ -271,14 +250,8 @@ def tam_scores(
 ) -> Tensor:
     """Scores queries against keys; nothing of queries x keys x semantics is ever built.
 
-    Cores are averaged before they are used: scores are linear in them.
-
-    Args:
-        q: Queries.  # (batch, heads, queries, width)
-        k: Keys.  # (batch, heads, keys, width)
-        semantics: Pooled, or summed, over their tokens.  # (batch, heads, width)
-        tensors: `core`, and the factors of the core `tucker`.
-        layout: The layout.
+    Cores are averaged before they are used: scores are linear in them. Semantics (batch, heads,
+    width) are pooled, or summed, over their tokens.
     """
     core = tensors["core"].mean(0)
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d

@@ -16,17 +16,15 @@ from tcompress.hf.build import set_module
 from tcompress.models.names import METHOD
 from tcompress.planning.entries import AttentionPlan
 
-# Lets replacements know which of two texts a token belongs to.
-#
-# Models give their attentions no types of tokens, so they are noted where a model is called.
-
-
 SEGMENTS = "token_type_ids"
 _CHECKPOINT = "_gradient_checkpointing_func"  # Transformers sets it where blocks are run twice
 
 
 def watch_segments(root: nn.Module) -> None:
-    """Notes the types of tokens of models whose replacements need them."""
+    """Lets replacements know which of two texts a token belongs to.
+
+    Models give their attentions no types of tokens, so they are noted where a model is called.
+    """
     for module in root.modules():
         takes = SEGMENTS in inspect.signature(module.forward).parameters
         if takes and _owners(module):
@@ -86,13 +84,6 @@ class _Bound:
             owner.segments = value
 
 
-# Puts replacements into the attentions of a model, through Transformers' attention interface.
-#
-# Every attention looks up its function by the name in its config. One that is replaced gets a
-# config of its own, which names ours; all others keep what they have, and so does the model, which
-# goes on making masks as before. `Visible` reads whatever form these have.
-
-
 SEED = 0
 
 
@@ -107,14 +98,7 @@ def mix_tokens(
 ) -> tuple[Tensor, None]:
     """Mixes tokens by the replacement that an attention owns; there are no weights to return.
 
-    Args:
-        module: The attention.
-        query: Queries.  # (batch, heads, queries, head_dim)
-        key: Keys.  # (batch, key_heads, keys, head_dim)
-        value: Values.  # (batch, key_heads, keys, head_dim)
-        attention_mask: The model's mask, in any form.
-        scaling: What scores are multiplied by.
-        **kwargs: What only other functions need.
+    Arguments are those of Transformers' attention functions.
 
     Raises:
         DataError: The cache is one that attention functions have to fill themselves.
@@ -142,6 +126,10 @@ def install_attention(
     **place: Any,
 ) -> dict[str, MechanismModule]:
     """Gives planned attentions their replacement, with empty tensors; see `install_layers`.
+
+    Every attention looks up its function by the name in its config. One that is replaced gets a
+    config of its own, which names ours; all others keep what they have, and so does the model,
+    which goes on making masks as before. `Visible` reads whatever form these have.
 
     Raises:
         ArtifactError: An attention does not use Transformers' attention interface.

@@ -17,8 +17,6 @@ from tcompress.structures.modules.experts import StructuredExperts, child_of
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
 from tcompress.structures.modules.shared import BankModule
 
-# Structured layers in the place of dense ones, from a plan.
-
 
 def install_layers(
     root: nn.Module,
@@ -110,9 +108,6 @@ def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> 
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[stored_name(entry, name)].copy_(tensor)
-
-
-# Modules of a model in another form: positions that are not trained, norms of single slices.
 
 
 Scaling = Literal["standard", "linear", "exponential", "harmonic"]

@@ -30,11 +30,6 @@ from tcompress.planning.entries import LayerPlan
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import StructuredLinear
 
-# Devices and dtypes by the names that users type.
-
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -60,18 +55,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the dtype of that name; None stands for whatever a model is stored in.
-
-    Raises:
-        InputError: It is not one of `DTYPES`.
-    """
-    if name is not None and name not in DTYPES:
-        known = ", ".join(f"`{known}`" for known in DTYPES)
-        raise InputError(f"unknown dtype `{name}`; known are {known}", "leave `--dtype` out")
-    return None if name is None else DTYPES[name]
-
-
-# Opening models to run them: dense and converted ones alike.
+    """Returns the dtype of that name; None stands for whatever a model is stored in."""
+    return None if name is None else getattr(torch, name)
 
 
 Head = Literal[
@@ -144,9 +129,6 @@ def load_model(
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
-# What was written, opened as a user would: names, shapes, and the values that are asked for.
-
-
 _HINT = (
     "this is a defect of tcompress, or of the versions it runs with: please report it with the "
     "command; nothing was published"
@@ -154,7 +136,7 @@ _HINT = (
 
 
 class Reopened:
-    """A model folder on the meta device, loaded by `from_pretrained`.
+    """A folder that was written, opened on the meta device by `from_pretrained`, as users do.
 
     Args:
         folder: The folder.

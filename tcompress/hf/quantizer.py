@@ -66,13 +66,8 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` section of a converted model's `config.json`."""
 
-    def __init__(self, plan: Any = None, format_version: Any = None, **extra: Any) -> None:
-        self.quant_method = METHOD
-        self.format_version = format_version
-        self.plan = plan
-        for name, value in extra.items():
-            if name != "quant_method":
-                setattr(self, name, value)
+    def __init__(self, **section: Any) -> None:
+        self.__dict__.update(section, quant_method=METHOD)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the section, with the name that says how to load the model."""
@@ -89,20 +84,8 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         """Converted models save like others."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Converted models train like others."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Lets `Trainer` accept the model."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Structured layers trace without graph breaks."""
-        return True
+    # It trains, with `Trainer` too, and compiles like other models.
+    is_trainable = is_qat_trainable = is_compileable = True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -351,9 +351,15 @@ def write_shard(
 def _chunks(
     shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
 ) -> Iterator[bytes | memoryview]:
-    header = _header(shard.tensors)
-    yield len(header).to_bytes(8, "little")
-    yield header
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for item in shard.tensors:
+        start, stop = stop, stop + item.nbytes
+        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape, "data_offsets": [start, stop]}
+        entries[item.key] = facts
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    header = text + b" " * (-len(text) % 8)
+    yield len(header).to_bytes(8, "little") + header
     for item in shard.tensors:
         tensor = value(item)
         if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
@@ -366,14 +372,3 @@ def _chunks(
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data
         written(item.nbytes)
-
-
-def _header(tensors: Iterable[Stored]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for item in tensors:
-        start, stop = stop, stop + item.nbytes
-        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape, "data_offsets": [start, stop]}
-        entries[item.key] = facts
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)

@@ -84,8 +84,9 @@ def check_output(output: Path, *, force: bool) -> None:
             something else than a model.
     """
     check_place(output)
-    if not _is_unfinished(partial_folder(output)):  # else the working folder puts that right first
-        _check_contents(output, force=force)
+    folder = partial_folder(output)
+    if not (folder / _MARK).is_file() and not (folder / "replaced").is_dir():
+        _check_contents(output, force=force)  # else what a kill left is put right first
 
 
 def remove_model(folder: Path) -> None:
@@ -116,11 +117,6 @@ def _check_contents(output: Path, *, force: bool) -> None:
         )
 
 
-def _is_unfinished(folder: Path) -> bool:
-    """Whether a run was killed while its result took the place of the output."""
-    return (folder / _MARK).is_file() or (folder / "replaced").is_dir()
-
-
 def _check_own(folder: Path) -> None:
     """Refuses a working folder that somebody else has put there."""
     kind = kind_of(folder)
@@ -141,11 +137,6 @@ def _check_own(folder: Path) -> None:
 def _digest(folder: Path) -> str:
     config = folder / "config.json"
     return hashlib.sha256(config.read_bytes() if config.is_file() else b"").hexdigest()
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same command may end well later, on a mended disk or with other versions."""
-    return isinstance(error, DiskError | WriteError) or not isinstance(error, TCompressError)
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
@@ -315,7 +306,11 @@ class Workplace:
             yield self
         except BaseException as error:
             refused = disk_error(error, self.output, self._lacking())
-            kept = (keeps or _may_pass)(refused or error)
+            failure = refused or error
+            # The same command may end well later, on a mended disk or with other versions.
+            passing = not isinstance(failure, TCompressError)
+            passing = passing or isinstance(failure, DiskError | WriteError)
+            kept = keeps(failure) if keeps is not None else passing
             if isinstance(error, WriteError):
                 self._distrust()
                 own = (_LOCK, _MARK, "identity", self._journal.name)

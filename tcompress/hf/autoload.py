@@ -12,6 +12,8 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +28,7 @@ _loading: set[str] = set()
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Finds an awaited module with the other finders, and acts when it has run."""
 
-    def __init__(self, awaited: str, act: Callable[[], None]) -> None:
+    def __init__(self, awaited: str, act: Callable[[], object]) -> None:
         self.awaited, self.act = awaited, act
 
     def find_spec(
@@ -51,10 +53,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _register_format() -> None:
-    import tcompress.hf.quantizer  # noqa: F401
-
-
 def _register_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
@@ -66,19 +64,18 @@ def _register_attention() -> None:
     AttentionInterface.register(METHOD, mix)
 
 
-def _register_configs() -> None:
-    import tcompress.own_models.configs  # noqa: F401
-
-
 def _register_models() -> None:
     if _MODELS in sys.modules and not _loading & {_MODELS, *_PARTS}:
         import tcompress.own_models.grid
         import tcompress.own_models.text  # noqa: F401
 
 
-_AWAITED: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("transformers.quantizers", _register_format),
-    ("transformers.models.auto.configuration_auto", _register_configs),
+_AWAITED: tuple[tuple[str, Callable[[], object]], ...] = (
+    ("transformers.quantizers", partial(import_module, "tcompress.hf.quantizer")),
+    (
+        "transformers.models.auto.configuration_auto",
+        partial(import_module, "tcompress.own_models.configs"),
+    ),
     (_PARTS[0], _register_attention),
     *((name, _register_models) for name in (*_PARTS, _MODELS)),
 )

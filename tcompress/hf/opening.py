@@ -143,11 +143,6 @@ class Reopened:
         kind: Class of the model.
         unset: Names of parameters that nothing needs to be stored for.
 
-    Attributes:
-        model: The model, all tensors on the meta device.
-        store: Its weights.
-        keymap: Names of the weights and of the model.
-
     Raises:
         WriteError: It does not load, or tensors are missing, unexpected or of another shape.
     """
@@ -197,12 +192,7 @@ class Reopened:
 
 
 def applied(layer: StructuredLinear, rows: Tensor) -> Tensor:
-    """Applies the weight of a layer, or every weight of a stack, without bias, in float64.
-
-    Args:
-        layer: The layer, in float64.
-        rows: Inputs.  # (rows, in) -> ([experts x] rows, out)
-    """
+    """Applies every weight of a layer, without bias.  # (rows, in) -> ([experts x] rows, out)."""
     with torch.no_grad():
         encoded = layer.encode(rows)
         if layer.experts is None:

@@ -119,13 +119,10 @@ def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
 
     (batch, channels, *input_size) -> (batch, *grid, channels * patch)
     """
+    for axis, size in enumerate(config.patch_size):
+        grid_values = grid_values.unfold(2 + axis, size, size)
     axes = len(config.grid)
-    cut = grid_values
-    for axis, (size, patch) in enumerate(zip(config.grid, config.patch_size, strict=True)):
-        cut = cut.unflatten(2 + 2 * axis, (size, patch))
-    grid = [2 + 2 * axis for axis in range(axes)]
-    inside = [place + 1 for place in grid]
-    return cut.permute(0, *grid, 1, *inside).flatten(1 + axes)
+    return grid_values.movedim(1, 1 + axes).flatten(1 + axes)
 
 
 class GridMLP(nn.Module):
@@ -177,16 +174,13 @@ class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _can_record_outputs = {"hidden_states": GridBlock, "attentions": SelfAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        spread = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            init.normal_(module.weight, mean=0.0, std=spread)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=spread)
-        elif isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
 
 
 class TCompressGridModel(TCompressGridPreTrainedModel):
@@ -274,13 +268,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
     def forward(
         self, past_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ForecastOutput:
-        """Forecasts series.
-
-        Args:
-            past_values: Series.  # (batch, time steps, variables)
-            labels: What came after them.  # (batch, horizon, variables)
-            **kwargs: What Transformers takes everywhere.
-        """
+        """Forecasts series (batch, time steps, variables); `labels` are what came after them."""
         past = past_values.to(self.head.weight.dtype)
         mean = spread = None
         if self.config.instance_norm:

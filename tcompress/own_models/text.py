@@ -47,11 +47,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Gives mixed tokens, and weights where the chosen implementation gives them.
 
-        Args:
-            hidden_states: Tokens.  # (batch, tokens, width)
-            attention_mask: Mask in the form of the chosen implementation.
-            turns: Angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
-            **kwargs: What only some implementations need.
+        `turns` are angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
         """
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
@@ -73,9 +69,7 @@ class SelfAttention(nn.Module):
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates pairs of features, of which the second lies half a head behind the first.
 
-    Args:
-        x: Queries or keys.  # (batch, heads, tokens, head_dim)
-        angles: Angles of the pairs.  # (tokens, head_dim // 2)
+    (batch, heads, tokens, head_dim), angles of the pairs (tokens, head_dim // 2)
     """
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     pairs = angles.shape[1]

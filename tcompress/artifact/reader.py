@@ -93,13 +93,7 @@ def _not_converted(folder: Path) -> ArtifactError:
 
 
 class Verified(NamedTuple):
-    """What was compared with the manifest's checksums.
-
-    Attributes:
-        files: Number of files, the manifest itself counted where it has a digest.
-        bytes: Their bytes.
-        others: Files in the folder that the manifest does not know.
-    """
+    """What was compared with the checksums of a manifest, and `others`, which it does not know."""
 
     files: int
     bytes: int

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
 from tcompress.attention.replacement import (
@@ -62,7 +62,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         return shapes
 
     def start(
-        self, layout: GraphLayout, generator: torch.Generator, *, pretrained: bool
+        self, layout: GraphLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
         first = log(decay / (1 - decay))
@@ -113,12 +113,8 @@ def edges(
 ) -> Tensor:
     """Weighs the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
 
-    Args:
-        k: Keys.  # (batch, heads, keys, head_dim)
-        decay: Logit of what one step of distance multiplies by.  # (heads,)
-        layout: The layout.
-        seen: What tokens see of each other.
-        rows: Places of the queries' tokens, if these are not all.  # (batch | 1, queries)
+    `decay` is the logit of what one step of distance multiplies by (heads,); `rows` are places of
+    the queries' tokens, if these are not all (batch | 1, queries).
     """
     own = k if rows is None else take_tokens(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision

@@ -151,12 +151,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
 
 
 def mix_grid(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    tensors: Tensors,
-    layout: KroneckerLayout,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tensors: Tensors, layout: KroneckerLayout
 ) -> Tensor:
     """Mixes the tokens of a grid, one axis at a time.
 

@@ -150,9 +150,7 @@ class _Guarded(nn.Module):
 class UnusedProjection(_Guarded):
     """Stands where a model calls a projection that its attention has no more use for.
 
-    Args:
-        out_features: Width of the output, which is all zeros and takes no memory.
-        **place: Dtype and device of the guard.
+    The output, of width `out_features`, is all zeros and takes no memory.
     """
 
     def __init__(self, out_features: int, **place: Any) -> None:

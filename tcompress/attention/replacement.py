@@ -9,21 +9,14 @@ dropout stays as it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_serializer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -202,7 +195,7 @@ class MechanismLayout(BaseModel):
     causal: bool = False
 
     @model_serializer(mode="wrap")
-    def _with_mechanism(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _with_mechanism(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Keeps the name in dumps without defaults: it selects the class on reading."""
         return {"mechanism": self.mechanism, **handler(self)}
 
@@ -322,10 +315,8 @@ class Mechanism(ABC, Generic[S, L]):
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
         """What a user should know before converting, if there is anything.
 
-        Args:
-            layout: The layout.
-            longest: Most tokens of an input, if there is a limit.
-            pretrained: Whether the model is converted, and does not begin at random.
+        `longest` is the most tokens of an input, if there is a limit; a model that begins at
+        random is not `pretrained`.
         """
         return None
 

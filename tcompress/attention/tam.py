@@ -13,7 +13,7 @@ from math import log
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from tcompress.attention.replacement import (
@@ -40,7 +40,7 @@ def gru_tensors(heads: int, width: int) -> Shapes:
 
 
 def start_gru(
-    heads: int, width: int, generator: torch.Generator, *, pretrained: bool
+    heads: int, width: int, generator: Generator, *, pretrained: bool
 ) -> dict[str, Tensor]:
     """Draws the network as PyTorch does; in a trained host its gates are closed."""
     bound = (heads * width) ** -0.5
@@ -165,7 +165,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         )
 
     def start(
-        self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
+        self, layout: TamLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
         heads, width = layout.heads, layout.head_dim
@@ -190,7 +190,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             values["scale"] = torch.full((heads,), log(width) / 2)
         return values
 
-    def _start_tucker(self, layout: TamLayout, generator: torch.Generator) -> dict[str, Tensor]:
+    def _start_tucker(self, layout: TamLayout, generator: Generator) -> dict[str, Tensor]:
         """A core whose first semantic slice is the identity, the others small."""
         shapes, width = self.tensors(layout), layout.head_dim
         core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
@@ -226,14 +226,13 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         if layout.normalize == "none":
             semantics = semantics * count  # the paper's sum; softmax would saturate
         scores = tam_scores(q, k, semantics, tensors, layout)
-        if layout.normalize == "none":
-            if seen.pairs is not None:
-                scores = scores.masked_fill(~seen.pairs, 0)
-            return scores @ v
-        scores = scores * tensors["scale"].exp()[:, None, None]
+        hidden = 0.0
+        if layout.normalize == "softmax":
+            scores = scores * tensors["scale"].exp()[:, None, None]
+            hidden = torch.finfo(scores.dtype).min
         if seen.pairs is not None:
-            scores = scores.masked_fill(~seen.pairs, torch.finfo(scores.dtype).min)
-        return scores.softmax(-1) @ v
+            scores = scores.masked_fill(~seen.pairs, hidden)
+        return (scores.softmax(-1) if layout.normalize == "softmax" else scores) @ v
 
 
 def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:

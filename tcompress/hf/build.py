@@ -124,7 +124,7 @@ def slice_scales(p: int, scaling: Scaling) -> Tensor:
 
 
 def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor:
-    """Builds sinusoidal positions whose frequencies are scaled slice by slice, float64.
+    """Builds sinusoidal positions with frequencies scaled slice by slice, float64, (tokens, width).
 
     Feature j of slice k, both from 1, of token t from 1 is sin or cos (j odd or even) of
     t alpha_k / 10000^(2 floor((j - 1) / 2) / d_s), with d_s = width / p. Slices are runs of
@@ -132,9 +132,6 @@ def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor
 
     Reference: "Structured Multidimensional Representation Learning for Large Language Models"
     (arXiv:2603.05727), Definition 13 and Remark 4.
-
-    Returns:
-        The table.  # (tokens, width)
     """
     features = width // p
     index = torch.arange(features)
@@ -145,15 +142,10 @@ def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor
 
 
 class SliceNorm(nn.LayerNorm):
-    """A layer norm whose mean and variance are those of each slice of the features by itself.
+    """A layer norm whose mean and variance are those of each of p slices of the features.
 
-    Scales and shifts are those of all features. Reference: arXiv:2603.05727, Definition 17.
-
-    Args:
-        width: Number of features, which p divides.
-        p: Number of slices, runs of features.
-        eps: Added to the variance.
-        **options: Those of `nn.LayerNorm`.
+    Slices are runs of features; scales and shifts are those of all features.
+    Reference: arXiv:2603.05727, Definition 17.
     """
 
     def __init__(self, width: int, p: int, eps: float = 1e-5, **options: Any) -> None:
@@ -204,17 +196,11 @@ def install_forms(
 
 
 def first_table(entry: FormPlan, random: Tensor) -> Tensor:
-    """Makes the table of positions that a model begins with.
+    """Makes the table of positions that a model begins with, float64.  # (rows, width).
 
-    Sinusoids are scaled to the size of the random first values: words are as large as these, and
-    would drown in sinusoids between -1 and 1.
-
-    Args:
-        entry: The plan.
-        random: What the family's own model begins with.  # (rows, width)
-
-    Returns:
-        The table, float64; rows that stand for no position are zero.  # (rows, width)
+    Sinusoids are scaled to the size of the random first values of the family's own model: words are
+    as large as these, and would drown in sinusoids between -1 and 1. Rows that stand for no
+    position are zero.
     """
     if entry.form == "learned":
         return random.double()

@@ -97,7 +97,7 @@ class _Folder:
 def open_architecture(
     architecture: Architecture, seed: int, token: str | None = None
 ) -> SourceModel:
-    """Opens a model that is described by its configuration alone.
+    """Opens a model that is described by its configuration alone, without weights.
 
     Args:
         architecture: The configuration, and its tokenizer.

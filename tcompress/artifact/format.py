@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tcompress.artifact.checksums import check_format_version
-from tcompress.errors import ArtifactError, TCompressError, first_line, listed
+from tcompress.errors import ArtifactError, first_line, listed
 from tcompress.files import beside, write_text
 from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CALLED, MANIFEST
@@ -38,7 +38,7 @@ NOTE = (
 )
 """For those who look into `config.json` since Transformers told them to delete the section."""
 
-_AGAIN = "copy the folder again, or convert the model again"
+AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
 P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
@@ -134,7 +134,7 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
     check_format_version(section.get("format_version"))
     plan = section.get("plan")
     if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), list):
-        raise ArtifactError("`quantization_config` in `config.json` has no plan", _AGAIN)
+        raise ArtifactError("`quantization_config` in `config.json` has no plan", AGAIN)
     found = Rebuilt(
         _parsed(plan["layers"], LayerPlan, "layer"),
         _parsed(plan.get("attention", []), AttentionPlan, "attention"),
@@ -143,19 +143,19 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
     if wanted is not None and found != wanted:
         raise ArtifactError(
             f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
-            _AGAIN,
+            AGAIN,
         )
     if "digest" in section and section["digest"] != section_digest(section):
         raise ArtifactError(
             "the plan in `config.json` was changed since it was written (its digest differs)",
-            _AGAIN,
+            AGAIN,
         )
     return found
 
 
 def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
     if not isinstance(entries, list):
-        raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", _AGAIN)
+        raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", AGAIN)
     found = []
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
@@ -362,12 +362,7 @@ def _chunks(
     yield len(header).to_bytes(8, "little") + header
     for item in shard.tensors:
         tensor = value(item)
-        if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
-            raise TCompressError(
-                f"`{item.key}` came out as {list(tensor.shape)} {tensor.dtype}, "
-                f"planned were {list(item.shape)} {item.dtype}",
-                "please report this",
-            )
+        assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item.key
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tcompress.artifact.checksums import check_format_version, damages, files_in
-from tcompress.artifact.format import parse_plan, verify_shapes
+from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.errors import ArtifactError, InputError, Problems, read_settings
 from tcompress.models import SourceModel, resolve
 from tcompress.models.names import CARD, MANIFEST, METHODS
 from tcompress.models.store import WeightStore
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-
-_AGAIN = "copy the folder again, or convert the model again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +156,7 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
     if problems:
         raise ArtifactError(
             f"`{folder}` is not as it was written: {'; '.join(problems)}",
-            f"{_AGAIN}; if you changed it on purpose, delete `{folder / MANIFEST}`, which "
+            f"{AGAIN}; if you changed it on purpose, delete `{folder / MANIFEST}`, which "
             "describes what was there before",
         )
     if is_converted(folder):
@@ -167,7 +165,7 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
         raise ArtifactError(
             f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model was "
             "converted",
-            _AGAIN,
+            AGAIN,
         )
     return None
 
@@ -191,7 +189,7 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     try:
         return read_settings(path, strict=strict)
     except ValueError as error:
-        raise ArtifactError(f"`{path}` {error}", _AGAIN) from error
+        raise ArtifactError(f"`{path}` {error}", AGAIN) from error
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -206,5 +204,5 @@ def _joined(folder: Path, problems: list[InputError]) -> ArtifactError:
         return ArtifactError(problems[0].message, problems[0].hint)
     lines = "".join(f"\n  - {problem.message}" for problem in problems)
     return ArtifactError(
-        f"the converted model in `{folder}` is damaged, {len(problems)} problems:{lines}", _AGAIN
+        f"the converted model in `{folder}` is damaged, {len(problems)} problems:{lines}", AGAIN
     )

@@ -345,9 +345,9 @@ class Workplace:
         """Leaves the working folder for a later run."""
         self._lock.release()
 
-    def _clear(self, kept: set[str]) -> None:
+    def _clear(self, spared: set[str]) -> None:
         for item in self.folder.iterdir():
-            if item.name not in kept:
+            if item.name not in spared:
                 remove(item)
 
 

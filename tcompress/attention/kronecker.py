@@ -105,11 +105,11 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             return {}
         generator = torch.Generator().manual_seed(layout.seed)
         width, count = layout.head_dim, layout.features
-        drawn = torch.randn(-(-count // width), width, width, generator=generator)
+        random = torch.randn(-(-count // width), width, width, generator=generator)
         lengths = torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
         if layout.kernel == "smreg":
             lengths = torch.full_like(lengths, width**0.5)
-        turned, upper = torch.linalg.qr(drawn)  # uniform once the signs are
+        turned, upper = torch.linalg.qr(random)  # uniform once the signs are
         turned = turned * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return {"directions": turned.flatten(0, 1)[:count] * lengths}
 

@@ -42,7 +42,7 @@ def gru_tensors(heads: int, width: int) -> Shapes:
 def start_gru(
     heads: int, width: int, generator: Generator, *, pretrained: bool
 ) -> dict[str, Tensor]:
-    """Draws the network as PyTorch does; in a trained host its gates are closed."""
+    """Initialises the network as PyTorch does; in a trained model its gates are closed."""
     bound = (heads * width) ** -0.5
     values = {
         name: torch.empty(shape).uniform_(-bound, bound, generator=generator)

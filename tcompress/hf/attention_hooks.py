@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tcompress.attention.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
 from tcompress.attention.replacement import QueryKeyMoments, mechanism
-from tcompress.errors import ArtifactError, DataError
+from tcompress.errors import DataError
 from tcompress.hf.build import set_module
 from tcompress.models.names import METHOD
 from tcompress.planning.entries import AttentionPlan
@@ -130,9 +130,6 @@ def install_attention(
     Every attention looks up its function by the name in its config. One that is replaced gets a
     config of its own, which names ours; all others keep what they have, and so does the model,
     which goes on making masks as before. `Visible` reads whatever form these have.
-
-    Raises:
-        ArtifactError: An attention does not use Transformers' attention interface.
     """
     made: dict[str, MechanismModule] = {}
 
@@ -146,11 +143,6 @@ def install_attention(
         if path is None:
             continue
         attention: Any = root.get_submodule(path)
-        if getattr(attention, "config", None) is None:
-            raise ArtifactError(
-                f"attention `{path}` has no config to choose a function by",
-                "use the version of Transformers that the model was converted with",
-            )
         usual, attention.config = attention.config, copy.copy(attention.config)
         # The setter would hand the name on to configs of parts, which are shared.
         attention.config._attn_implementation_internal = METHOD

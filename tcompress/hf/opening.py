@@ -110,10 +110,10 @@ def load_model(
                 hint="choose another task, or a model of another family",
             )
     if source.seed is not None:
-        drawn = draw_model(kind, source.config, source.seed)
-        return drawn.to(device=device, dtype=dtype or torch.float32)
+        model = draw_model(kind, source.config, source.seed)
+        return model.to(device=device, dtype=dtype or torch.float32)
     try:
-        model: PreTrainedModel = kind.from_pretrained(
+        model = kind.from_pretrained(
             source.folder,
             dtype=dtype or "auto",
             trust_remote_code=source.trust_remote_code,

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import Rebuilt, parse_plan, verify_shapes
+from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, verify_shapes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.attention_hooks import install_attention
@@ -242,7 +242,7 @@ def _require_all(
         raise ArtifactError(
             f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
             f"{', '.join(sorted(problems)[:8])}{more}",
-            "copy the folder again, or convert the model again"
+            AGAIN
             if own
             else "copy the folder again; if modules were left out on purpose before it was saved, "
             "name a class of your own as `architectures` in `config.json`",

@@ -67,18 +67,9 @@ class MechanismModule(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> Tensor:
-        """Mixes tokens.
+        """Mixes tokens; arguments as for `Visible.of`.  # (batch, queries, heads, head_dim).
 
-        Args:
-            q: Queries.  # (batch, heads, queries, head_dim)
-            k: Keys.  # (batch, key_heads, keys, head_dim)
-            v: Values.  # (batch, key_heads, keys, head_dim)
-            mask: The model's mask, see `Visible.of`.
-            causal: Whether a model without a mask looks only back.
-            scaling: What scores are multiplied by; default 1 / sqrt(head_dim).
-
-        Returns:
-            The mixed values.  # (batch, queries, heads, head_dim)
+        `scaling` is what scores are multiplied by; default 1 / sqrt(head_dim).
 
         Raises:
             DataError: The input does not suit the replacement; the message names the layer.

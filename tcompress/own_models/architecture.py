@@ -111,9 +111,7 @@ def open_architecture(
     """
     kind = _config_class(architecture.model_type)
     sizes = architecture.sizes
-    names = (
-        [architecture.kind] if architecture.kind else list(sizes.pop("architectures", None) or ())
-    )
+    names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
     problems = list(_unknown_keys(kind, sizes))
     try:
         check_counts(sizes)

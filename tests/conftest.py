@@ -124,16 +124,6 @@ def quick_fits() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is remembered of checked files stays out of the user's cache."""
-    from tcompress.artifact import checksums
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
 @pytest.fixture(scope="session")
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Compares with golden files, or writes them."""

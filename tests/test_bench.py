@@ -12,7 +12,7 @@ import torch
 
 from tcompress.artifact.manifest import Speed, read_manifest
 from tcompress.errors import InputError
-from tcompress.hf.opening import pick_device, pick_dtype
+from tcompress.hf.opening import pick_device
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, save_speed
 from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
@@ -310,11 +310,9 @@ def test_threads_are_set_for_a_while() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_unknown_devices_and_dtypes() -> None:
+def test_unknown_devices() -> None:
     with pytest.raises(InputError, match="device `cuda:99` cannot be used here"):
         pick_device("cuda:99")
-    with pytest.raises(InputError, match="unknown dtype `int8`; known are `float32`"):
-        pick_dtype("int8")
 
 
 # -- the compiler

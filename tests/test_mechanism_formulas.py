@@ -71,7 +71,7 @@ def test_graph_filters_equal_powers_written_out(name: str) -> None:
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float | None) -> None:
     kind, host = mechanism("graph"), Host(HEADS, HEADS, WIDTH)
-    layout = kind.arrange(GraphSpec(decay=decay), host)
+    layout = kind.layout(GraphSpec(decay=decay), host)
     first = kind.start(layout, torch.Generator(), pretrained=pretrained)["decay"].sigmoid()
     expected = decay or (0.05 if pretrained else 0.9)
     torch.testing.assert_close(first, torch.full((HEADS,), expected))

@@ -1,30 +1,17 @@
-"""Checksums of the files of a model folder: whether it still holds what was written.
-
-Reading files takes time, so what was found of a file is remembered, outside of the folder, for as
-long as the file stays as it is.
-"""
+"""Checksums of the files of a model folder: whether it still holds what was written."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.errors import parse_json
-from tcompress.models.names import CARD, MANIFEST
+from tcompress.errors import ArtifactError, parse_json
+from tcompress.models.names import CARD, FORMAT_VERSION, MANIFEST
 
-_RECENT_NS = 2 * 10**9
-"""Younger files may change again within the same tick of a file system's clock."""
-
-CACHE: Path | None = None
-"""Where states are remembered, if not in the user's cache folder."""
-
-States = dict[str, list[Any]]
+ZEROS = "0" * 64
+"""Stand in a manifest for its own digest."""
 
 
 def digest_of(path: Path) -> str:
@@ -67,110 +54,54 @@ def damages(
     folder: Path,
     checksums: Mapping[str, str],
     sizes: Mapping[str, int],
-    *,
     used: Collection[str] = (),
-    again: bool = False,
+    *,
+    card: bool = False,
 ) -> list[str]:
-    """Compares files with what the manifest says of them.
+    """Lists files that are missing, unknown or not as the manifest says.
 
-    Args:
-        folder: Folder of the model.
-        checksums: SHA-256 by name; that of the card, which people rewrite and downloads leave
-            out, counts only with `again`, and where there is one.
-        sizes: Bytes by name; older manifests have none.
-        used: Files that must have a checksum.
-        again: Read every file, whatever is remembered of it.
-
-    Returns:
-        A line for each file that is missing, unknown or not as it was written.
+    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
+    there is one; files that are `used` must have a checksum. Older manifests have no sizes.
     """
-    before = _remembered(folder)
-    states: States = {} if again else dict(before)
-    found = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
-    for name, wanted in checksums.items():
-        if name != CARD or (again and (folder / CARD).exists()):
-            problem = _damage(folder, name, wanted, sizes.get(name), states)
-            found += [] if problem is None else [problem]
-    if states != before:
-        _remember(folder, states)
-    return found
+    names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
+    found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
+    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
+    return unknown + [damage for damage in found if damage is not None]
 
 
-def _damage(folder: Path, name: str, wanted: str, size: int | None, states: States) -> str | None:
-    """Says what is wrong with a file; it is read where its state is a new one."""
+def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | None:
     path, parts = folder / name, PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\\" in name:
         return f"`{MANIFEST}` names `{name}`, outside the folder"
     try:
         if not path.is_file():
             return f"`{name}` is missing"
-        state = [wanted, *_state(path)]
-        if size not in (None, state[1]):
-            return f"`{name}` has {state[1]} bytes, written were {size}"
-        if states.get(name) != state:
-            if digest_of(path) != wanted:
-                return f"`{name}` differs from its checksum"
-            states[name] = state
+        if size not in (None, path.stat().st_size):
+            return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
+        return None if digest_of(path) == wanted else f"`{name}` differs from its checksum"
     except OSError as error:
         return f"`{name}` cannot be read ({error.strerror})"
-    return None
 
 
-def _state(path: Path) -> list[int]:
-    """What changes whenever a file does."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _is_state(value: Any) -> bool:
-    kinds = [str, int, int, int, int]
-    return isinstance(value, list) and [type(item) for item in value] == kinds
-
-
-def _place(folder: Path) -> Path:
-    base = CACHE or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
-    return base / "tcompress" / "checked" / f"{name}.json"
-
-
-def _remembered(folder: Path) -> States:
-    """States in which files were right, by name; what cannot be read is as if it were not there."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError, RecursionError):
-        states = json.loads(_place(folder).read_text(encoding="utf-8"))
-        if isinstance(states, dict):
-            return {name: state for name, state in states.items() if _is_state(state)}
-    return {}
-
-
-def _remember(folder: Path, states: States) -> None:
-    """Writes down states; files that have only just been written are left out."""
-    young = time.time_ns() - _RECENT_NS
-    old = {name: state for name, state in states.items() if state[2] < young}
-    with contextlib.suppress(OSError, RuntimeError):
-        place = _place(folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(old), encoding="utf-8")
-        beside.replace(place)
-
-
-ZEROS = "0" * 64
-"""Stand in a manifest for its own digest."""
-
-
-def read_sealed(
-    folder: Path, check_version: Callable[[Any], None] = lambda _: None
-) -> dict[str, Any] | None:
-    """Reads the manifest as plain data, whose digest is compared if it has one.
-
-    Args:
-        folder: Folder of the model.
-        check_version: Refuses formats of which nothing more is known.
-
-    Returns:
-        Its content; None if there is no manifest.
+def check_format_version(version: Any) -> None:
+    """Refuses a format that is newer than this version of tcompress.
 
     Raises:
+        ArtifactError: The version is not an integer from 1 to `FORMAT_VERSION`.
+    """
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ArtifactError(
+            f"the model has format version `{version}`, this tcompress reads up to "
+            f"{FORMAT_VERSION}",
+            "upgrade: `pip install --upgrade tcompress`",
+        )
+
+
+def read_sealed(folder: Path) -> dict[str, Any] | None:
+    """Reads the manifest as plain data; None if there is none.
+
+    Raises:
+        ArtifactError: It is of a newer format, of which nothing more is known.
         ValueError: It cannot be read, or was changed; the message says how.
     """
     path = folder / MANIFEST
@@ -183,7 +114,7 @@ def read_sealed(
     raw = parse_json(content, strict=True)
     if not isinstance(raw, dict):
         raise ValueError(f"it holds a {type(raw).__name__}, expected an object")
-    check_version(raw.get("format_version"))
+    check_format_version(raw.get("format_version"))
     digest = raw.get("digest")
     if digest is not None:
         blank = content.replace(str(digest).encode(), ZEROS.encode(), 1)
@@ -193,13 +124,13 @@ def read_sealed(
 
 
 def looks_whole(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether all files have the sizes that they were written with, and `config.json` its content.
+    """Whether all files have the sizes, and `config.json` the content, that a manifest records.
 
-    Older manifests do not say.
+    Older manifests do not record them.
     """
-    sizes, config = manifest.get("sizes"), folder / "config.json"
+    sizes = manifest.get("sizes")
     if not sizes or not isinstance(sizes, dict) or not manifest.get("digest"):
         return False
     found = {name: (folder / name).stat().st_size for name in files_in(folder)}
-    whole = found | sizes == found
-    return whole and manifest["checksums"].get("config.json") == digest_of(config)
+    config = digest_of(folder / "config.json")
+    return found | sizes == found and manifest["checksums"].get("config.json") == config

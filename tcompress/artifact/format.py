@@ -1,11 +1,16 @@
-"""What a converted model looks like on disk: format, shards, and whether both are the plan's."""
+"""What a converted model looks like on disk: format, shards, and whether both are the plan's.
+
+A folder holds the files of an ordinary Transformers model; `config.json` has a
+`quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten layers
+store `tc_*` tensors and an empty tensor under the dense name.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,20 +18,16 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tcompress.errors import ArtifactError, TCompressError, first_line, listed
+from tcompress.artifact.checksums import check_format_version
+from tcompress.errors import ArtifactError, first_line, listed
 from tcompress.files import beside, write_text
 from tcompress.models.keymap import FACTOR_PREFIX
-from tcompress.models.names import CALLED, FORMAT_VERSION, MANIFEST
+from tcompress.models.names import CALLED, MANIFEST
+from tcompress.models.tensor_files import DTYPES
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.structures.modules.experts import child_of
-
-# A folder holds the files of an ordinary Transformers model; `config.json` has a
-# `quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten
-# layers store `tc_*` tensors and an empty tensor under the dense name.
-
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,34 +38,15 @@ NOTE = (
 )
 """For those who look into `config.json` since Transformers told them to delete the section."""
 
-_AGAIN = "copy the folder again, or convert the model again"
+AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
 P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
 Entry = LayerPlan | AttentionPlan
 
 
-def check_format_version(version: Any) -> None:
-    """Refuses a format that is newer than this version of tcompress.
-
-    Raises:
-        ArtifactError: The version is not an integer from 1 to `FORMAT_VERSION`.
-    """
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        raise ArtifactError(
-            f"the model has format version `{version}`, this tcompress reads up to "
-            f"{FORMAT_VERSION}",
-            "upgrade: `pip install --upgrade tcompress`",
-        )
-
-
 def needed_version(attention: Sequence[AttentionPlan], *, drawn: bool = False) -> int:
-    """Returns the oldest format that can hold a plan, so that older readers can have it.
-
-    Args:
-        attention: Attentions that have another mechanism.
-        drawn: Whether the model began at random, which the manifest says.
-    """
+    """Returns the oldest format that can hold a plan, so that older readers can have it."""
     return 3 if drawn else 2 if attention else 1
 
 
@@ -78,17 +60,16 @@ def quantization_section(
 
     Args:
         layers: The rewritten layers.
-        attention: Attentions with another mechanism.
+        attention: The replaced attentions.
         forms: Other modules that have another form.
         **facts: Of weights that are less than the class in `architectures`: `stored_as`, the class
             that they are, and `absent`, names in the model of tensors that are not stored.
     """
-    plan = {"layers": [entry.model_dump(mode="json", exclude_defaults=True) for entry in layers]}
+    plan = {"layers": _dumped(layers)}
     if attention:
-        dumped = [entry.model_dump(mode="json", exclude_defaults=True) for entry in attention]
-        plan["attention"] = dumped
+        plan["attention"] = _dumped(attention)
     if forms:
-        plan["forms"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in forms]
+        plan["forms"] = _dumped(forms)
     section = {
         "quant_method": CALLED,
         "note": NOTE,
@@ -97,6 +78,10 @@ def quantization_section(
         **facts,
     }
     return {**section, "digest": section_digest(section)}
+
+
+def _dumped(entries: Sequence[LayerPlan | AttentionPlan | FormPlan]) -> list[dict[str, Any]]:
+    return [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
 
 
 def section_digest(section: Mapping[str, Any]) -> str:
@@ -118,33 +103,38 @@ def first_problem(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What differs from the family's own model.
-
-    Attributes:
-        layers: Layers that are stored in a structure.
-        attention: Attentions that have another mechanism.
-        forms: Other modules that have another form.
-    """
+    """What differs from the family's own model: layers, attentions and other modules."""
 
     layers: tuple[LayerPlan, ...]
     attention: tuple[AttentionPlan, ...] = ()
     forms: tuple[FormPlan, ...] = ()
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries that store tensors of their own."""
+        return (*self.layers, *self.attention)
+
+    def renamed(self, keys: Collection[str]) -> Rebuilt:
+        """Renames the plan like stored tensors of a model that was saved again with another head.
+
+        A model saved without its head, or with a head added, stores the same layers under names
+        that lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it
+        was. A plan whose tensors are not found keeps its names.
+        """
+        attention = _renamed_like(self.attention, keys)
+        return replace(self, layers=_renamed_like(self.layers, keys), attention=attention)
+
 
 def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Rebuilt:
-    """Reads the plan back.
-
-    Args:
-        section: The section of `config.json`.
-        wanted: The plan in the manifest, if there is one.
+    """Reads the plan of a section of `config.json` back.
 
     Raises:
-        ArtifactError: It is damaged, or differs from the manifest's; entries are named.
+        ArtifactError: It is damaged, or differs from `wanted`, the manifest's; entries are named.
     """
-    version, plan = section.get("format_version"), section.get("plan")
-    check_format_version(version)
+    check_format_version(section.get("format_version"))
+    plan = section.get("plan")
     if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), list):
-        raise ArtifactError("`quantization_config` in `config.json` has no plan", _AGAIN)
+        raise ArtifactError("`quantization_config` in `config.json` has no plan", AGAIN)
     found = Rebuilt(
         _parsed(plan["layers"], LayerPlan, "layer"),
         _parsed(plan.get("attention", []), AttentionPlan, "attention"),
@@ -153,25 +143,25 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
     if wanted is not None and found != wanted:
         raise ArtifactError(
             f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
-            _AGAIN,
+            AGAIN,
         )
     if "digest" in section and section["digest"] != section_digest(section):
         raise ArtifactError(
             "the plan in `config.json` was changed since it was written (its digest differs)",
-            _AGAIN,
+            AGAIN,
         )
     return found
 
 
 def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
     if not isinstance(entries, list):
-        raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", _AGAIN)
+        raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", AGAIN)
     found = []
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
         try:
             found.append(made := kind.model_validate(entry))
-            if isinstance(made, LayerPlan | AttentionPlan):
+            if not isinstance(made, FormPlan):
                 stored_tensors(made)
         # What sizes that do not go together make of shapes may be anything.
         except Exception as error:
@@ -187,9 +177,8 @@ def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
     ours, theirs = _named(found), _named(wanted)
     texts = [f"`{name}` is missing" for _, name in theirs.keys() - ours.keys()]
     texts += [f"`{name}` is not in `{MANIFEST}`" for _, name in ours.keys() - theirs.keys()]
-    for key in [key for key in ours if key in theirs and ours[key] != theirs[key]]:
-        fields = vars(ours[key]).items()
-        changed = [name for name, value in fields if value != getattr(theirs[key], name)]
+    for key in (key for key in ours if ours[key] != theirs.get(key, ours[key])):
+        changed = [name for name, value in ours[key] if value != getattr(theirs[key], name)]
         texts.append(f"`{key[1]}` differs in {listed(changed)}")
     more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more if texts else "entries stand twice, or in another order"
@@ -197,12 +186,11 @@ def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
 
 def _named(plan: Rebuilt) -> dict[tuple[str, str], Any]:
     """All entries by kind and name."""
-    found: dict[tuple[str, str], Any] = {}
-    for kind, entries in vars(plan).items():
-        for entry in entries:
-            name = f"{entry.name}.{entry.parameter}" if kind == "layers" else entry.name
-            found[kind, name] = entry
-    return found
+    return {
+        (kind, f"{entry.name}.{entry.parameter}" if kind == "layers" else entry.name): entry
+        for kind, entries in vars(plan).items()
+        for entry in entries
+    }
 
 
 def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
@@ -212,124 +200,60 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
         if entry.guard is not None:
             stored[f"{entry.guard.name}.{FACTOR_PREFIX}weight"] = entry.guard.shape
         return stored
-    if entry.kind != "experts":
-        names = dict(entry.tensor_shapes)
-        names["weight"] = (0,)
-    else:
-        child = child_of(entry.parameter)
-        names = {f"{child}.{name}": shape for name, shape in entry.tensor_shapes.items()}
-        names[entry.parameter] = (0,)
-    return {f"{entry.name}.{name}": shape for name, shape in names.items()}
+    prefix = f"{child_of(entry.parameter)}." if entry.kind == "experts" else ""
+    shapes = {f"{prefix}{name}": shape for name, shape in entry.tensor_shapes.items()}
+    shapes[entry.parameter] = (0,)  # the guard under the dense name
+    return {f"{entry.name}.{name}": shape for name, shape in shapes.items()}
 
 
-def renamed_like(layers: Sequence[E], keys: Collection[str]) -> tuple[E, ...]:
-    """Renames a plan like the weights of a model that was saved again with another head.
-
-    A model saved without its head, or with a head added, stores the same layers under names that
-    lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it was.
-
-    Args:
-        layers: The plan.
-        keys: Names of the stored tensors.
-
-    Returns:
-        The plan with the names found; as it was if they are not found.
-    """
-    marks = [key for layer in layers[:1] for key in stored_tensors(layer)]
-    if not marks or marks[0] in keys:
-        return tuple(layers)
+def _renamed_like(layers: tuple[E, ...], keys: Collection[str]) -> tuple[E, ...]:
+    mark = next(iter(stored_tensors(layers[0])), "") if layers else ""
+    if not mark or mark in keys:
+        return layers
     for key in keys:
-        if key.endswith(f".{marks[0]}"):
-            return tuple(_moved(layer, "", key.removesuffix(marks[0])) for layer in layers)
-        if marks[0].endswith(f".{key}"):
-            return tuple(_moved(layer, marks[0].removesuffix(key), "") for layer in layers)
-    return tuple(layers)
+        if key.endswith(f".{mark}"):
+            return tuple(_moved(layer, "", key.removesuffix(mark)) for layer in layers)
+        if mark.endswith(f".{key}"):
+            return tuple(_moved(layer, mark.removesuffix(key), "") for layer in layers)
+    return layers
 
 
 def _moved(entry: E, lost: str, gained: str) -> E:
     def move(name: str) -> str:
         return gained + name.removeprefix(lost)
 
+    def moved(item: Any) -> Any:
+        return item.model_copy(update={"name": move(item.name)})
+
     changed: dict[str, Any] = {"name": move(entry.name), "block": move(entry.block)}
     if isinstance(entry, AttentionPlan):
-        own = [layer.model_copy(update={"name": move(layer.name)}) for layer in entry.unused]
-        changed |= {"unused": tuple(own), "like": move(entry.like)}
-        if entry.guard is not None:
-            named = {"name": move(entry.guard.name)}
-            changed["guard"] = entry.guard.model_copy(update=named)
+        changed |= {"unused": tuple(map(moved, entry.unused)), "like": move(entry.like)}
+        changed["guard"] = entry.guard and moved(entry.guard)
         return entry.model_copy(update=changed)
-    if entry.input_of:
-        changed["input_of"] = move(entry.input_of)
+    changed["input_of"] = entry.input_of and move(entry.input_of)
     changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
     return entry.model_copy(update=changed)
 
 
-# Strict comparison of stored tensors with the plan, before anything is loaded.
-
-
 _SHOWN = 12
-_MARK = ".tc_"
+_MARK = f".{FACTOR_PREFIX}"
 
 
-def stored_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Reads names and shapes from the headers of weight files; others than safetensors are not.
-
-    Raises:
-        ArtifactError: A file cannot be read.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        if not file.endswith(".safetensors"):
-            continue
-        try:
-            with safe_open(file, "pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 - not a mapping
-                    shapes[key] = tuple(shard.get_slice(key).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(
-                f"`{file}` cannot be read: {error}", "copy or convert the model again"
-            ) from error
-    return shapes
-
-
-def verify_headers(
-    plan: Rebuilt, found: Mapping[str, tuple[int, ...]], needed: Collection[str] | None = None
+def verify_shapes(
+    needed: Sequence[Entry], found: Mapping[str, tuple[int, ...]], known: Sequence[Entry] = ()
 ) -> None:
-    """Compares the headers of weight files with the plan.
+    """Compares shapes of stored tensors with the plan, before anything is loaded.
 
     Args:
-        plan: The plan.
+        needed: Entries that must be stored.
         found: Shapes of all stored tensors.
-        needed: Names of the layers and attentions that must be there; default all.
+        known: Entries that may be stored too.
 
     Raises:
         ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
     """
-    asked: tuple[Entry, ...] = (*plan.layers, *plan.attention)
-    known: tuple[Entry, ...] = (
-        *renamed_like(plan.layers, found),
-        *renamed_like(plan.attention, found),
-    )
-    chosen = [
-        new for old, new in zip(asked, known, strict=True) if needed is None or old.name in needed
-    ]
-    verify_shapes(chosen, found, known)
-
-
-def verify_shapes(
-    layers: Sequence[Entry],
-    found: Mapping[str, tuple[int, ...]],
-    known: Sequence[Entry] = (),
-) -> None:
-    """Compares shapes of stored tensors with the plan; see `verify_headers`.
-
-    Args:
-        layers: Layers that must be stored.
-        found: Shapes of all stored tensors.
-        known: Layers that may be stored too.
-    """
     expected: dict[str, tuple[int, ...]] = {}
-    for entry in layers:
+    for entry in needed:
         expected |= stored_tensors(entry)
     allowed = {name for entry in known for name in stored_tensors(entry)} | set(expected)
     problems = [f"`{name}` is missing" for name in expected if name not in found]
@@ -352,42 +276,12 @@ def verify_shapes(
         )
 
 
-# Writes safetensors shards one tensor at a time.
-#
-# All names, shapes and dtypes are known before the first value is, so a shard's header is written
-# first and values follow as they are made: memory never holds more than one tensor, where
-# `save_file` would need the whole shard.
-
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_NAMES = {getattr(torch, kind, None): name for name, (kind, _) in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that will be written.
-
-    Attributes:
-        key: Its name.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """A tensor that will be written."""
 
     key: str
     shape: tuple[int, ...]
@@ -408,12 +302,7 @@ class Shard:
 
 
 def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
-    """Distributes tensors over files.
-
-    Args:
-        tensors: What will be written, in the order in which it is made.
-        largest: Largest file, such as `2GB`.
-    """
+    """Distributes tensors, in the order in which they are made, over files of a largest size."""
     by_key = {item.key: item for item in tensors}
     meta = {item.key: torch.empty(item.shape, dtype=item.dtype, device="meta") for item in tensors}
     split = split_torch_state_dict_into_shards(
@@ -421,13 +310,9 @@ def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
     )
     return [
         # Wide elements first: every tensor then starts at a multiple of its element size.
-        Shard(file, tuple(sorted((by_key[key] for key in keys), key=_descending_size)))
+        Shard(file, tuple(sorted((by_key[key] for key in keys), key=lambda it: -it.dtype.itemsize)))
         for file, keys in split.filename_to_tensors.items()
     ]
-
-
-def _descending_size(item: Stored) -> int:
-    return -item.dtype.itemsize
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -443,16 +328,17 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 def write_shard(
     folder: Path, shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
 ) -> str:
-    """Writes one shard beside its final name, then renames it.
+    """Writes one shard beside its final name, then renames it; returns its SHA-256.
+
+    All names, shapes and dtypes are known before the first value is, so the header is written first
+    and values follow as they are made: memory never holds more than one tensor, where `save_file`
+    would need the whole shard.
 
     Args:
         folder: Folder of the shard.
         shard: What it holds.
         value: Makes the value of a tensor.
         written: Called with the bytes of every tensor written.
-
-    Returns:
-        SHA-256 of the file.
     """
     digest = hashlib.sha256()
     with beside(folder / shard.file) as other, other.open("xb") as file:
@@ -465,33 +351,19 @@ def write_shard(
 def _chunks(
     shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
 ) -> Iterator[bytes | memoryview]:
-    header = _header(shard.tensors)
-    yield len(header).to_bytes(8, "little")
-    yield header
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for item in shard.tensors:
+        start, stop = stop, stop + item.nbytes
+        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape, "data_offsets": [start, stop]}
+        entries[item.key] = facts
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    header = text + b" " * (-len(text) % 8)
+    yield len(header).to_bytes(8, "little") + header
     for item in shard.tensors:
         tensor = value(item)
-        if tuple(tensor.shape) != item.shape or tensor.dtype != item.dtype:
-            raise TCompressError(
-                f"`{item.key}` came out as {list(tensor.shape)} {tensor.dtype}, "
-                f"planned were {list(item.shape)} {item.dtype}",
-                "please report this",
-            )
+        assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item.key
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data
         written(item.nbytes)
-
-
-def _header(tensors: Iterable[Stored]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for item in tensors:
-        stop = start + item.nbytes
-        entries[item.key] = {
-            "dtype": _NAMES[item.dtype],
-            "shape": list(item.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)

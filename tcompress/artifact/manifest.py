@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
-from tcompress.artifact.format import Rebuilt, check_format_version, first_problem
+from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
 from tcompress.models.names import MANIFEST
@@ -29,12 +29,9 @@ class SourceFacts(_Section):
 
     Attributes:
         id: Hub id, or folder.
-        revision: Commit on the hub.
         fingerprint: Identifies its weights.
-        bytes: Bytes of its tensors.
         config: Its `config.json`, where that of the converted model has other numbers.
-        init: Whether it was trained before, or drawn at random; then there is nothing to imitate.
-        seed: Seed that it was drawn from.
+        init: Whether it was trained before, or began at random; then there is nothing to imitate.
     """
 
     id: str
@@ -65,14 +62,7 @@ class Interval(_Section):
 
 
 class Difference(_Section):
-    """The paired difference between a model and the baseline, on the same examples.
-
-    Attributes:
-        baseline: Name of the baseline.
-        baseline_value: Its number.
-        value: The model's number minus the baseline's.
-        interval: Bootstrap interval of the difference.
-    """
+    """The paired difference between a model and a baseline, on the same examples."""
 
     baseline: str
     baseline_value: float
@@ -145,15 +135,7 @@ class Speed(_Section):
 
 
 class CurvePoint(_Section):
-    """State of a training run after a step.
-
-    Attributes:
-        step: Optimizer steps so far.
-        loss: Mean training loss since the point before.
-        validation: Loss on held-out data, or the task's metric.
-        learning_rate: Learning rate of that step.
-        seconds: Time since the start, evaluations counted.
-    """
+    """State of a training run after a step: `loss` is the mean since the point before."""
 
     step: int
     loss: float | None = None
@@ -169,19 +151,10 @@ class TrainingFacts(_Section):
         stage: `blocks` or `end-to-end`.
         task: The task, or None if the model was healed on unlabeled data.
         teacher: The model that was imitated, if any.
-        data: Name of the data.
-        data_fingerprint: Its SHA-256.
-        objectives: Weights of the terms of the loss.
-        settings: All settings of the run.
-        steps: Optimizer steps done.
         samples: Examples seen, repetitions counted.
         tokens: Tokens seen, padding not counted.
-        seconds: Duration.
         validation: Name of the validated number.
-        best_step: Step whose weights were kept.
-        best: Its validated number.
-        curve: The run's course.
-        environment: Versions, device, threads, processes.
+        best_step: Step whose weights are those of the model, with the number `best`.
     """
 
     stage: str
@@ -205,10 +178,8 @@ class TrainingFacts(_Section):
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement.
 
-    Attributes:
-        digest: SHA-256 of the file with zeros in the place of these digits; older ones have none.
-        checksums: SHA-256 of every other file by name; in older ones of weight files only.
-        sizes: Their bytes; older ones have none.
+    Older ones have no `digest` (SHA-256 of the file with zeros in its place) and no `sizes` (bytes
+    by name), and checksums (SHA-256 by name) of weight files only.
     """
 
     format_version: int = 1
@@ -236,7 +207,7 @@ class Manifest(_Section):
 
     @property
     def is_untrained(self) -> bool:
-        """Whether its weights are as they were drawn at random."""
+        """Whether its weights are still random."""
         return self.source.init == "random" and not self.training
 
 
@@ -267,7 +238,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         ArtifactError: It is of a newer format, or damaged.
     """
     try:
-        raw = read_sealed(folder, check_format_version)
+        raw = read_sealed(folder)
         return None if raw is None else Manifest.model_validate(raw)
     except ArtifactError:
         raise
@@ -278,34 +249,29 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-# The model card that a conversion or a training run writes.
-
-
 def model_card(manifest: Manifest) -> str:
     """Renders the card: what was done, what it costs, how to load it."""
-    plan = manifest.plan
-    name = Path(manifest.source.id).name if Path(manifest.source.id).exists() else None
-    drawn = manifest.source.init == "random"
-    base = "" if name or drawn else f"base_model: {manifest.source.id}\n"
-    shown, tags = name or manifest.source.id, "- tcompress\n"
+    plan, source = manifest.plan, manifest.source
+    local, random = Path(source.id).exists(), source.init == "random"
+    base = "" if local or random else f"base_model: {source.id}\n"
+    shown = Path(source.id).name if local else source.id
+    tag = first = loading = ""
     if plan.changes_model or plan.depth:
-        done = "from scratch" if drawn else "compressed"
-        title, tags = (
-            f"{shown}, {done} with `{plan.method}`",
-            tags + f"- {done.replace(' ', '-')}\n",
-        )
-        body, loading = _conversion(manifest), "It loads without tcompress. "
-        if plan.changes_model:
-            loading = "Without `import tcompress`, loading stops with an error. "
+        done = "from scratch" if random else "compressed"
+        title, body = f"{shown}, {done} with `{plan.method}`", _conversion(manifest)
+        tag, loading = f"- {done.replace(' ', '-')}\n", "It loads without tcompress. "
+    elif random:
+        title, body = f"{shown} from scratch", _start(manifest) + _trained(manifest)
     else:
-        title, body, loading = f"{shown}, trained with tcompress", _trained(manifest), ""
-        if drawn:
-            title, body = f"{shown} from scratch", _fitted(manifest) + body
-    first = "import tcompress\n" if plan.changes_model else ""
+        title, body = f"{shown}, trained with tcompress", _trained(manifest)
+    if plan.changes_model:
+        first = "import tcompress\n"
+        loading = "Without `import tcompress`, loading stops with an error. "
     return f"""---
 library_name: transformers
 {base}tags:
-{tags}---
+- tcompress
+{tag}---
 
 # {title}
 
@@ -326,19 +292,17 @@ def _conversion(manifest: Manifest) -> str:
     rows = [("all parameters", f"{plan.parameters:,}", f"{plan.parameters - plan.saved:,}")]
     done = []
     if plan.layers:
-        rows = [
-            ("rewritten layers", f"{len(plan.layers)}", f"{len(plan.layers)}"),
-            ("their parameters", f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"),
-            *rows,
-        ]
+        own = f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"
+        count = f"{len(plan.layers)}"
+        rows = [("rewritten layers", count, count), ("their parameters", *own), *rows]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     for item in plan.embeddings:
         rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
         done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
     if plan.attention:
         kinds = sorted({entry.layout.mechanism for entry in plan.attention})
-        count = len(plan.attention)
-        done.append(f"{' and '.join(kinds)} attention in {count} block{'s' * (count > 1)}")
+        count = f"{len(plan.attention)} block{'s' * (len(plan.attention) > 1)}"
+        done.append(f"{' and '.join(kinds)} attention in {count}")
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
@@ -351,43 +315,39 @@ def _conversion(manifest: Manifest) -> str:
 |---|---|---|
 {table}
 
-{_fitted(manifest)}{_trained(manifest)}"""
+{_start(manifest)}{_trained(manifest)}"""
 
 
-def _fitted(manifest: Manifest) -> str:
-    """What the weights follow from, before any training."""
+def _start(manifest: Manifest) -> str:
+    """What the weights were before any training, and what the rewritten layers lost."""
     if manifest.source.init == "random":
         return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
     facts = manifest.calibration
-    return f"Calibration: {facts.name} ({facts.samples} samples). {_errors(manifest)}"
-
-
-def _errors(manifest: Manifest) -> str:
-    """What the rewritten layers lost."""
+    data = f"Calibration: {facts.name} ({facts.samples} samples). "
     if not manifest.plan.entries:
-        return ""
-    errors = [value for fit in manifest.fit.values() for value in _shown(fit)]
+        return data
+    kinds = ("held_out", "calibration", "weight")
+    found = [[fit[kind] for kind in kinds if kind in fit][:1] for fit in manifest.fit.values()]
+    errors = [error for first in found for error in first]
     mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
-    kind = "held-out output error" if manifest.calibration.name != "none" else "weight error"
+    kind = "held-out output error" if facts.name != "none" else "weight error"
     after = " before training" if manifest.training else ""
-    return f"Mean relative {kind} of the rewritten layers{after}: {mean}. "
+    return f"{data}Mean relative {kind} of the rewritten layers{after}: {mean}. "
 
 
 def _trained(manifest: Manifest) -> str:
     """What training did, one sentence a run."""
-    if not manifest.training and manifest.source.init == "random":
-        return "Not trained: train before use."
-    if not manifest.training:
-        return "Not healed: fine-tune before use."
-    return "\n".join(map(_sentence, manifest.training))
+    if manifest.training:
+        return "\n".join(map(_sentence, manifest.training))
+    random = manifest.source.init == "random"
+    return "Not trained: train before use." if random else "Not healed: fine-tune before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:
     what = "Healed" if facts.task is None else f"Fine-tuned for {facts.task}"
-    teacher = facts.teacher
-    if teacher is not None:
-        # Folders of one machine mean nothing to others.
-        teacher = Path(teacher).name if Path(teacher).exists() else teacher
+    teacher = facts.teacher or ""
+    if teacher and Path(teacher).exists():  # folders of one machine mean nothing to others
+        teacher = Path(teacher).name
     by = f", taught by {teacher}" if teacher else ""
     start = next((point.validation for point in facts.curve if point.validation is not None), None)
     before = "" if start is None else f", {start:.4g} at the start"
@@ -395,10 +355,3 @@ def _sentence(facts: TrainingFacts) -> str:
         f"{what} for {facts.steps:,} steps on {facts.data} ({facts.samples:,} examples seen){by}; "
         f"{facts.validation} on held-out data {facts.best:.4g}{before}."
     )
-
-
-def _shown(fit: dict[str, float]) -> list[float]:
-    for kind in ("held_out", "calibration", "weight"):
-        if kind in fit:
-            return [fit[kind]]
-    return []

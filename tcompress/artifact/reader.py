@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from tcompress.artifact.checksums import damages, files_in
-from tcompress.artifact.format import check_format_version, parse_plan, renamed_like, verify_shapes
+from tcompress.artifact.checksums import check_format_version, damages, files_in
+from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.errors import ArtifactError, InputError, read_settings
+from tcompress.errors import ArtifactError, InputError, Problems, read_settings
 from tcompress.models import SourceModel, resolve
 from tcompress.models.names import CARD, MANIFEST, METHODS
 from tcompress.models.store import WeightStore
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
-
-_AGAIN = "copy the folder again, or convert the model again"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +26,7 @@ class Artifact:
         folder: Its folder.
         config: Content of `config.json`.
         layers: The rewritten layers, from `config.json`, named as in the weight files.
-        attention: The attentions that have another mechanism, likewise.
+        attention: The replaced attentions, likewise.
         forms: Other modules that have another form, likewise.
         manifest: Content of `tcompress.json`; None if the model was saved again elsewhere.
         store: Its weights, of which only the headers were read.
@@ -50,9 +44,6 @@ class Artifact:
     def open(cls, folder: Path | str) -> Artifact:
         """Opens a converted model and compares its weight files with its plan.
 
-        Args:
-            folder: Folder of the model.
-
         Raises:
             ArtifactError: There is no converted model, its format is newer than this tcompress,
                 or it is damaged; all damages are in one error.
@@ -61,50 +52,46 @@ class Artifact:
         config = _read_config(folder, strict=True)
         section = _section(config)
         if section is None:
-            if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
-                raise ArtifactError(
-                    f"`{folder}` has fewer blocks than its source, but no rewritten layer: it is a "
-                    "plain model already",
-                    "use it as it is; it needs no tcompress",
-                )
-            raise ArtifactError(
-                f"`{folder}` is a model that was not converted by tcompress",
-                f"convert it first: `tcompress convert {shlex.quote(str(folder))}`",
-            )
+            raise _not_converted(folder)
         # Nothing more can be said of a format that is not known.
         check_format_version(section.get("format_version"))
-        problems: list[InputError] = []
-        store = _attempt(problems, lambda: WeightStore.open(folder))
-        manifest = _attempt(problems, lambda: read_manifest(folder))
-        plan = None if manifest is None else manifest.rebuilt
-        found = _attempt(problems, lambda: parse_plan(section, plan))
-        if found is not None and store is not None:
-            shapes = {key: tuple(store.shape(key)) for key in store.keys()}  # noqa: SIM118
-            layers = renamed_like(found.layers, shapes)
-            attention = renamed_like(found.attention, shapes)
-            _attempt(problems, partial(verify_shapes, (*layers, *attention), shapes))
-        if problems or found is None or store is None:
-            raise _joined(folder, problems)
-        return cls(folder, config, layers, attention, found.forms, manifest, store)
+        problems = Problems()
+        store = manifest = plan = None
+        with problems.collected():
+            store = WeightStore.open(folder)
+        with problems.collected():
+            manifest = read_manifest(folder)
+        with problems.collected():
+            plan = parse_plan(section, manifest.rebuilt if manifest else None)
+        if plan is not None and store is not None:
+            shapes = {key: store.shape(key) for key in store.keys()}  # noqa: SIM118
+            plan = plan.renamed(shapes)
+            with problems.collected():
+                verify_shapes(plan.entries, shapes)
+        if problems.found or plan is None or store is None:
+            raise _joined(folder, problems.found)
+        return cls(folder, config, plan.layers, plan.attention, plan.forms, manifest, store)
 
     def verify_checksums(self) -> None:
-        """Reads all files and compares their SHA-256 with the manifest.
-
-        Raises:
-            ArtifactError: A file differs, is missing or was added, or there is no manifest.
-        """
+        """Reads all files and compares them with the manifest; see `verify_files`."""
         verify_files(self.folder)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What was compared with the manifest's checksums.
+def _not_converted(folder: Path) -> ArtifactError:
+    if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
+        return ArtifactError(
+            f"`{folder}` has fewer blocks than its source, but no rewritten layer: it is a plain "
+            "model already",
+            "use it as it is; it needs no tcompress",
+        )
+    return ArtifactError(
+        f"`{folder}` is a model that was not converted by tcompress",
+        f"convert it first: `tcompress convert {shlex.quote(str(folder))}`",
+    )
 
-    Attributes:
-        files: Number of files, the manifest itself counted where it has a digest.
-        bytes: Their bytes.
-        others: Files in the folder that the manifest does not know.
-    """
+
+class Verified(NamedTuple):
+    """What was compared with the checksums of a manifest, and `others`, which it does not know."""
 
     files: int
     bytes: int
@@ -124,8 +111,7 @@ def verify_files(folder: Path) -> Verified:
             f"`{folder}` has no `{MANIFEST}`, so there are no checksums to compare",
             "only the folders that `tcompress convert` and `tcompress finetune` write have them",
         )
-    _compare(folder, manifest, again=True)
-    _check_plan(folder, manifest)
+    _compare(folder, manifest, card=True)
     names = [*manifest.checksums, *([MANIFEST] if manifest.digest else [])]
     names = [name for name in names if name != CARD or (folder / name).is_file()]
     size = sum((folder / name).stat().st_size for name in names)
@@ -134,9 +120,7 @@ def verify_files(folder: Path) -> Verified:
 
 
 def check_files(folder: Path) -> Artifact | None:
-    """Compares files with the manifest before a model is used, if it has one.
-
-    Sizes are compared every time, contents once for each state of a file.
+    """Compares sizes and contents with the manifest before a model is used, if it has one.
 
     Returns:
         The converted model; None for another one.
@@ -146,54 +130,44 @@ def check_files(folder: Path) -> Artifact | None:
     """
     manifest = read_manifest(folder)
     if manifest is not None:
-        _compare(folder, manifest, again=False)
-        return _check_plan(folder, manifest)
+        return _compare(folder, manifest)
     return Artifact.open(folder) if is_converted(folder) else None
 
 
-def _check_plan(folder: Path, manifest: Manifest) -> Artifact | None:
+def open_checked(
+    name: str, revision: str | None = None, token: str | None = None, trust: bool = False
+) -> SourceModel:
+    """Opens a dense or converted model to use it; arguments as for `SourceModel.open`.
+
+    Raises:
+        SourceError: There is no such model, or it cannot be read.
+        ArtifactError: Files are not as they were written.
+    """
+    check_files(resolve(name, revision, token))
+    return SourceModel.open(name, revision, token, trust, converted=True)
+
+
+def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifact | None:
+    """Compares a folder with its manifest; the converted model, None for one that is plain."""
+    weights: list[str] = []
+    with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
+        weights = WeightStore.open(folder).files if manifest.checksums else []
+    problems = damages(folder, manifest.checksums, manifest.sizes, weights, card=card)
+    if problems:
+        raise ArtifactError(
+            f"`{folder}` is not as it was written: {'; '.join(problems)}",
+            f"{AGAIN}; if you changed it on purpose, delete `{folder / MANIFEST}`, which "
+            "describes what was there before",
+        )
     if is_converted(folder):
         return Artifact.open(folder)
     if manifest.plan.changes_model:
         raise ArtifactError(
             f"`config.json` in `{folder}` has no plan, but `{MANIFEST}` says that the model was "
             "converted",
-            _AGAIN,
+            AGAIN,
         )
     return None
-
-
-def open_checked(
-    name: str, revision: str | None = None, token: str | None = None, trust: bool = False
-) -> SourceModel:
-    """Opens a dense or converted model to use it, once its files are known to be intact.
-
-    Args:
-        name: Local folder, alias or hub id.
-        revision: Branch, tag or commit on the hub.
-        token: Access token for the hub.
-        trust: Whether Python code that comes with the model may run.
-
-    Raises:
-        SourceError: There is no such model, or it cannot be read.
-        ArtifactError: Files are not as they were written.
-    """
-    folder = resolve(name, revision, token)
-    check_files(folder)
-    return SourceModel.open(name, revision, token, trust, converted=True)
-
-
-def _compare(folder: Path, manifest: Manifest, *, again: bool) -> None:
-    weights: list[str] = []
-    with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
-        weights = WeightStore.open(folder).files if manifest.checksums else []
-    problems = damages(folder, manifest.checksums, manifest.sizes, used=weights, again=again)
-    if problems:
-        raise ArtifactError(
-            f"`{folder}` is not as it was written: {'; '.join(problems)}",
-            f"{_AGAIN}; if you changed it on purpose, delete `{folder / MANIFEST}`, which "
-            "describes what was there before",
-        )
 
 
 def is_converted(folder: Path | str) -> bool:
@@ -215,7 +189,7 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     try:
         return read_settings(path, strict=strict)
     except ValueError as error:
-        raise ArtifactError(f"`{path}` {error}", _AGAIN) from error
+        raise ArtifactError(f"`{path}` {error}", AGAIN) from error
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -225,18 +199,10 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _attempt(problems: list[InputError], step: Callable[[], T]) -> T | None:
-    try:
-        return step()
-    except InputError as error:
-        problems.append(error)
-        return None
-
-
 def _joined(folder: Path, problems: list[InputError]) -> ArtifactError:
     if len(problems) == 1:
         return ArtifactError(problems[0].message, problems[0].hint)
     lines = "".join(f"\n  - {problem.message}" for problem in problems)
     return ArtifactError(
-        f"the converted model in `{folder}` is damaged, {len(problems)} problems:{lines}", _AGAIN
+        f"the converted model in `{folder}` is damaged, {len(problems)} problems:{lines}", AGAIN
     )

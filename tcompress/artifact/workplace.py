@@ -39,7 +39,6 @@ from tcompress.models.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
 _WEIGHTS = (".safetensors", ".bin")
-_AGAIN = "choose another one with `-o`"
 _KEPT = (
     "what was fitted is kept in `{}`, where the same command goes on, with the same versions of "
     "tcompress and torch"
@@ -53,11 +52,7 @@ def partial_folder(output: Path) -> Path:
 
 
 def check_place(output: Path) -> None:
-    """Refuses, before any work, a place where no folder can be written.
-
-    Raises:
-        InputError: There is something that is no folder, or nothing can be written there.
-    """
+    """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))
     try:
         kind = kind_of(output)
@@ -70,8 +65,7 @@ def check_place(output: Path) -> None:
             raise InputError(f"output `{output}` is {kind}", "choose another folder with `-o`")
         if kind is None and os.path.ismount(output):
             raise InputError(
-                f"output `{output}` is where another disk is mounted, so that it cannot be "
-                "replaced",
+                f"output `{output}` is where another disk is mounted: it cannot be replaced",
                 f"choose a folder inside it, such as `-o {output / 'model'}`",
             )
         _check_own(partial_folder(output))
@@ -86,21 +80,30 @@ def check_output(output: Path, *, force: bool) -> None:
     """Refuses, before any work, to write where that is impossible, or over something.
 
     Raises:
-        InputError: No folder can be written there, or there is one that is not empty; with `force`
-            one that holds something else than a model.
+        InputError: No folder can be written there, or it is not empty; with `force`: it holds
+            something else than a model.
     """
     check_place(output)
-    if not _is_unfinished(partial_folder(output)):  # else the working folder puts that right first
-        _check_contents(output, force=force)
+    folder = partial_folder(output)
+    if not (folder / _MARK).is_file() and not (folder / "replaced").is_dir():
+        _check_contents(output, force=force)  # else what a kill left is put right first
 
 
-def check_replaceable(folder: Path) -> None:
-    """Refuses to remove what does not look like a model.
+def remove_model(folder: Path) -> None:
+    """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
+    _check_contents(folder, force=True)
+    if folder.is_dir():
+        remove(folder)
 
-    Raises:
-        InputError: The folder holds something else; names it.
-    """
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+def _check_contents(output: Path, *, force: bool) -> None:
+    """Refuses a folder that is not empty; with `force`, one that does not look like a model."""
+    names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if names and not force:
+        raise InputError(
+            f"output folder `{output}` is not empty",
+            "choose another one with `-o`, or replace it with `--force`",
+        )
     weights = any(name.endswith(_WEIGHTS) for name in names)
     ours = MANIFEST in names or ("config.json" in names and weights)
     if names and (not ours or ".git" in names):
@@ -108,35 +111,10 @@ def check_replaceable(folder: Path) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = "a `.git`" if ours else "no model"
         raise InputError(
-            f"output folder `{folder}` holds {shown}{more} and {what}, so that `--force` does not "
+            f"output folder `{output}` holds {shown}{more} and {what}, so that `--force` does not "
             "replace it",
             "choose another one with `-o`, or empty it yourself",
         )
-
-
-def remove_model(folder: Path) -> None:
-    """Removes a model folder, if there is one.
-
-    Raises:
-        InputError: It does not look like a model.
-    """
-    check_replaceable(folder)
-    if folder.is_dir():
-        remove(folder)
-
-
-def _check_contents(output: Path, *, force: bool) -> None:
-    if force:
-        check_replaceable(output)
-    elif holds_something(output):
-        raise InputError(
-            f"output folder `{output}` is not empty", f"{_AGAIN}, or replace it with `--force`"
-        )
-
-
-def _is_unfinished(folder: Path) -> bool:
-    """Whether a run was killed while its result took the place of the output."""
-    return (folder / _MARK).is_file() or (folder / "replaced").is_dir()
 
 
 def _check_own(folder: Path) -> None:
@@ -161,11 +139,6 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(config.read_bytes() if config.is_file() else b"").hexdigest()
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same command may end well later, on a mended disk or with other versions."""
-    return isinstance(error, DiskError | WriteError) or not isinstance(error, TCompressError)
-
-
 def _read_mark(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
@@ -179,7 +152,7 @@ class Workplace:
 
     Args:
         output: The folder that will be written.
-        identity: Everything that determines the result; another identity starts afresh.
+        identity: Everything that determines the result; another one starts afresh.
         force: Whether to replace a model that is there.
 
     Attributes:
@@ -247,8 +220,7 @@ class Workplace:
     def _recover(self) -> bool:
         """Completes what a killed run was publishing, or takes it back; nothing old is lost.
 
-        Returns:
-            Whether the output is what this run would write.
+        Tells whether the output is what this run would write.
         """
         mark, old = _read_mark(self.folder), self.folder / "replaced"
         if old.is_dir():  # the system needed two steps
@@ -282,16 +254,11 @@ class Workplace:
         found = []
         for line in self._journal.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
-                fact = json.loads(line)
-                if isinstance(fact, dict) and fact.get("kind") == kind:
-                    found.append(fact)
-        return found
+                found.append(json.loads(line))
+        return [fact for fact in found if isinstance(fact, dict) and fact.get("kind") == kind]
 
     def need(self, size: int) -> None:
-        """Refuses to go on where the disk has no room for what will be written.
-
-        Args:
-            size: Bytes in all, those that are already written included.
+        """Refuses to go on where the disk has no room for so many bytes, written ones included.
 
         Raises:
             DiskError: Less is free.
@@ -313,11 +280,8 @@ class Workplace:
         for path in self.model.rglob("*"):
             sync(path)
         sync(self.model)
-        mark = {
-            "folder": number_of(self.model),
-            "config": _digest(self.model),
-            "identity": self._identity,
-        }
+        number, config = number_of(self.model), _digest(self.model)
+        mark = {"folder": number, "config": config, "identity": self._identity}
         write_text(self.folder / _MARK, json.dumps(mark))
         if holds_something(self.output):
             swap(self.model, self.output, self.folder / "replaced")
@@ -342,10 +306,16 @@ class Workplace:
             yield self
         except BaseException as error:
             refused = disk_error(error, self.output, self._lacking())
-            kept = (keeps or _may_pass)(refused or error)
+            failure = refused or error
+            # The same command may end well later, on a mended disk or with other versions.
+            passing = not isinstance(failure, TCompressError)
+            passing = passing or isinstance(failure, DiskError | WriteError)
+            kept = keeps(failure) if keeps is not None else passing
             if isinstance(error, WriteError):
                 self._distrust()
-                if kept and self._holds_work():
+                own = (_LOCK, _MARK, "identity", self._journal.name)
+                files = (path for path in self.folder.rglob("*") if path.is_file())
+                if kept and any(path.name not in own for path in files):
                     error.hint = f"{error.hint}; {_KEPT.format(self.folder)}"
             self.close() if kept else self.discard()
             if refused is not None:
@@ -359,11 +329,6 @@ class Workplace:
                 self.note(**{**note, "sha256": None})
         with suppress(OSError):
             remove(self.model)
-
-    def _holds_work(self) -> bool:
-        """Whether there are fits or checkpoints that a later run will use."""
-        own = (_LOCK, _MARK, "identity", self._journal.name)
-        return any(path.is_file() and path.name not in own for path in self.folder.rglob("*"))
 
     def discard(self) -> None:
         """Removes the working folder; what is finished and could not be moved stays."""
@@ -380,9 +345,9 @@ class Workplace:
         """Leaves the working folder for a later run."""
         self._lock.release()
 
-    def _clear(self, kept: set[str]) -> None:
+    def _clear(self, spared: set[str]) -> None:
         for item in self.folder.iterdir():
-            if item.name not in kept:
+            if item.name not in spared:
                 remove(item)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
 from tcompress.attention.replacement import (
@@ -18,6 +18,7 @@ from tcompress.attention.replacement import (
     past,
     register,
     repeat_heads,
+    take_tokens,
 )
 from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
@@ -48,18 +49,11 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     windows = True
     pairwise = True
 
-    def arrange(self, spec: GraphSpec, host: Host) -> GraphLayout:
+    def arrange(self, spec: GraphSpec, host: Host) -> dict[str, Any]:
         if host.window is not None and spec.filter_order > 2:
             raise Refusal("a filter of order above 2 reaches beyond the window of this attention")
-        return GraphLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            causal=host.causal,
-            filter_order=spec.filter_order,
-            weighted=spec.name == "tsa",
-            decay=spec.decay,
-        )
+        weighted = spec.name == "tsa"
+        return {"filter_order": spec.filter_order, "weighted": weighted, "decay": spec.decay}
 
     def tensors(self, layout: GraphLayout) -> Shapes:
         shapes: Shapes = {"decay": (layout.heads,)}
@@ -68,7 +62,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         return shapes
 
     def start(
-        self, layout: GraphLayout, generator: torch.Generator, *, pretrained: bool
+        self, layout: GraphLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
         first = log(decay / (1 - decay))
@@ -78,9 +72,8 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         return values
 
     def note(self, layout: GraphLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        if not pretrained:
-            return None
-        return "graph attention has no queries, so a converted model has to be healed"
+        said = "graph attention has no queries, so a converted model has to be healed"
+        return said if pretrained else None
 
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: GraphLayout, seen: Visible
@@ -92,7 +85,7 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         if coefficients is None:
             coefficients = v.new_ones(order, layout.heads)
         coefficients = coefficients[:, None, :, None, None]
-        own = v if rows is None else _take(v, rows)
+        own = v if rows is None else take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, seen, rows)
             return horner(psi, v, coefficients, own)
@@ -101,17 +94,13 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
         pairs = past(keys, keys, k.device)[None, None]
         whole = Visible(pairs if tokens is None else pairs & tokens[:, None, None])
         psi = edges(k, tensors["decay"], layout, whole, None)
-        return _take(horner(psi, v, coefficients, v), rows)
+        return take_tokens(horner(psi, v, coefficients, v), rows)
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, own: Tensor) -> Tensor:
     """Applies sum_k c_k psi^k to values by Horner's rule, without a power of psi.
 
-    Args:
-        psi: Edges.  # (batch, heads, queries, keys)
-        v: Values.  # (batch, heads, keys, head_dim)
-        coefficients: From the power 0 on.  # (order, 1, heads, 1, 1)
-        own: Values of the queries' tokens; others than `v` only where the order is 2.
+    `own` are values of the queries' tokens; others than `v` only where the order is 2.
     """
     y = coefficients[-1] * v
     for coefficient in coefficients[:-1].flip(0):
@@ -124,17 +113,10 @@ def edges(
 ) -> Tensor:
     """Weighs the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
 
-    Args:
-        k: Keys.  # (batch, heads, keys, head_dim)
-        decay: Logit of what one step of distance multiplies by.  # (heads,)
-        layout: The layout.
-        seen: What tokens see of each other.
-        rows: Places of the queries' tokens, if these are not all.  # (batch | 1, queries)
-
-    Returns:
-        The edges.  # (batch, heads, queries, keys)
+    `decay` is the logit of what one step of distance multiplies by (heads,); `rows` are places of
+    the queries' tokens, if these are not all (batch | 1, queries).
     """
-    own = k if rows is None else _take(k, rows)
+    own = k if rows is None else take_tokens(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision
     columns = torch.arange(k.shape[-2], device=k.device)
     places = columns[None] if rows is None else rows
@@ -155,12 +137,6 @@ def _rows(queries: int, keys: int, seen: Visible, device: torch.device) -> Tenso
     if seen.pairs is None:
         return places[None, -queries:]
     return (seen.pairs[:, 0] * places).amax(-1)  # a causal row ends with its own token
-
-
-def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """Picks tokens.  # (batch, heads, keys, width), (batch | 1, queries)."""
-    index = rows[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
-    return x.gather(2, index)
 
 
 register(Graph())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log, prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     spec = KroneckerSpec
     layout_type = KroneckerLayout
 
-    def arrange(self, spec: KroneckerSpec, host: Host) -> KroneckerLayout:
+    def arrange(self, spec: KroneckerSpec, host: Host) -> dict[str, Any]:
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
         if spec.fold and host.grid:
@@ -78,19 +78,11 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             )
         if grid and host.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        drawn = spec.kernel != "softmax"
-        return KroneckerLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            grid=grid,
-            fold=spec.fold,
-            special=special,
-            kernel=spec.kernel,
-            features=(spec.features or 2 * host.head_dim) if drawn else 0,
-            pool=spec.pool,
-            seed=spec.seed if drawn else 0,
-        )
+        found = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
+        if spec.kernel == "softmax":
+            return found
+        features = spec.features or 2 * host.head_dim
+        return {**found, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
         shapes: Shapes = {"scale": (layout.axes, layout.heads)}
@@ -113,11 +105,11 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
             return {}
         generator = torch.Generator().manual_seed(layout.seed)
         width, count = layout.head_dim, layout.features
-        drawn = torch.randn(-(-count // width), width, width, generator=generator)
+        random = torch.randn(-(-count // width), width, width, generator=generator)
         lengths = torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
         if layout.kernel == "smreg":
             lengths = torch.full_like(lengths, width**0.5)
-        turned, upper = torch.linalg.qr(drawn)  # uniform once the signs are
+        turned, upper = torch.linalg.qr(random)  # uniform once the signs are
         turned = turned * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return {"directions": turned.flatten(0, 1)[:count] * lengths}
 
@@ -159,25 +151,11 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
 
 
 def mix_grid(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    tensors: Tensors,
-    layout: KroneckerLayout,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tensors: Tensors, layout: KroneckerLayout
 ) -> Tensor:
     """Mixes the tokens of a grid, one axis at a time.
 
-    Args:
-        q: Queries.  # (batch, heads, tokens, head_dim)
-        k: Keys.  # (batch, heads, tokens, head_dim)
-        v: Values.  # (batch, heads, tokens, head_dim)
-        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-        tensors: `scale`, and `directions` for the kernel `favor`.
-        layout: The layout.
-
-    Returns:
-        The mixed values.  # (batch, heads, tokens, head_dim)
+    `valid` is True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
     """
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
@@ -251,20 +229,11 @@ def _favor(
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Multiplies one axis of a grid by a matrix; axes before it are as they were.
+    """Multiplies one axis of a flat grid by a matrix (batch, heads, new, size).
 
-    Args:
-        factor: The matrix.  # (batch, heads, new, size)
-        x: The grid, flat.  # (batch, heads, tokens, width)
-        sizes: Sizes of the axes; that of `axis` may have changed, the tensor tells.
-        axis: Which one.
+    Axes before it are as they were; that of `sizes` at `axis` may have changed, the tensor tells.
     """
-    before, after = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-    width = x.shape[-1]
-    if before == 1:
-        return (factor @ x.reshape(*x.shape[:2], -1, after * width)).reshape(
-            *x.shape[:2], -1, width
-        )
+    before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
     grid = x.reshape(*x.shape[:2], before, -1, after * width)
     return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)
 

@@ -1,4 +1,4 @@
-"""The modules that serve every mechanism inside a host model."""
+"""The modules that serve every replacement inside a model."""
 
 from __future__ import annotations
 
@@ -14,37 +14,31 @@ from tcompress.attention.replacement import (
     Visible,
     check_alike,
     mechanism,
+    take_tokens,
 )
 from tcompress.errors import DataError, refuse_replica
 
 CHILD = "tc_attn"
-"""Name of the mechanism below the host's attention."""
+"""Name of the replacement below the attention."""
 
 
 class MechanismModule(nn.Module):
-    """Owns the tensors of a mechanism, and mixes tokens.
+    """Owns the tensors of a replacement, and mixes tokens.
 
     Args:
         layout: What it is.
-        name: Name of the host's attention, for errors.
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
+        name: Name of the attention, for errors.
+        **place: Dtype and device of the tensors.
     """
 
-    def __init__(
-        self,
-        layout: MechanismLayout,
-        name: str = "",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, layout: MechanismLayout, name: str = "", **place: Any) -> None:
         super().__init__()
         self.layout, self.name = layout, name
+        self.kind = mechanism(layout.mechanism)
         self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
         self.host_config: Any = None  # the model's, which says how masks are made
-        for key, shape in mechanism(layout.mechanism).tensors(layout).items():
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            self.register_parameter(key, nn.Parameter(empty))
+        for key, shape in self.kind.tensors(layout).items():
+            self.register_parameter(key, nn.Parameter(torch.empty(shape, **place)))
         self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def fill(self, seed: int, *, pretrained: bool, moments: QueryKeyMoments | None = None) -> None:
@@ -52,14 +46,13 @@ class MechanismModule(nn.Module):
 
         Args:
             seed: Seed of what is random.
-            pretrained: Whether the host's projections are trained.
-            moments: Of the host's queries and keys, where they are known.
+            pretrained: Whether to begin near the model's own attention, or as the paper says.
+            moments: Of its queries and keys, where they are known.
         """
         generator = torch.Generator().manual_seed(seed)
-        kind = mechanism(self.layout.mechanism)
-        values = kind.start(self.layout, generator, pretrained=pretrained)
+        values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
-            values |= kind.adapted(self.layout, moments)
+            values |= self.kind.adapted(self.layout, moments)
         with torch.no_grad():
             for key, value in values.items():
                 getattr(self, key).copy_(value)
@@ -74,31 +67,22 @@ class MechanismModule(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> Tensor:
-        """Mixes tokens.
+        """Mixes tokens; arguments as for `Visible.of`.  # (batch, queries, heads, head_dim).
 
-        Args:
-            q: Queries.  # (batch, heads, queries, head_dim)
-            k: Keys.  # (batch, key_heads, keys, head_dim)
-            v: Values.  # (batch, key_heads, keys, head_dim)
-            mask: The host's mask, see `Visible.of`.
-            causal: Whether a host without a mask looks only back.
-            scaling: What the host multiplies scores by; default 1 / sqrt(head_dim).
-
-        Returns:
-            The mixed values.  # (batch, queries, heads, head_dim)
+        `scaling` is what scores are multiplied by; default 1 / sqrt(head_dim).
 
         Raises:
-            DataError: The input does not suit the mechanism; the message names the layer.
+            DataError: The input does not suit the replacement; the message names the layer.
         """
         usual = self.layout.head_dim**-0.5
-        if scaling is not None and scaling != usual:  # some hosts scale their queries before
+        if scaling is not None and scaling != usual:  # some models scale their queries before
             q = q * (scaling / usual)
         try:
             seen = Visible.of(mask, q, k, causal=causal)
             if self.segments is not None:
                 first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
                 seen = replace(seen, first=first)
-            if not mechanism(self.layout.mechanism).pairwise:
+            if not self.kind.pairwise:
                 check_alike(mask, seen)
             mixed = self._mixed(q, k, v, seen)
         except DataError as error:
@@ -107,22 +91,21 @@ class MechanismModule(nn.Module):
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
         """Mixes tokens, among which padding may come first."""
-        kind = mechanism(self.layout.mechanism)
         tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
         tensors |= self._fixed(q)
-        order = seen.padding_last() if kind.ordered(self.layout) else None
+        order = seen.padding_last() if self.kind.ordered(self.layout) else None
         if order is None:
-            return kind.apply(q, k, v, tensors, self.layout, seen)
-        q, k, v = (_moved(x, order) for x in (q, k, v))
-        mixed = kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
-        return _moved(mixed, order.argsort(1))
+            return self.kind.apply(q, k, v, tensors, self.layout, seen)
+        q, k, v = (take_tokens(x, order) for x in (q, k, v))
+        mixed = self.kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
+        return take_tokens(mixed, order.argsort(1))
 
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)
         if key not in self._constants:
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
-                made = mechanism(self.layout.mechanism).constants(self.layout)
+                made = self.kind.constants(self.layout)
                 device, dtype = key
                 self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
         return self._constants[key]
@@ -139,11 +122,6 @@ class MechanismModule(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def _moved(x: Tensor, order: Tensor) -> Tensor:
-    """Puts tokens in another order.  # (batch, heads, tokens, width), (batch | 1, tokens)."""
-    return x.gather(2, order[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
-
-
 class _Guarded(nn.Module):
     """Answers under the dense name with an empty tensor.
 
@@ -153,29 +131,21 @@ class _Guarded(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    def __init__(self, **place: Any) -> None:
         super().__init__()
-        guard = torch.empty(0, dtype=dtype, device=device)
+        guard = torch.empty(0, **place)
         guard._is_hf_initialized = True  # type: ignore[attr-defined]
         self.register_buffer("weight", guard)
 
 
 class UnusedProjection(_Guarded):
-    """Stands where a host calls a projection that its mechanism has no use for.
+    """Stands where a model calls a projection that its attention has no more use for.
 
-    Args:
-        out_features: Width of the output, which is all zeros and takes no memory.
-        dtype: Dtype of the guard.
-        device: Device of the guard.
+    The output, of width `out_features`, is all zeros and takes no memory.
     """
 
-    def __init__(
-        self,
-        out_features: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, out_features: int, **place: Any) -> None:
+        super().__init__(**place)
         self.out_features = out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,29 +164,22 @@ class GuardedLinear(_Guarded):
     plain Transformers from running them with another attention.
 
     Args:
-        shape: Shape of the weight as the host stores it.
+        shape: Shape of the weight as the model stores it.
         bias: Width of the bias, or None without one.
-        transposed: Whether the host stores it as (in, out).
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
+        transposed: Whether the model stores it as (in, out).
+        **place: Dtype and device of the tensors.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        bias: int | None,
-        *,
-        transposed: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, shape: tuple[int, ...], bias: int | None, *, transposed: bool = False, **place: Any
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(**place)
         self.transposed = transposed
-        self.tc_weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        own = None if bias is None else torch.empty(bias, dtype=dtype, device=device)
-        self.register_parameter("bias", None if own is None else nn.Parameter(own))
+        self.tc_weight = nn.Parameter(torch.empty(shape, **place))
+        own = None if bias is None else nn.Parameter(torch.empty(bias, **place))
+        self.register_parameter("bias", own)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.  # (..., in) -> (..., out)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -38,7 +38,7 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
     spec = MultilinearSpec
     layout_type = MultilinearLayout
 
-    def arrange(self, spec: MultilinearSpec, host: Host) -> MultilinearLayout:
+    def arrange(self, spec: MultilinearSpec, host: Host) -> dict[str, Any]:
         length = spec.length or host.tokens
         if length is None:
             raise Refusal("inputs differ in length, and its size is tied to one: give `length`")
@@ -46,16 +46,11 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
             raise Refusal(f"`length` is {length}, and inputs have {host.tokens} tokens")
         if host.longest is not None and length > host.longest:
             raise Refusal(f"`length` is {length}, and the model takes {host.longest} at most")
-        return MultilinearLayout(
-            heads=host.heads, key_heads=host.key_heads, head_dim=host.head_dim, length=length
-        )
+        return {"length": length}
 
     def tensors(self, layout: MultilinearLayout) -> Shapes:
-        width = layout.heads * layout.head_dim
-        return {
-            "core": (layout.heads, layout.head_dim),
-            "out": (layout.length**2, width),
-        }
+        heads, width = layout.heads, layout.head_dim
+        return {"core": (heads, width), "out": (layout.length**2, heads * width)}
 
     def ordered(self, layout: MultilinearLayout) -> bool:
         return True
@@ -66,20 +61,18 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
     def note(
         self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
     ) -> str | None:
-        if not pretrained:
-            return None
-        return (
+        said = (
             "multilinear attention takes nothing from the host's own: its output projection starts "
             "at random, so the model has to be trained"
         )
+        return said if pretrained else None
 
     def start(
         self, layout: MultilinearLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
-        core = torch.zeros(shapes["core"])
-        if not pretrained:
-            core = torch.rand(shapes["core"], generator=generator)
+        size = shapes["core"]
+        core = torch.zeros(size) if pretrained else torch.rand(size, generator=generator)
         spread = (layout.heads * layout.head_dim) ** 0.5 / layout.length
         out = torch.randn(shapes["out"], generator=generator) * spread
         return {"core": core.softmax(-1), "out": out}

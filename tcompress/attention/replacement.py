@@ -1,24 +1,22 @@
-"""What a replacement of attention is: pure functions of a layout, masks, and the registry."""
+"""What a replacement of attention is: pure functions of a layout, masks, and the registry.
+
+It stands where a model has softmax attention: the model projects tokens to queries, keys and values
+per head, the replacement mixes them, and the model projects the result. Its own tensors are few,
+and are stored with the attention. Dropout of attention weights has no counterpart here; other
+dropout stays as it is.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_serializer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,9 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import MechanismSpec
 from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
-
-# Which tokens see which: one form of the many in which hosts hand over their masks.
-
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -40,7 +35,7 @@ _ALIKE = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys every query sees.
+    """Which keys every query sees: one form of the many in which models hand over their masks.
 
     Attributes:
         pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
@@ -74,11 +69,7 @@ class Visible:
         return (~tokens).to(torch.uint8).argsort(dim=1, stable=True)
 
     def in_order(self, order: Tensor) -> Visible:
-        """The same for tokens in another order, where all queries see the same.
-
-        Args:
-            order: Where each token comes from.  # (batch | 1, keys)
-        """
+        """The same for tokens in another order, where all queries see the same."""
         tokens, first = self.tokens, self.first
         if tokens is not None:
             tokens = tokens.gather(1, order)[:, None, None]
@@ -88,14 +79,14 @@ class Visible:
 
     @classmethod
     def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
-        """Reads a host's mask.
+        """Reads a model's mask.
 
         Args:
             mask: None, where only `causal` counts; True, or zero, where a query sees a key; or
                 one where a token is no padding.  # (batch | 1, 1, queries, keys), (batch, keys)
             q: Queries.  # (batch, heads, queries, head_dim)
             k: Keys.  # (batch, key_heads, keys, head_dim)
-            causal: Whether the host looks only back; four-dimensional masks say so themselves.
+            causal: Whether tokens look only back; four-dimensional masks say so themselves.
 
         Raises:
             DataError: The mask has another form, such as that of a compiled kernel.
@@ -121,10 +112,6 @@ class Visible:
 
 def check_alike(mask: Tensor | None, seen: Visible) -> None:
     """Checks that all queries see the same keys, but for those of padding, which see none.
-
-    Args:
-        mask: What a host gave.
-        seen: What was read from it.
 
     Raises:
         DataError: They do not.
@@ -153,21 +140,9 @@ def past(queries: int, keys: int, device: torch.device) -> Tensor:
     return whole.tril(keys - queries)
 
 
-# What a mechanism is: pure functions of a layout, and the registry of all mechanisms.
-#
-# A mechanism stands where a host model has softmax attention: the host projects tokens to queries,
-# keys and values per head, the mechanism mixes them, and the host projects the result. Its own
-# tensors are few, and are stored with the host's attention.
-#
-# Dropout of attention weights has no counterpart here; the host's other dropout stays as it is.
-
-
-NO_TENSORS: Mapping[str, Tensor] = {}
-
-
 @dataclass(frozen=True)
 class Host:
-    """The attention that a mechanism would take the place of.
+    """The attention that would be replaced.
 
     Attributes:
         heads: Number of query heads.
@@ -175,7 +150,7 @@ class Host:
         head_dim: Width of one head.
         causal: Whether a token sees only itself and those before it.
         window: How far a token sees, if it does not see all.
-        biased: Whether the host adds a bias of positions to its scores.
+        biased: Whether a bias of positions is added to scores.
         tokens: Number of tokens of every input, if it is fixed.
         grid: Sizes of the grid on which the last tokens sit; empty without one.
         special: Number of tokens before the grid, such as a class token.
@@ -196,7 +171,7 @@ class Host:
 
 @dataclass(frozen=True)
 class QueryKeyMoments:
-    """Second moments of a host's queries and keys, head by head, float64.
+    """Second moments of queries and keys, head by head, float64.
 
     Attributes:
         queries: E[q q^T].  # (heads, head_dim, head_dim)
@@ -209,15 +184,7 @@ class QueryKeyMoments:
 
 
 class MechanismLayout(BaseModel):
-    """All that is needed to build one mechanism: it is stored in the artefact.
-
-    Attributes:
-        mechanism: Name of the mechanism.
-        heads: Number of query heads.
-        key_heads: Number of heads of keys and values.
-        head_dim: Width of one head.
-        causal: Whether a token sees only itself and those before it.
-    """
+    """All that is needed to build one replacement: it is stored in the artefact."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -228,7 +195,7 @@ class MechanismLayout(BaseModel):
     causal: bool = False
 
     @model_serializer(mode="wrap")
-    def _with_mechanism(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _with_mechanism(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Keeps the name in dumps without defaults: it selects the class on reading."""
         return {"mechanism": self.mechanism, **handler(self)}
 
@@ -246,11 +213,11 @@ class Mechanism(ABC, Generic[S, L]):
         reference: Paper.
         spec: Options.
         layout_type: What is stored.
-        unused: Roles of the host's projections that the mechanism has no use for.
-        causal: Whether a token never sees later ones in a causal host.
-        windows: Whether it keeps to the window of a host.
+        unused: Roles of the projections that it has no use for.
+        causal: Whether a token never sees later ones in a causal model.
+        windows: Whether it keeps to the window of an attention.
         pairwise: Whether every query may see other keys; else all see all but padding.
-        segments: Whether it tells the two texts of a pair apart, where the host does.
+        segments: Whether it tells the two texts of a pair apart.
     """
 
     name: ClassVar[str]
@@ -265,7 +232,7 @@ class Mechanism(ABC, Generic[S, L]):
     segments: ClassVar[bool] = False
 
     def layout(self, spec: S, host: Host) -> L:
-        """Decides sizes for a host, or raises `Refusal`."""
+        """Decides sizes for an attention, or raises `Refusal`."""
         if host.causal and not self.causal:
             raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
         if host.window is not None and not self.windows:
@@ -276,15 +243,16 @@ class Mechanism(ABC, Generic[S, L]):
             raise Refusal("its attention adds a bias of positions, which has no place here")
         if host.heads % host.key_heads:
             raise Refusal(f"{host.heads} heads do not share {host.key_heads} heads of keys evenly")
-        return self.arrange(spec, host)
+        heads = {"heads": host.heads, "key_heads": host.key_heads, "head_dim": host.head_dim}
+        return self.layout_type(**heads, causal=host.causal, **self.arrange(spec, host))
 
     @abstractmethod
-    def arrange(self, spec: S, host: Host) -> L:
-        """Decides sizes for a host that passed the common checks, or raises `Refusal`."""
+    def arrange(self, spec: S, host: Host) -> dict[str, Any]:
+        """Decides what the layout says besides the heads, or raises `Refusal`."""
 
     @abstractmethod
     def tensors(self, layout: L) -> Shapes:
-        """Shapes of the mechanism's own tensors."""
+        """Shapes of its own tensors."""
 
     def macs(self, layout: L, tokens: int) -> int:
         """Multiply-adds of matrix products in a pass over so many tokens, none of them padding."""
@@ -299,8 +267,8 @@ class Mechanism(ABC, Generic[S, L]):
         Args:
             layout: The layout.
             generator: Source of what is random.
-            pretrained: Whether the host's projections are trained, so that the result should be as
-                near to the host's own attention as the mechanism can be; else as in the paper.
+            pretrained: Whether the projections are trained, so that the result should be as near
+                to the model's own attention as it can be; else as in the paper.
         """
 
     def centres_keys(self, layout: L) -> bool | None:
@@ -308,15 +276,7 @@ class Mechanism(ABC, Generic[S, L]):
         return None
 
     def adapted(self, layout: L, moments: QueryKeyMoments) -> dict[str, Tensor]:
-        """Makes those first values in a trained host that depend on its queries and keys.
-
-        Args:
-            layout: The layout.
-            moments: Of the host's queries and keys.
-
-        Returns:
-            Tensors that take the place of those of `start`.
-        """
+        """Makes those first values that depend on queries and keys of a trained model."""
         return {}
 
     @abstractmethod
@@ -329,7 +289,7 @@ class Mechanism(ABC, Generic[S, L]):
             q: Queries.  # (batch, heads, queries, head_dim)
             k: Keys.  # (batch, key_heads, keys, head_dim)
             v: Values.  # (batch, key_heads, keys, head_dim)
-            tensors: The mechanism's own, and its constants.
+            tensors: Its own, and its constants.
             layout: The layout.
             seen: What tokens see of each other; if `ordered`, padding comes last.
 
@@ -337,28 +297,26 @@ class Mechanism(ABC, Generic[S, L]):
             The mixed values.  # (batch, heads, queries, head_dim)
 
         Raises:
-            DataError: The input has more tokens than the mechanism can take.
+            DataError: The input has more tokens than it can take.
         """
 
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""
-        return NO_TENSORS
+        return {}
 
     def ordered(self, layout: L) -> bool:
         """Whether tokens are known by their place, so that padding has to come after them."""
         return False
 
     def longest(self, layout: L) -> int | None:
-        """Most tokens of an input, where the mechanism limits them and the host does not."""
+        """Most tokens of an input, where it limits them and the model does not."""
         return None
 
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
         """What a user should know before converting, if there is anything.
 
-        Args:
-            layout: The layout.
-            longest: Most tokens of an input, if there is a limit.
-            pretrained: Whether the model is converted, and not drawn at random.
+        `longest` is the most tokens of an input, if there is a limit; a model that begins at
+        random is not `pretrained`.
         """
         return None
 
@@ -368,9 +326,8 @@ class Mechanism(ABC, Generic[S, L]):
 def _counted(layout: MechanismLayout, tokens: int) -> int:
     """Multiply-adds as torch counts them in a pass on the meta device."""
     kind, meta = mechanism(layout.mechanism), torch.device("meta")
-    tensors = {
-        name: torch.empty(shape, device=meta) for name, shape in kind.tensors(layout).items()
-    }
+    shapes = kind.tensors(layout).items()
+    tensors = {name: torch.empty(shape, device=meta) for name, shape in shapes}
     tensors |= {name: tensor.to(meta) for name, tensor in kind.constants(layout).items()}
     q, k = (
         torch.empty(1, heads, tokens, layout.head_dim, device=meta)
@@ -389,13 +346,8 @@ def _counted(layout: MechanismLayout, tokens: int) -> int:
 
 
 def spec_name(spec: MechanismSpec) -> str:
-    """Returns the name that selected a mechanism, such as `tsa`."""
+    """Returns the name that selected a replacement, such as `tsa`."""
     return str(spec.name)  # type: ignore[attr-defined]
-
-
-def spec_names(spec: type[MechanismSpec]) -> tuple[str, ...]:
-    """Returns the names that select a mechanism."""
-    return spec.names()
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:
@@ -406,16 +358,13 @@ def as_they_are(device: torch.device) -> AbstractContextManager[object]:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeats heads of keys or values, as hosts with grouped queries do.
-
-    Args:
-        x: Keys or values.  # (batch, key_heads, tokens, head_dim)
-        heads: Number of query heads.
-
-    Returns:
-        One for every query head.  # (batch, heads, tokens, head_dim)
-    """
+    """Repeats heads of keys or values (batch, key_heads, tokens, width) for every query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def take_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Picks tokens.  # (batch, heads, tokens, width), (batch | 1, picked)."""
+    return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
 def _parse_layout(value: Any) -> Any:
@@ -425,7 +374,7 @@ def _parse_layout(value: Any) -> Any:
 
 
 AnyMechanismLayout = Annotated[SerializeAsAny[MechanismLayout], BeforeValidator(_parse_layout)]
-"""A layout of any registered mechanism, as it is read from a plan."""
+"""A layout of any registered replacement, as it is read from a plan."""
 
 
 _MECHANISMS = Registry[Mechanism[Any, Any]]("mechanism")
@@ -433,15 +382,10 @@ register, mechanism = _MECHANISMS.add, _MECHANISMS.named
 
 
 def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
-    """Returns the mechanism that options belong to."""
+    """Returns the replacement that options belong to."""
     return next(item for item in mechanisms() if isinstance(spec, item.spec))
 
 
-def mechanism_named(name: str) -> Mechanism[Any, Any]:
-    """Returns the mechanism that a name selects, such as `tsa`."""
-    return next(item for item in mechanisms() if name in spec_names(item.spec))
-
-
 def mechanisms() -> tuple[Mechanism[Any, Any], ...]:
-    """Returns all mechanisms in the order of registration."""
+    """Returns all replacements in the order of registration."""
     return tuple(_MECHANISMS)

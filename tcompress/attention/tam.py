@@ -1,12 +1,19 @@
-"""Attention of several objects with a Tucker core: queries and keys meet through semantics."""
+"""Attention of several objects with a Tucker core: queries and keys meet through semantics.
+
+A recurrent network may read keys in order, after the context of TAM (paper, section 5.1). The paper
+makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what a network of
+its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and h leave a
+trained model as it is. Two texts are read one by one, each from a fresh state, and their states
+stand side by side again.
+"""
 
 from __future__ import annotations
 
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from tcompress.attention.replacement import (
@@ -22,16 +29,6 @@ from tcompress.linalg.fits import damped_curvature, fit_lowrank_curved
 from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
 from tcompress.structures.base import Shapes, Tensors
 
-# A recurrent network that reads keys in order, after the context of TAM (paper, section 5.1).
-#
-# The paper makes keys and values of GRU(e), with e the word embeddings. Here every layer adds what
-# a network of its own makes of its keys: k + g GRU(k) and v + h GRU(k), so that closed gates g and
-# h leave a trained model as it is.
-#
-# Two texts are read one by one, each from a fresh state, and their states stand side by side again.
-# The network is one of PyTorch's own, called with tensors that a mechanism owns.
-
-
 _NAMES = ("context_in", "context_state", "context_in_bias", "context_state_bias")
 
 
@@ -42,15 +39,10 @@ def gru_tensors(heads: int, width: int) -> Shapes:
     return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
 
 
-def gru_macs(size: int, tokens: int) -> int:
-    """Multiply-adds over so many tokens of one text; of a pair twice as many."""
-    return 6 * size**2 * tokens
-
-
 def start_gru(
-    heads: int, width: int, generator: torch.Generator, *, pretrained: bool
+    heads: int, width: int, generator: Generator, *, pretrained: bool
 ) -> dict[str, Tensor]:
-    """Draws the network as PyTorch does; in a trained host its gates are closed."""
+    """Initialises the network as PyTorch does; in a trained model its gates are closed."""
     bound = (heads * width) ** -0.5
     values = {
         name: torch.empty(shape).uniform_(-bound, bound, generator=generator)
@@ -65,11 +57,7 @@ def add_context(
 ) -> tuple[Tensor, Tensor]:
     """Adds what the network makes of the keys to keys and values, each through its gate.
 
-    Args:
-        k: Keys.  # (batch, heads, tokens, width)
-        v: Values.  # (batch, heads, tokens, width)
-        tensors: The network and its gates.
-        first: True for tokens of the first of two texts.  # (batch, tokens), or None
+    `first` is True for tokens of the first of two texts, or None.  # (batch, tokens)
     """
     read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
     states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
@@ -78,15 +66,9 @@ def add_context(
 
 
 def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
-    """Reads one text, or two of which each begins with a fresh state.
+    """Gives states of the network for one text, or two of which each begins with a fresh state.
 
-    Args:
-        x: States of tokens in order.  # (batch, tokens, size)
-        tensors: The network.
-        first: True for tokens of the first text, which come before the others.
-
-    Returns:
-        States of the network.  # (batch, tokens, size)
+    `first` is True for tokens of the first text, which come before the others.  # (batch, tokens)
     """
     one = _gru(x, tensors)
     if first is None:
@@ -108,9 +90,6 @@ def _gru(x: Tensor, tensors: Tensors) -> Tensor:
     options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
     states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
     return states
-
-
-# Attention of several objects with a Tucker core: queries and keys meet through semantics.
 
 
 RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
@@ -138,27 +117,17 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     layout_type = TamLayout
     segments = True
 
-    def arrange(self, spec: TamSpec, host: Host) -> TamLayout:
-        tucker = spec.core == "tucker"
-        return TamLayout(
-            heads=host.heads,
-            key_heads=host.key_heads,
-            head_dim=host.head_dim,
-            core=spec.core,
-            cores=spec.cores,
-            rank=min(spec.rank or host.head_dim, host.head_dim) if tucker else 0,
-            semantic_rank=min(spec.semantic_rank, host.head_dim) if tucker else 0,
-            normalize=spec.normalize,
-            memory=spec.memory,
-        )
+    def arrange(self, spec: TamSpec, host: Host) -> dict[str, Any]:
+        found = spec.model_dump(include={"core", "cores", "normalize", "memory"})
+        if spec.core != "tucker":
+            return found
+        width = host.head_dim
+        rank, semantic = min(spec.rank or width, width), min(spec.semantic_rank, width)
+        return {**found, "rank": rank, "semantic_rank": semantic}
 
     def tensors(self, layout: TamLayout) -> Shapes:
-        heads, width, rank, own = (
-            layout.heads,
-            layout.head_dim,
-            layout.rank,
-            layout.semantic_rank,
-        )
+        heads, width = layout.heads, layout.head_dim
+        rank, own = layout.rank, layout.semantic_rank
         shapes: Shapes = {
             "semantic_weight": (heads, width, width),
             "semantic_bias": (heads, width),
@@ -180,8 +149,8 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             return super().macs(layout, tokens)
         # The network runs token by token: to count it would take as long as a long text is.
         without = layout.model_copy(update={"memory": "states"})
-        read = gru_macs(layout.key_heads * layout.head_dim, tokens)
-        return super().macs(without, tokens) + read
+        size = layout.key_heads * layout.head_dim
+        return super().macs(without, tokens) + 6 * size**2 * tokens
 
     def ordered(self, layout: TamLayout) -> bool:
         return layout.core == "aligned" or layout.memory == "gru"
@@ -196,22 +165,20 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         )
 
     def start(
-        self, layout: TamLayout, generator: torch.Generator, *, pretrained: bool
+        self, layout: TamLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
         heads, width = layout.heads, layout.head_dim
-        noise = torch.zeros(shapes["core"])
-        if not pretrained:
-            noise = torch.rand(shapes["core"], generator=generator)
-        # With these the scores are the host's own; training lets semantics in.
+        # With these the scores are the model's own; training lets semantics in.
         values = {
             "semantic_weight": torch.zeros(shapes["semantic_weight"]),
             "semantic_bias": torch.ones(heads, width),
-            "core": noise,
+            "core": torch.zeros(shapes["core"]),
         }
         if not pretrained:
-            drawn = torch.randn(shapes["semantic_weight"], generator=generator)
-            values["semantic_weight"] = drawn / width**0.5
+            values["core"] = torch.rand(shapes["core"], generator=generator)
+            random = torch.randn(shapes["semantic_weight"], generator=generator)
+            values["semantic_weight"] = random / width**0.5
             values["semantic_bias"] = torch.zeros(heads, width)
         if layout.core == "tucker":
             values |= self._start_tucker(layout, generator)
@@ -223,7 +190,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
             values["scale"] = torch.full((heads,), log(width) / 2)
         return values
 
-    def _start_tucker(self, layout: TamLayout, generator: torch.Generator) -> dict[str, Tensor]:
+    def _start_tucker(self, layout: TamLayout, generator: Generator) -> dict[str, Tensor]:
         """A core whose first semantic slice is the identity, the others small."""
         shapes, width = self.tensors(layout), layout.head_dim
         core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
@@ -259,26 +226,17 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         if layout.normalize == "none":
             semantics = semantics * count  # the paper's sum; softmax would saturate
         scores = tam_scores(q, k, semantics, tensors, layout)
-        if layout.normalize == "none":
-            if seen.pairs is not None:
-                scores = scores.masked_fill(~seen.pairs, 0)
-            return scores @ v
-        scores = scores * tensors["scale"].exp()[:, None, None]
+        hidden = 0.0
+        if layout.normalize == "softmax":
+            scores = scores * tensors["scale"].exp()[:, None, None]
+            hidden = torch.finfo(scores.dtype).min
         if seen.pairs is not None:
-            scores = scores.masked_fill(~seen.pairs, torch.finfo(scores.dtype).min)
-        return scores.softmax(-1) @ v
+            scores = scores.masked_fill(~seen.pairs, hidden)
+        return (scores.softmax(-1) if layout.normalize == "softmax" else scores) @ v
 
 
 def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:
-    """Averages semantic vectors over their tokens, and counts these.
-
-    Args:
-        s: Semantics.  # (batch, heads, tokens, width)
-        valid: True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-
-    Returns:
-        The mean and the number.  # (batch, heads, width), (batch | 1, 1, 1) or int
-    """
+    """Averages semantic vectors (batch, heads, tokens, width) over valid tokens; counts these."""
     if valid is None:
         return s.mean(2), s.shape[2]
     weights = valid[:, None, :, None].to(s.dtype)
@@ -291,17 +249,8 @@ def tam_scores(
 ) -> Tensor:
     """Scores queries against keys; nothing of queries x keys x semantics is ever built.
 
-    Cores are averaged before they are used: scores are linear in them.
-
-    Args:
-        q: Queries.  # (batch, heads, queries, width)
-        k: Keys.  # (batch, heads, keys, width)
-        semantics: Pooled, or summed, over their tokens.  # (batch, heads, width)
-        tensors: `core`, and the factors of the core `tucker`.
-        layout: The layout.
-
-    Returns:
-        The scores.  # (batch, heads, queries, keys)
+    Cores are averaged before they are used: scores are linear in them. Semantics (batch, heads,
+    width) are pooled, or summed, over their tokens.
     """
     core = tensors["core"].mean(0)
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d

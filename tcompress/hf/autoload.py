@@ -1,4 +1,4 @@
-"""Registers the format and the hosts as soon as Transformers is there, without importing it.
+"""Registers the format and our own models as soon as Transformers is there, without importing it.
 
 `import tcompress` must be enough for `from_pretrained`, but must not cost the seconds that
 importing torch and transformers takes: `tcompress --help` would pay them too. So each registration
@@ -12,28 +12,23 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 METHOD = "tcompress"  # as in tcompress.models.names, which imports more
-_QUANTIZERS = "transformers.quantizers"
-_CONFIGS = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"
-# What hosts are made of. Each may be what loads the Auto classes, and is half loaded then.
+# What our own models are made of. Each may be what loads the Auto classes, and is half loaded then.
 _PARTS = ("transformers.modeling_utils", "transformers.modeling_layers")
 
 _loading: set[str] = set()
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds an awaited module with the other finders, and acts when it has run.
+    """Finds an awaited module with the other finders, and acts when it has run."""
 
-    Args:
-        awaited: Name of the module.
-        act: What to do.
-    """
-
-    def __init__(self, awaited: str, act: Callable[[], None]) -> None:
+    def __init__(self, awaited: str, act: Callable[[], object]) -> None:
         self.awaited, self.act = awaited, act
 
     def find_spec(
@@ -58,14 +53,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _register_format() -> None:
-    from tcompress.hf.quantizer import register
-
-    register()
-
-
 def _register_attention() -> None:
-    """For models that were pickled whole, or sent to another process."""
     from transformers.modeling_utils import AttentionInterface
 
     def mix(*args: Any, **kwargs: Any) -> Any:
@@ -76,19 +64,18 @@ def _register_attention() -> None:
     AttentionInterface.register(METHOD, mix)
 
 
-def _register_configs() -> None:
-    import tcompress.own_models.configs  # noqa: F401
-
-
 def _register_models() -> None:
     if _MODELS in sys.modules and not _loading & {_MODELS, *_PARTS}:
         import tcompress.own_models.grid
         import tcompress.own_models.text  # noqa: F401
 
 
-_AWAITED: tuple[tuple[str, Callable[[], None]], ...] = (
-    (_QUANTIZERS, _register_format),
-    (_CONFIGS, _register_configs),
+_AWAITED: tuple[tuple[str, Callable[[], object]], ...] = (
+    ("transformers.quantizers", partial(import_module, "tcompress.hf.quantizer")),
+    (
+        "transformers.models.auto.configuration_auto",
+        partial(import_module, "tcompress.own_models.configs"),
+    ),
     (_PARTS[0], _register_attention),
     *((name, _register_models) for name in (*_PARTS, _MODELS)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,97 @@ from tcompress.structures.modules.experts import StructuredExperts, child_of
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
 from tcompress.structures.modules.shared import BankModule
 
-# Sinusoidal positions whose frequencies are scaled slice by slice.
-#
-# Reference: "Structured Multidimensional Representation Learning for Large Language Models"
-# (arXiv:2603.05727), Definition 13 and Remark 4.
+
+def install_layers(
+    root: nn.Module,
+    entries: Iterable[LayerPlan],
+    runtime_name: Callable[[str], str | None],
+    banks: MutableMapping[BankKey, BankModule] | None = None,
+    **place: Any,
+) -> dict[str, StructuredLinear | StructuredExperts]:
+    """Replaces every planned layer by a structured one with empty tensors.
+
+    Args:
+        root: Model or block.
+        entries: Plans, owners of shared inputs before the layers that share them.
+        runtime_name: Gives the module path below `root` of a planned name, or None where the
+            model has no such layer (a plan may be read into a model without some heads).
+        banks: Shared factors that were made before; what these layers own is added.
+        **place: Dtype and device of the tensors.
+
+    Returns:
+        The new modules by planned name.
+    """
+    made: dict[str, StructuredLinear | StructuredExperts] = {}
+    banks = {} if banks is None else banks
+    for entry in entries:
+        path = runtime_name(entry.name)
+        if path is None:
+            continue
+        dense = root.get_submodule(path)
+        if entry.kind == "experts":
+            stack = dense if isinstance(dense, StructuredExperts) else StructuredExperts(dense)
+            stack.rewrite(entry.parameter, entry.parts, transposed=entry.transposed, **place)
+            made[entry.name] = stack
+            set_module(root, path, stack)
+        elif entry.kind == "embedding":
+            padding, scale = getattr(dense, "padding_idx", None), LookupScale.of(dense)
+            table = StructuredEmbedding(entry.parts, padding_idx=padding, scale=scale, **place)
+            made[entry.name] = table
+            set_module(root, path, table)
+            tie_tables(root, path, table)
+        else:
+            owner = made.get(entry.input_of) if entry.input_of else None
+            made[entry.name] = layer = _linear(entry, dense, owner, banks, place)
+            banks.update({(entry.name, name): layer.banks[name] for name in entry.own_banks})
+            set_module(root, path, layer)
+    return made
+
+
+def _linear(
+    entry: LayerPlan,
+    dense: nn.Module,
+    owner: nn.Module | None,
+    banks: Mapping[BankKey, BankModule],
+    place: Mapping[str, Any],
+) -> StructuredLinear:
+    shared = {name: (other, name) for name, other in entry.bank_of.items()}
+    if not banks.keys() >= set(shared.values()):
+        raise ArtifactError(
+            f"layer `{entry.name}` shares tensors with layers that this model lacks",
+            "load the whole model, or export it first: `tcompress export MODEL --to dense`",
+        )
+    kind: Callable[..., StructuredLinear] = StructuredLinear
+    if entry.kind == "pointwise":
+        kind = partial(PointwiseConvolution, host=dense)
+    return kind(
+        entry.parts,
+        bias=entry.bias,
+        input_of=owner if isinstance(owner, StructuredLinear) else None,
+        readers=entry.readers,
+        banks={name: banks[key] for name, key in shared.items()},
+        **place,
+    )
+
+
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Replaces a submodule, keeping its training mode."""
+    parent, _, leaf = path.rpartition(".")
+    module.train(root.get_submodule(path).training)
+    setattr(root.get_submodule(parent), leaf, module)
+
+
+def stored_name(entry: LayerPlan, tensor: str) -> str:
+    """Returns the name below the layer under which a tensor is stored."""
+    return f"{child_of(entry.parameter)}.{tensor}" if entry.kind == "experts" else tensor
+
+
+def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Copies fitted tensors into an installed layer."""
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[stored_name(entry, name)].copy_(tensor)
 
 
 Scaling = Literal["standard", "linear", "exponential", "harmonic"]
@@ -37,19 +124,14 @@ def slice_scales(p: int, scaling: Scaling) -> Tensor:
 
 
 def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor:
-    """Builds a table of positions, float64.
+    """Builds sinusoidal positions with frequencies scaled slice by slice, float64, (tokens, width).
 
     Feature j of slice k, both from 1, of token t from 1 is sin or cos (j odd or even) of
-    t alpha_k / 10000^(2 floor((j - 1) / 2) / d_s), with d_s = width / p.
+    t alpha_k / 10000^(2 floor((j - 1) / 2) / d_s), with d_s = width / p. Slices are runs of
+    features.
 
-    Args:
-        tokens: Rows of the table.
-        width: Features, which p divides; slices are runs of them.
-        p: Number of slices.
-        scaling: How the frequencies of the slices differ.
-
-    Returns:
-        The table.  # (tokens, width)
+    Reference: "Structured Multidimensional Representation Learning for Large Language Models"
+    (arXiv:2603.05727), Definition 13 and Remark 4.
     """
     features = width // p
     index = torch.arange(features)
@@ -59,154 +141,15 @@ def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor
     return torch.where(index % 2 == 0, angles.sin(), angles.cos()).reshape(tokens, width)
 
 
-# Puts structured layers in the place of dense ones, from a plan.
-
-
-def install_layers(
-    root: nn.Module,
-    entries: Iterable[LayerPlan],
-    runtime_name: Callable[[str], str | None],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    dtype_of: Callable[[str], torch.dtype | None] | None = None,
-    banks: MutableMapping[BankKey, BankModule] | None = None,
-) -> dict[str, StructuredLinear | StructuredExperts]:
-    """Replaces every planned layer by a structured one with empty tensors.
-
-    Args:
-        root: Model or block.
-        entries: Plans, owners of shared inputs before the layers that share them.
-        runtime_name: Gives the module path below `root` of a planned name, or None where the
-            model has no such layer (a plan may be read into a model without some heads).
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
-        dtype_of: Dtype of one module, where it differs from `dtype`.
-        banks: Banks that were made before; what these layers own is added.
-
-    Returns:
-        The new modules by planned name.
-    """
-    made: dict[str, StructuredLinear | StructuredExperts] = {}
-    banks = {} if banks is None else banks
-    for entry in entries:
-        path = runtime_name(entry.name)
-        if path is None:
-            continue
-        if entry.kind == "embedding":
-            made[entry.name] = _table_at(root, path, entry, dtype, device)
-            continue
-        if entry.kind == "experts":
-            stack = made[entry.name] = _experts_at(root, path)
-            options = {"transposed": entry.transposed, "dtype": dtype, "device": device}
-            stack.rewrite(entry.parameter, entry.parts, **options)  # type: ignore[arg-type]
-            continue
-        own = dtype_of(path) if dtype_of is not None else None
-        owner = made.get(entry.input_of) if entry.input_of else None
-        lent = {name: (other, name) for name, other in entry.bank_of.items()}
-        if not banks.keys() >= set(lent.values()):
-            raise ArtifactError(
-                f"layer `{entry.name}` shares tensors with layers that this model lacks",
-                "load the whole model, or export it first: `tcompress export MODEL --to dense`",
-            )
-        kind: Callable[..., StructuredLinear] = StructuredLinear
-        if entry.kind == "pointwise":
-            kind = partial(PointwiseConvolution, host=root.get_submodule(path))
-        made[entry.name] = layer = kind(
-            entry.parts,
-            bias=entry.bias,
-            input_of=owner if isinstance(owner, StructuredLinear) else None,
-            readers=entry.readers,
-            banks={name: banks[key] for name, key in lent.items()},
-            dtype=own or dtype,
-            device=device,
-        )
-        banks.update({(entry.name, name): layer.banks[name] for name in entry.own_banks})
-        set_module(root, path, layer)
-    return made
-
-
-def _table_at(
-    root: nn.Module,
-    path: str,
-    entry: LayerPlan,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> StructuredEmbedding:
-    """Replaces an embedding, and what is tied to it."""
-    host = root.get_submodule(path)
-    table = StructuredEmbedding(
-        entry.parts,
-        padding_idx=getattr(host, "padding_idx", None),
-        scale=LookupScale.of(host),
-        dtype=dtype,
-        device=device,
-    )
-    set_module(root, path, table)
-    tie_tables(root, path, table)
-    return table
-
-
-def _experts_at(root: nn.Module, path: str) -> StructuredExperts:
-    host = root.get_submodule(path)
-    if not isinstance(host, StructuredExperts):
-        host = StructuredExperts(host)
-        set_module(root, path, host)
-    return host
-
-
-def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Replaces a submodule, keeping its training mode."""
-    parent, _, leaf = path.rpartition(".")
-    module.train(root.get_submodule(path).training)
-    setattr(root.get_submodule(parent), leaf, module)
-
-
-def stored_name(entry: LayerPlan, tensor: str) -> str:
-    """Returns the name below the layer under which a tensor is stored."""
-    if entry.kind != "experts":
-        return tensor
-    return f"{child_of(entry.parameter)}.{tensor}"
-
-
-def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Copies fitted tensors into an installed layer."""
-    own = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[stored_name(entry, name)].copy_(tensor)
-
-
-# Modules of a host in another form: positions that are not trained, norms of single slices.
-
-
 class SliceNorm(nn.LayerNorm):
-    """A layer norm whose mean and variance are those of each slice of the features by itself.
+    """A layer norm whose mean and variance are those of each of p slices of the features.
 
-    Scales and shifts are those of all features, as in the host's.
-
+    Slices are runs of features; scales and shifts are those of all features.
     Reference: arXiv:2603.05727, Definition 17.
-
-    Args:
-        width: Number of features, which p divides.
-        p: Number of slices, runs of features.
-        eps: Added to the variance.
-        bias: Whether there are shifts.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
     """
 
-    def __init__(
-        self,
-        width: int,
-        p: int,
-        eps: float = 1e-5,
-        *,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(width, eps, bias=bias, dtype=dtype, device=device)
+    def __init__(self, width: int, p: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__(width, eps, **options)
         self.p = p
 
     def forward(self, input: Tensor) -> Tensor:
@@ -225,64 +168,44 @@ def install_forms(
     root: nn.Module,
     entries: Iterable[FormPlan],
     runtime_name: Callable[[str], str | None],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    **place: Any,
 ) -> None:
-    """Gives planned modules their form; tensors keep their names and are loaded as before.
+    """Gives planned modules their form; see `install_layers`.
 
-    Args:
-        root: Model.
-        entries: Plans.
-        runtime_name: Gives the module path below `root` of a planned name, or None where the
-            model has no such module.
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
+    Tensors keep their names and are loaded as before.
     """
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
             continue
-        host = root.get_submodule(path)
+        module = root.get_submodule(path)
         if entry.kind == "norm":
-            assert isinstance(host, nn.LayerNorm)
-            made = SliceNorm(
-                entry.shape[-1],
-                entry.p,
-                host.eps,
-                bias=host.bias is not None,
-                dtype=dtype,
-                device=device,
-            )
-            set_module(root, path, made)
+            assert isinstance(module, nn.LayerNorm)
+            bias = module.bias is not None
+            norm = SliceNorm(entry.shape[-1], entry.p, module.eps, bias=bias, **place)
+            set_module(root, path, norm)
             continue
-        table = torch.empty(entry.shape, dtype=dtype, device=device)
+        table = torch.empty(entry.shape, **place)
         # What is no parameter is trained by nobody, whichever trainer it is.
-        host._parameters.pop("weight", None)
-        host._buffers.pop("weight", None)
+        module._parameters.pop("weight", None)
+        module._buffers.pop("weight", None)
         if entry.is_trained:
-            host.register_parameter("weight", nn.Parameter(table))
+            module.register_parameter("weight", nn.Parameter(table))
         else:
-            host.register_buffer("weight", table)
+            module.register_buffer("weight", table)
 
 
-def first_table(entry: FormPlan, host: Tensor) -> Tensor:
-    """Makes the table of positions that a model begins with.
+def first_table(entry: FormPlan, random: Tensor) -> Tensor:
+    """Makes the table of positions that a model begins with, float64.  # (rows, width).
 
-    Sinusoids are scaled to the size of the host's own first values: words are as large as these,
-    and would drown in sinusoids between -1 and 1.
-
-    Args:
-        entry: The plan.
-        host: What the host draws.  # (rows, width)
-
-    Returns:
-        The table, float64; rows that stand for no position are zero.  # (rows, width)
+    Sinusoids are scaled to the size of the random first values of the family's own model: words are
+    as large as these, and would drown in sinusoids between -1 and 1. Rows that stand for no
+    position are zero.
     """
     if entry.form == "learned":
-        return host.double()
+        return random.double()
     rows, width = entry.shape
     table = torch.zeros(rows, width, dtype=torch.float64)
     table[entry.offset :] = slice_positions(rows - entry.offset, width, entry.p, entry.form)  # type: ignore[arg-type]
-    size = host.double().square().mean().sqrt()
+    size = random.double().square().mean().sqrt()
     return table * size / table[entry.offset :].square().mean().sqrt() if size > 0 else table

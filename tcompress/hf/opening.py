@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+import tcompress.hf.quantizer  # noqa: F401 - registers the format
 from tcompress.errors import (
     DiskError,
     InputError,
@@ -23,17 +24,11 @@ from tcompress.errors import (
     first_line,
     listed,
 )
-from tcompress.hf.quantizer import register
 from tcompress.models import KeyMap, SourceModel, WeightStore, read_parameter
 from tcompress.models.model import draw_model
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import StructuredLinear
-
-# Devices and dtypes by the names that users type.
-
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -47,8 +42,8 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in KINDS:
-        listed = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
-        raise InputError(f"unknown device `{name}`; known are {listed}", "use `--device auto`")
+        known = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
+        raise InputError(f"unknown device `{name}`; known are {known}", "use `--device auto`")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -60,27 +55,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the dtype of that name; None stands for whatever a model is stored in.
-
-    Raises:
-        InputError: It is not one of `DTYPES`.
-    """
-    if name is not None and name not in DTYPES:
-        listed = ", ".join(f"`{known}`" for known in DTYPES)
-        raise InputError(f"unknown dtype `{name}`; known are {listed}", "leave `--dtype` out")
-    return None if name is None else DTYPES[name]
-
-
-# Opening models to run them: dense and converted ones alike.
+    """Returns the dtype of that name; None stands for whatever a model is stored in."""
+    return None if name is None else getattr(torch, name)
 
 
 Head = Literal[
-    "classification",
-    "regression",
-    "image-classification",
-    "masked-lm",
-    "causal-lm",
-    "forecasting",
+    "classification", "regression", "image-classification", "masked-lm", "causal-lm", "forecasting"
 ]
 
 _AUTO: dict[str, Any] = {
@@ -97,8 +77,7 @@ def has_head(source: SourceModel, head: Head) -> bool:
     """Tells whether a model comes with the head of a task."""
     mapping = _AUTO[head]._model_mapping
     kind: Any = mapping.get(type(source.config), None)
-    kinds = kind if isinstance(kind, tuple | list) else (kind,)
-    return source.model_class in kinds
+    return source.model_class in (kind if isinstance(kind, tuple | list) else (kind,))
 
 
 def load_model(
@@ -122,7 +101,6 @@ def load_model(
     Raises:
         SourceError: The weights cannot be loaded, or there is no such head for the family.
     """
-    register()
     kind: Any = source.model_class
     if head is not None and not has_head(source, head):
         kind = _AUTO[head]
@@ -132,35 +110,23 @@ def load_model(
                 hint="choose another task, or a model of another family",
             )
     if source.seed is not None:
-        drawn = draw_model(kind, source.config, source.seed)
-        return drawn.to(device=device, dtype=dtype or torch.float32)
+        model = draw_model(kind, source.config, source.seed)
+        return model.to(device=device, dtype=dtype or torch.float32)
     try:
-        model: PreTrainedModel = kind.from_pretrained(
+        model = kind.from_pretrained(
             source.folder,
             dtype=dtype or "auto",
             trust_remote_code=source.trust_remote_code,
             **options,
         )
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # the class of a model may raise anything
         raise SourceError(
             f"`{source.folder}` cannot be loaded ({type(error).__name__}: {first_line(error)})",
             hint="`tcompress report` on the folder says what is damaged, if it was converted",
         ) from error
     return model.to(device).eval()  # type: ignore[arg-type]
-
-
-# What was written, opened as a user would: names, shapes, and the values that are asked for.
 
 
 _HINT = (
@@ -170,17 +136,12 @@ _HINT = (
 
 
 class Reopened:
-    """A model folder on the meta device, loaded by `from_pretrained`.
+    """A folder that was written, opened on the meta device by `from_pretrained`, as users do.
 
     Args:
         folder: The folder.
         kind: Class of the model.
         unset: Names of parameters that nothing needs to be stored for.
-
-    Attributes:
-        model: The model, all tensors on the meta device.
-        store: Its weights.
-        keymap: Names of the weights and of the model.
 
     Raises:
         WriteError: It does not load, or tensors are missing, unexpected or of another shape.
@@ -189,7 +150,6 @@ class Reopened:
     def __init__(
         self, folder: Path, kind: type[PreTrainedModel], unset: Collection[str] = ()
     ) -> None:
-        register()
         with unloadable(), _quiet():
             options: dict[str, Any] = {"device_map": "meta", "dtype": "auto"}
             self.model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -197,12 +157,10 @@ class Reopened:
             self.keymap = KeyMap(self.model, self.store.keys())
         remove_hook_from_submodules(self.model)  # they would send inputs to the meta device
         problems = [str(text) for text in info.get("error_msgs", ())]
-        for key, what in (
-            ("missing_keys", "missing"),
-            ("unexpected_keys", "unexpected"),
-            ("mismatched_keys", "of another shape"),
-        ):
-            found = {str(name[0] if isinstance(name, tuple) else name) for name in info[key]}
+        whats = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
+        for key, what in whats.items():
+            names = info[f"{key}_keys"]
+            found = {str(name[0] if isinstance(name, tuple) else name) for name in names}
             if found := found - set(unset):
                 problems.append(f"{listed(found)} {'is' if len(found) == 1 else 'are'} {what}")
         if problems:
@@ -218,10 +176,9 @@ class Reopened:
         Raises:
             WriteError: There is no such layer in the model.
         """
-        path = self.keymap.runtime_name(entry.name)
+        path = self.keymap.runtime_name(entry.name) or ""
         path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
-        modules = dict(self.model.named_modules())
-        layer = modules.get(path or "")
+        layer = dict(self.model.named_modules()).get(path)
         if not isinstance(layer, StructuredLinear):
             raise WriteError(f"layer `{entry.name}` is no rewritten layer once it is loaded", _HINT)
         named = self.model.named_parameters(remove_duplicate=False)
@@ -235,15 +192,7 @@ class Reopened:
 
 
 def applied(layer: StructuredLinear, rows: Tensor) -> Tensor:
-    """Applies the weight of a layer, or every weight of a stack, in float64.
-
-    Args:
-        layer: The layer, in float64.
-        rows: Inputs.  # (rows, in)
-
-    Returns:
-        Outputs without bias.  # ([experts x] rows, out)
-    """
+    """Applies every weight of a layer, without bias.  # (rows, in) -> ([experts x] rows, out)."""
     with torch.no_grad():
         encoded = layer.encode(rows)
         if layer.experts is None:
@@ -270,8 +219,7 @@ def unloadable() -> Iterator[None]:
         raise refusal(first_line(error)) from error
     except TCompressError as error:
         raise refusal(error.message) from error
-    except Exception as error:
-        # The class of a model may raise anything.
+    except Exception as error:  # the class of a model may raise anything
         raise refusal(f"{type(error).__name__}: {first_line(error)}") from error
 
 

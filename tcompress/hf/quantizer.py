@@ -1,9 +1,13 @@
-"""Makes `from_pretrained` build the structured layers that a checkpoint's plan names."""
+"""Makes `from_pretrained` build the structured layers that a checkpoint's plan names.
+
+Transformers asks the registered quantizer before it loads weights. Ours replaces the planned
+modules and steps aside after loading: what remains is an ordinary model that trains, casts, saves
+and loads like any other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,48 +22,15 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import (
-    Rebuilt,
-    check_format_version,
-    parse_plan,
-    renamed_like,
-    stored_shapes,
-    verify_headers,
-)
+from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, verify_shapes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.attention_hooks import install_attention
 from tcompress.hf.build import install_forms, install_layers
 from tcompress.models.keymap import KeyMap
 from tcompress.models.names import CALLED, METHOD, METHODS
+from tcompress.models.tensor_files import SafetensorsShard
 from tcompress.structures.modules.linear import StructuredLinear
-
-# What Transformers converts on loading and in reverse on saving, without what was rewritten.
-
-
-def without_fusing(conversions: Iterable[Any], names: Sequence[str]) -> list[Any]:
-    """Leave out of a model's conversions those that would fuse given parameters on saving."""
-
-    def fuses(item: Any) -> bool:
-        if not isinstance(item, WeightConverter):
-            return False
-        back = item.reverse_transform()
-        return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
-
-    return [item for item in conversions if not fuses(item)]
-
-
-def sparing(conversions: Iterable[Any], names: Collection[str]) -> list[Any]:
-    """Make a model's conversions let empty tensors under dense names through.
-
-    Args:
-        conversions: What Transformers does on loading, and in reverse on saving.
-        names: Runtime names of the empty tensors.
-    """
-    return [
-        SparingConverter.of(item, names) if names and isinstance(item, WeightConverter) else item
-        for item in conversions
-    ]
 
 
 class SparingConverter(WeightConverter):  # type: ignore[misc]
@@ -69,18 +40,11 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
 
     @classmethod
     def of(cls, converter: WeightConverter, spared: Collection[str]) -> SparingConverter:
-        """Makes one of another.
-
-        Args:
-            converter: The other.
-            spared: Runtime names of the empty tensors.
-        """
+        """Makes one of another, given the runtime names of the empty tensors."""
         old = converter._original_source_patterns, converter._original_target_patterns
-        made = cls(*(list(patterns) for patterns in old), operations=converter.operations)
-        made.scope_prefix, made.base_model_prefix = (
-            converter.scope_prefix,
-            converter.base_model_prefix,
-        )
+        made = cls(*map(list, old), operations=converter.operations)
+        made.scope_prefix = converter.scope_prefix
+        made.base_model_prefix = converter.base_model_prefix
         made.spared = spared
         return made
 
@@ -99,23 +63,11 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
         return made
 
 
-# Makes `from_pretrained` build the structured layers that a checkpoint's plan names.
-#
-# Transformers asks the registered quantizer before it loads weights. Ours replaces the planned
-# modules and steps aside after loading: what remains is an ordinary model that trains, casts, saves
-# and loads like any other.
-
-
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` section of a converted model's `config.json`."""
 
-    def __init__(self, plan: Any = None, format_version: Any = None, **extra: Any) -> None:
-        self.quant_method = METHOD
-        self.format_version = format_version
-        self.plan = plan
-        for name, value in extra.items():
-            if name != "quant_method":
-                setattr(self, name, value)
+    def __init__(self, **section: Any) -> None:
+        self.__dict__.update(section, quant_method=METHOD)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the section, with the name that says how to load the model."""
@@ -132,24 +84,8 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         """Converted models save like others."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Converted models train like others."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Lets `Trainer` accept the model."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Structured layers trace without graph breaks."""
-        return True
-
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses formats that this version does not know."""
-        check_format_version(self.quantization_config.format_version)
+    # It trains, with `Trainer` too, and compiles like other models.
+    is_trainable = is_qat_trainable = is_compileable = True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
@@ -158,26 +94,23 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         section = vars(self.quantization_config)
         plan = parse_plan(section, None if manifest is None else manifest.rebuilt)
         keymap = KeyMap(model, ())
-        # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-        needed = _found(plan, keymap)
-        shapes = stored_shapes([str(file) for file in files])
+        headers = [SafetensorsShard(file) for file in files if file.suffix == ".safetensors"]
+        shapes = {name: info.shape for file in headers for name, info in file.infos.items()}
         if folder is not None and shapes:
-            if not needed:  # a class may hold the model under a name of its own
-                plan = replace(
-                    plan,
-                    layers=renamed_like(plan.layers, shapes),
-                    attention=renamed_like(plan.attention, shapes),
-                )
-                needed = _found(plan, keymap)
-            verify_headers(plan, shapes, needed)
-            own = manifest is not None
-            check = partial(_require_all, folder, section, plan, shapes, own=own)
+            stored = plan.renamed(shapes)
+            if not _found(plan, keymap):  # a class may hold the model under a name of its own
+                plan = stored
+            # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
+            pairs, loaded = zip(plan.entries, stored.entries, strict=True), _found(plan, keymap)
+            needed = [entry for named, entry in pairs if named.name in loaded]
+            verify_shapes(needed, shapes, stored.entries)
+            check = partial(_require_all, folder, section, plan, shapes, own=manifest is not None)
             self._check = partial(check, trusted=model.is_remote_code())
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
         self._guards = {
             f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
             for entry in plan.layers
-            if entry.name in needed
+            if keymap.runtime_name(entry.name) is not None
         }
         for part in model.modules():
             if hasattr(part, "_init_weights"):
@@ -197,7 +130,13 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Keeps Transformers from converting the empty tensors under dense names."""
         updated = super().update_weight_conversions(weight_conversions, model)
-        return sparing(updated, getattr(self, "_guards", ()))
+        spared = getattr(self, "_guards", None)
+        if not spared:
+            return updated
+        return [
+            SparingConverter.of(item, spared) if isinstance(item, WeightConverter) else item
+            for item in updated
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # With the quantizer attached, saving, casting and training take special paths that an
@@ -210,18 +149,26 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             for name, module in model.named_modules()
             if isinstance(module, StructuredLinear) and not module.experts
         ]
-        conversions = getattr(model, "_weight_conversions", None)
-        model._weight_conversions = without_fusing(conversions or (), names)
+        conversions = getattr(model, "_weight_conversions", None) or ()
+        model._weight_conversions = [item for item in conversions if not _fuses(item, names)]
         for name in ("hf_quantizer", "quantization_method"):
             if hasattr(model, name):
                 delattr(model, name)
         return model
 
 
-def _initialise(original: Callable[[Any], None], module: Any) -> None:
-    """Draws what a checkpoint lacks; parents see structured layers with weights of full shape.
+def _fuses(item: Any, names: Collection[str]) -> bool:
+    """Whether a conversion would fuse some of these parameters on saving."""
+    if not isinstance(item, WeightConverter):
+        return False
+    back = item.reverse_transform()
+    return any(WeightConverter.rename_source_key(back, name)[1] for name in names)
 
-    Some read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
+
+def _initialise(original: Callable[[Any], None], module: Any) -> None:
+    """Initialises what a checkpoint lacks; structured layers then have weights of full shape.
+
+    Some parents read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
     """
     layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
     guards = [layer._buffers.get("weight") for layer in layers]
@@ -240,8 +187,7 @@ def _initialise(original: Callable[[Any], None], module: Any) -> None:
 
 def _found(plan: Rebuilt, keymap: KeyMap) -> set[str]:
     """Names of the layers and attentions that a model has."""
-    names = {item.name for item in plan.layers} | {item.name for item in plan.attention}
-    return {name for name in names if keymap.runtime_name(name) is not None}
+    return {item.name for item in plan.entries if keymap.runtime_name(item.name) is not None}
 
 
 def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
@@ -296,16 +242,14 @@ def _require_all(
         raise ArtifactError(
             f"the weights in `{folder}` are not those of a `{type(model).__name__}`: "
             f"{', '.join(sorted(problems)[:8])}{more}",
-            "copy the folder again, or convert the model again"
+            AGAIN
             if own
             else "copy the folder again; if modules were left out on purpose before it was saved, "
             "name a class of your own as `architectures` in `config.json`",
         )
 
 
-def register() -> None:
-    """Registers the format with Transformers, once."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        for name in METHODS:
-            register_quantization_config(name)(TCompressConfig)
-        register_quantizer(METHOD)(TCompressQuantizer)
+if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    for _name in METHODS:
+        register_quantization_config(_name)(TCompressConfig)
+    register_quantizer(METHOD)(TCompressQuantizer)

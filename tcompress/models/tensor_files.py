@@ -24,7 +24,7 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
 # Types by the names of the format: those of torch, which may lack some, and bytes.
-_DTYPES: dict[str, tuple[str, int]] = {
+DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -170,7 +170,7 @@ class SafetensorsShard:
         return infos
 
     def _info(self, key: str, entry: Any) -> TensorInfo:
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise SourceError(
                 f"`{self.path.name}` stores `{key}` with element type `{entry['dtype']}`, "
                 f"which is not supported"
@@ -179,7 +179,7 @@ class SafetensorsShard:
         begin, end = entry["data_offsets"]
         if not all(type(size) is int and 0 <= size < _LARGEST for size in (*shape, begin, end)):
             raise ValueError(f"`{key}` has shape {list(shape)}, offsets {[begin, end]}")
-        return TensorInfo(*_DTYPES[entry["dtype"]], shape, self._data_start + begin)
+        return TensorInfo(*DTYPES[entry["dtype"]], shape, self._data_start + begin)
 
 
 class TorchShard:

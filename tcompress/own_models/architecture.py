@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from tcompress.models import SourceModel, resolve
 from tcompress.models.model import registered_classes
 from tcompress.options.steps import Architecture, Words
 
-# A tokenizer of whole words, for models that are trained from scratch.
-#
-# Papers of small models count the words of their training texts and keep the most frequent ones,
-# such as 20,000; all others are one unknown word.
-
-
 SPECIAL = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -39,17 +32,14 @@ SPECIAL = {
 
 
 def word_tokenizer(words: Words, segments: bool = False) -> Any:
-    """Makes a tokenizer of the most frequent words of some texts.
+    """Makes a tokenizer of the most frequent words of some texts, as papers of small models do.
 
-    Text is lower-cased and loses its accents; words end at spaces and punctuation. A text becomes
-    `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
+    Text is lower-cased and loses its accents; words end at spaces and punctuation, all others are
+    one unknown word. A text becomes `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
 
     Args:
-        words: Where texts are, and how many words are kept.
+        words: Where texts are, and how many words are known.
         segments: Whether the model is told which text of a pair a word is of, 0 or 1.
-
-    Returns:
-        A `PreTrainedTokenizerFast`.
 
     Raises:
         DataError: There are no such texts.
@@ -90,10 +80,7 @@ def _texts(words: Words) -> Iterator[str]:
                 yield from (str(content(cell)) for cell in batch[column] if content(cell))
 
 
-# From the configuration in a recipe to a model that can be converted, without weights.
-
-
-_OWN = ("num_labels", "architectures", "tie_word_embeddings", "dtype")  # of every configuration
+_OWN = ("num_labels", "tie_word_embeddings")  # of every configuration, beside its fields
 _NUMBERS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
 
@@ -110,7 +97,7 @@ class _Folder:
 def open_architecture(
     architecture: Architecture, seed: int, token: str | None = None
 ) -> SourceModel:
-    """Opens a model that is described by its configuration alone.
+    """Opens a model that is described by its configuration alone, without weights.
 
     Args:
         architecture: The configuration, and its tokenizer.
@@ -124,9 +111,7 @@ def open_architecture(
     """
     kind = _config_class(architecture.model_type)
     sizes = architecture.sizes
-    names = (
-        [architecture.kind] if architecture.kind else list(sizes.pop("architectures", None) or ())
-    )
+    names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
     problems = list(_unknown_keys(kind, sizes))
     try:
         check_counts(sizes)
@@ -165,21 +150,10 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     )
 
 
-def _known_keys(kind: type[PreTrainedConfig]) -> set[str] | None:
-    """Names that a configuration takes; None where it does not say."""
-    known = set(_OWN) | set(getattr(kind, "attribute_map", {}) or {})
-    known |= set(inspect.signature(PreTrainedConfig.__init__).parameters)
-    if is_dataclass(kind):
-        return known | {field.name for field in fields(kind)}
-    own = inspect.signature(kind.__init__).parameters
-    named = {name for name, item in own.items() if item.kind is not item.VAR_KEYWORD}
-    return known | named if named - {"self"} else None
-
-
 def _unknown_keys(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
-    known = _known_keys(kind)
+    known = {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind))}
     for name in sizes:
-        if known is not None and name not in known:
+        if name not in known:
             near = get_close_matches(name, known, n=1)
             meant = f", did you mean `{near[0]}`" if near else ""
             yield f"`architecture.{name}` is no key of `{kind.__name__}`{meant}"
@@ -203,8 +177,7 @@ def _model_class(
     if not names:
         bare: Any = transformers.MODEL_MAPPING.get(type(config), None)
         bare = bare[0] if isinstance(bare, tuple | list) else bare
-        if bare is None and known:
-            bare = next(iter(known.values()))
+        bare = bare or next(iter(known.values()), None)
         if bare is None:
             problems.append(f"no class of models is known for `{config.model_type}`: give `class`")
         return bare  # type: ignore[no-any-return]
@@ -240,10 +213,9 @@ def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[s
     words = said.get("vocab_size", len(tokenizer))
     found: dict[str, Any] = {"vocab_size": words}
     for name in _NUMBERS:
-        number = getattr(tokenizer, name, None)
         if not hasattr(config, name):
             continue
-        usual = getattr(config, name)
+        usual, number = getattr(config, name), getattr(tokenizer, name, None)
         outside = isinstance(usual, int) and usual >= words
         if number is not None or outside:  # a default beyond the vocabulary means no word
             found[name] = number

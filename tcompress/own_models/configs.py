@@ -1,4 +1,4 @@
-"""Configurations of the hosts. Importing them does not import torch."""
+"""Configurations of our own models. Importing them does not import torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ class TCompressTextConfig(PreTrainedConfig):  # type: ignore[misc]
     """Classifier of texts with seven layers (TSA section 6, TGA section 5).
 
     Attributes:
-        vocab_size: Number of words.
-        hidden_size: Width of the word embedding.
         num_hidden_layers: Attentions, one after another; the papers have one.
-        num_attention_heads: Heads.
         head_dim: Width of one head; default the whole `hidden_size`, as in the papers.
         attention_bias: Whether projections have biases; the papers' have none.
-        attention_dropout: Share of attention weights that softmax attention drops in training.
         hidden_dropout_prob: Dropout before each of the two dense layers of the head.
         classifier_size: Units of the first of them.
         max_position_embeddings: Most tokens of a text; there are no positions to learn.
-        pad_token_id: Token of padding.
         embedding_range: Word vectors begin uniform within this distance of zero.
     """
 
@@ -66,16 +61,7 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         rotary_axes: Axes whose places rotate, from 0; default all. HOT rotates the time of a
             series alone, and all axes of a volume.
         num_channels: Channels of an input; 1 for a series.
-        hidden_size: Width.
-        num_hidden_layers: Blocks.
-        num_attention_heads: Heads.
-        intermediate_size: Width inside the MLP.
-        hidden_act: Its activation.
-        attention_bias: Whether the projections of attention have biases.
-        attention_dropout: Share of attention weights that softmax attention drops in training.
         hidden_dropout_prob: Dropout of embeddings, attention and MLP.
-        layer_norm_eps: Epsilon of norms.
-        initializer_range: Standard deviation of first weights.
         horizon: Time steps to forecast; needed by the head for forecasting alone.
         instance_norm: Whether a forecast is made of each series less its mean over the context,
             divided by its standard deviation there (RevIN without affine map).
@@ -121,23 +107,31 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
                 f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}",
                 "choose `num_attention_heads` that divides `hidden_size`",
             )
-        self._check_stem()
-        self._check_positions()
-
-    def _check_positions(self) -> None:
-        if self.positions not in ("learnt", "rotary"):
+        self._check_choice("stem", "linear", "convolution")
+        self._check_choice("positions", "learnt", "rotary")
+        halves = all(size & (size - 1) == 0 for size in self.patch_size)
+        one = max(self.patch_size) == 1 or len(self.patch_size) > 3
+        if self.stem == "convolution" and (one or not halves):
             raise InputError(
-                f"`positions: {self.positions}` is not known; allowed are `learnt` and `rotary`",
-                "leave it out for `learnt`",
+                f"`stem: convolution` halves up to 3 axes step by step, and `patch_size` is "
+                f"{self.patch_size}",
+                "give powers of two such as [4, 4, 4], or `stem: linear`",
             )
-        axes = self.rotated
-        width = self.hidden_size // self.num_attention_heads
-        fine = all(0 <= axis < len(self.input_size) for axis in axes) and len({*axes}) == len(axes)
+        axes, width = self.rotated, self.hidden_size // self.num_attention_heads
+        fine = set(axes) <= set(range(len(self.input_size))) and len({*axes}) == len(axes)
         if not fine or width < 2 * len(axes) or (self.positions == "rotary" and not axes):
             raise InputError(
                 f"`rotary_axes` {list(axes)} cannot rotate heads of width {width} over "
                 f"{len(self.input_size)} axes",
                 "name each axis once, from 0, and give every one two features of a head",
+            )
+
+    def _check_choice(self, key: str, *known: str) -> None:
+        if getattr(self, key) not in known:
+            raise InputError(
+                f"`{key}: {getattr(self, key)}` is not known; allowed are "
+                f"{' and '.join(f'`{name}`' for name in known)}",
+                f"leave it out for `{known[0]}`",
             )
 
     @property
@@ -147,21 +141,6 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
             return ()
         named = self.rotary_axes
         return tuple(range(len(self.input_size))) if named is None else tuple(named)
-
-    def _check_stem(self) -> None:
-        if self.stem not in ("linear", "convolution"):
-            raise InputError(
-                f"`stem: {self.stem}` is not known; allowed are `linear` and `convolution`",
-                "leave it out for `linear`",
-            )
-        sizes = self.patch_size
-        halves = max(sizes) > 1 and all(size & (size - 1) == 0 for size in sizes)
-        if self.stem == "convolution" and not (halves and len(sizes) <= 3):
-            raise InputError(
-                f"`stem: convolution` halves up to 3 axes step by step, and `patch_size` is "
-                f"{sizes}",
-                "give powers of two such as [4, 4, 4], or `stem: linear`",
-            )
 
     @property
     def grid(self) -> tuple[int, ...]:

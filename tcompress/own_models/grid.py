@@ -1,4 +1,9 @@
-"""A transformer over a grid of patches, for volumes and for multivariate series."""
+"""A transformer over a grid of patches, for volumes and for multivariate series.
+
+These are the models that Higher-Order Transformers are measured with. Positions are learnt, a table
+for each axis, whose rows are added, or queries and keys are rotated, as in the paper (`positions:
+rotary`).
+"""
 
 from __future__ import annotations
 
@@ -27,9 +32,6 @@ from tcompress.errors import DataError, InputError
 from tcompress.own_models.configs import TCompressGridConfig
 from tcompress.own_models.text import SelfAttention
 
-# Convolutions that make a grid of patches, in place of one linear map.
-
-
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
@@ -38,9 +40,6 @@ class Convolutions(nn.Module):
 
     The kernel has 3 places along each axis. Channels double up to the width; a norm over all
     channels and places, and an activation, stand between two convolutions.
-
-    Args:
-        config: The configuration.
     """
 
     def __init__(self, config: TCompressGridConfig) -> None:
@@ -62,22 +61,11 @@ class Convolutions(nn.Module):
         return states.movedim(1, -1)
 
 
-# A transformer over a grid of patches, for volumes and for multivariate series.
-#
-# The models that Higher-Order Transformers are measured with. Positions are learnt, a table for
-# each axis, whose rows are added, or queries and keys are rotated, as in the paper (`positions:
-# rotary`).
-
-
 _EPSILON = 1e-5  # added to a series' variance over its context
 
 
 class GridEmbeddings(nn.Module):
-    """Embedding of patches, and positions along each axis.
-
-    Args:
-        config: The configuration.
-    """
+    """Embedding of patches, and positions along each axis."""
 
     def __init__(self, config: TCompressGridConfig) -> None:
         super().__init__()
@@ -95,42 +83,27 @@ class GridEmbeddings(nn.Module):
 
     def forward(self, grid_values: Tensor) -> Tensor:
         """Embeds inputs.  # (batch, channels, *input_size) -> (batch, patches, width)."""
-        check_shape(grid_values, self.config)
-        convolved = self.config.stem == "convolution"
-        states = self.projection(grid_values if convolved else patches(grid_values, self.config))
+        config = self.config
+        expected, found = (config.num_channels, *config.input_size), tuple(grid_values.shape[1:])
+        if found != expected:
+            raise DataError(
+                f"inputs have the shape {found}, the model takes {expected}",
+                "give inputs of the size that the config of the model names",
+            )
+        convolved = config.stem == "convolution"
+        states = self.projection(grid_values if convolved else patches(grid_values, config))
         for axis, table in enumerate(self.positions):
             after = len(self.positions) - 1 - axis
-            places = table(torch.arange(self.config.grid[axis], device=states.device))
-            states = states + places.view(-1, *[1] * after, self.config.hidden_size)
+            places = table(torch.arange(config.grid[axis], device=states.device))
+            states = states + places.view(-1, *[1] * after, config.hidden_size)
         return self.dropout(states.flatten(1, -2))
 
 
-def check_shape(grid_values: Tensor, config: TCompressGridConfig) -> None:
-    """Checks the size of inputs.
-
-    Raises:
-        DataError: The inputs are of another shape.
-    """
-    expected = (config.num_channels, *config.input_size)
-    if tuple(grid_values.shape[1:]) != expected:
-        raise DataError(
-            f"inputs have the shape {tuple(grid_values.shape[1:])}, the model takes {expected}",
-            "give inputs of the size that the config of the model names",
-        )
-
-
 def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
-    """Angles by which pairs of features of a head are turned, patch by patch, float32.
+    """Angles by which pairs of features of a head are turned.  # (patches, head_dim // 2), float32.
 
     Every rotated axis has an equal run of the pairs, with the frequencies of rotary embeddings
     within it; pairs that are left over are not turned.
-
-    Args:
-        config: The configuration.
-        device: Where to compute.
-
-    Returns:
-        The angles.  # (patches, head_dim // 2)
     """
     pairs = config.hidden_size // config.num_attention_heads // 2
     each = pairs // len(config.rotated)
@@ -142,30 +115,18 @@ def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
 
 
 def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
-    """Cuts inputs into patches.
+    """Cuts inputs into patches on their grid, each flat, channels first.
 
-    Args:
-        grid_values: Inputs.  # (batch, channels, *input_size)
-        config: The configuration.
-
-    Returns:
-        Patches on their grid, each flat, channels first.  # (batch, *grid, channels * patch)
+    (batch, channels, *input_size) -> (batch, *grid, channels * patch)
     """
+    for axis, size in enumerate(config.patch_size):
+        grid_values = grid_values.unfold(2 + axis, size, size)
     axes = len(config.grid)
-    cut = grid_values
-    for axis, (size, patch) in enumerate(zip(config.grid, config.patch_size, strict=True)):
-        cut = cut.unflatten(2 + 2 * axis, (size, patch))
-    grid = [2 + 2 * axis for axis in range(axes)]
-    inside = [place + 1 for place in grid]
-    return cut.permute(0, *grid, 1, *inside).flatten(1 + axes)
+    return grid_values.movedim(1, 1 + axes).flatten(1 + axes)
 
 
 class GridMLP(nn.Module):
-    """Two linear layers.
-
-    Args:
-        config: The configuration.
-    """
+    """Two linear layers."""
 
     def __init__(self, config: TCompressGridConfig) -> None:
         super().__init__()
@@ -213,16 +174,13 @@ class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _can_record_outputs = {"hidden_states": GridBlock, "attentions": SelfAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        spread = self.config.initializer_range
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            init.normal_(module.weight, mean=0.0, std=spread)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=spread)
-        elif isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
 
 
 class TCompressGridModel(TCompressGridPreTrainedModel):
@@ -242,12 +200,7 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs(tie_last_hidden_states=False)  # type: ignore[untyped-decorator]
     def forward(self, grid_values: Tensor, **kwargs: Any) -> BaseModelOutput:
-        """Reads inputs.
-
-        Args:
-            grid_values: Inputs.  # (batch, channels, *input_size)
-            **kwargs: What Transformers takes everywhere, such as `output_hidden_states`.
-        """
+        """Reads inputs.  # (batch, channels, *input_size)."""
         states = self.embeddings(grid_values.to(self.norm.weight.dtype))
         if self.config.rotated:
             kwargs["turns"] = rotations(self.config, states.device)
@@ -270,24 +223,11 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
     def forward(
         self, grid_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
-        """Classifies volumes.
-
-        Args:
-            grid_values: Inputs, from 0 to 1.  # (batch, channels, *input_size)
-            labels: Classes.  # (batch,)
-            **kwargs: What Transformers takes everywhere.
-        """
+        """Classifies volumes of values from 0 to 1.  # (batch, channels, *input_size)."""
         found = self.model(grid_values, **kwargs)
         logits = self.classifier(found.last_hidden_state.mean(1))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels, logits, self.config)
-        return ImageClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=found.hidden_states,
-            attentions=found.attentions,
-        )
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss, logits, found.hidden_states, found.attentions)
 
 
 @dataclass
@@ -297,8 +237,6 @@ class ForecastOutput(ModelOutput):  # type: ignore[misc]
     Attributes:
         loss: Mean squared error, where there are labels.
         prediction_outputs: The forecast.  # (batch, horizon, variables)
-        hidden_states: Outputs of the blocks, if asked for.
-        attentions: Attention weights, if asked for and there are any.
     """
 
     loss: Tensor | None = None
@@ -330,13 +268,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
     def forward(
         self, past_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ForecastOutput:
-        """Forecasts series.
-
-        Args:
-            past_values: Series.  # (batch, time steps, variables)
-            labels: What came after them.  # (batch, horizon, variables)
-            **kwargs: What Transformers takes everywhere.
-        """
+        """Forecasts series (batch, time steps, variables); `labels` are what came after them."""
         past = past_values.to(self.head.weight.dtype)
         mean = spread = None
         if self.config.instance_norm:
@@ -350,12 +282,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
         if mean is not None and spread is not None:
             forecast = forecast * spread + mean
         loss = None if labels is None else mse_loss(forecast.float(), labels.float())
-        return ForecastOutput(
-            loss=loss,
-            prediction_outputs=forecast,
-            hidden_states=found.hidden_states,
-            attentions=found.attentions,
-        )
+        return ForecastOutput(loss, forecast, found.hidden_states, found.attentions)
 
 
 AutoModel.register(TCompressGridConfig, TCompressGridModel, exist_ok=True)

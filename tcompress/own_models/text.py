@@ -1,4 +1,8 @@
-"""The seven-layer classifier of texts that TSA and TGA are measured with."""
+"""The seven-layer classifier of texts that TSA and TGA are measured with.
+
+Word embedding, attention with full-width keys and values per head, mean over the words, dropout, a
+dense layer with ReLU, dropout, class scores. Nothing else: no positions, norms or residual paths.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tcompress.own_models.configs import TCompressTextConfig
 
-# Softmax self-attention that asks Transformers' attention interface, as BERT's does.
-
 
 class SelfAttention(nn.Module):
-    """Self-attention without direction.
-
-    Args:
-        config: A host's configuration.
-        head_dim: Width of one head.
-    """
+    """Softmax self-attention that asks Transformers' attention interface, as BERT's does."""
 
     def __init__(self, config: Any, head_dim: int) -> None:
         super().__init__()
@@ -35,10 +32,11 @@ class SelfAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = False
         width, inner = config.hidden_size, config.num_attention_heads * head_dim
-        self.q_proj = nn.Linear(width, inner, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, inner, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, inner, bias=config.attention_bias)
-        self.o_proj = nn.Linear(inner, width, bias=config.attention_bias)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, inner, bias=bias)
+        self.k_proj = nn.Linear(width, inner, bias=bias)
+        self.v_proj = nn.Linear(width, inner, bias=bias)
+        self.o_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(
         self,
@@ -47,16 +45,9 @@ class SelfAttention(nn.Module):
         turns: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mixes tokens.
+        """Gives mixed tokens, and weights where the chosen implementation gives them.
 
-        Args:
-            hidden_states: Tokens.  # (batch, tokens, width)
-            attention_mask: Mask in the form of the chosen implementation.
-            turns: Angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
-            **kwargs: What only some implementations need.
-
-        Returns:
-            Tokens, and weights where the implementation gives them.
+        `turns` are angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
         """
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
@@ -69,25 +60,16 @@ class SelfAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
-        mixed, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        mixed, weights = attend(self, query, key, value, attention_mask, **kwargs)
         return self.o_proj(mixed.reshape(*shape, -1).contiguous()), weights
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates pairs of features, of which the second lies half a head behind the first.
 
-    Args:
-        x: Queries or keys.  # (batch, heads, tokens, head_dim)
-        angles: Angles of the pairs.  # (tokens, head_dim // 2)
+    (batch, heads, tokens, head_dim), angles of the pairs (tokens, head_dim // 2)
     """
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     pairs = angles.shape[1]
@@ -106,34 +88,13 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention step by step, which returns its weights.
-
-    Args:
-        module: The attention.
-        query: Queries.  # (batch, heads, tokens, head_dim)
-        key: Keys.  # (batch, heads, tokens, head_dim)
-        value: Values.  # (batch, heads, tokens, head_dim)
-        attention_mask: What is added to scores.
-        scaling: What scores are multiplied by.
-        dropout: Share of the weights that is dropped.
-        **kwargs: What only other implementations need.
-
-    Returns:
-        Mixed values (batch, tokens, heads, head_dim) and weights.
-    """
+    """Softmax attention: mixed values (batch, tokens, heads, head_dim), and its weights."""
     scores = query @ key.mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-# The seven-layer classifier of texts that TSA and TGA are measured with.
-#
-# Word embedding, attention with full-width keys and values per head, mean over the words, dropout,
-# a dense layer with ReLU, dropout, class scores. Nothing else: no positions, norms or residual
-# paths.
 
 
 class TextBlock(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -192,14 +153,7 @@ class TCompressTextModel(TCompressTextPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Reads texts.
-
-        Args:
-            input_ids: Words.  # (batch, tokens)
-            attention_mask: 1 where a token is no padding.  # (batch, tokens)
-            inputs_embeds: Word vectors, instead of words.  # (batch, tokens, width)
-            **kwargs: What Transformers takes everywhere, such as `output_hidden_states`.
-        """
+        """Reads texts; arguments are those of Transformers.  # (batch, tokens) of words."""
         states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=states, attention_mask=attention_mask
@@ -210,11 +164,7 @@ class TCompressTextModel(TCompressTextPreTrainedModel):
 
 
 class TextHead(nn.Module):
-    """Two dense layers behind dropout.
-
-    Args:
-        config: The configuration.
-    """
+    """Two dense layers behind dropout."""
 
     def __init__(self, config: TCompressTextConfig) -> None:
         super().__init__()
@@ -247,26 +197,13 @@ class TCompressTextForSequenceClassification(TCompressTextPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Classifies texts.
-
-        Args:
-            input_ids: Words.  # (batch, tokens)
-            attention_mask: 1 where a token is no padding.  # (batch, tokens)
-            inputs_embeds: Word vectors, instead of words.  # (batch, tokens, width)
-            labels: Classes, or scores.  # (batch,)
-            **kwargs: What Transformers takes everywhere.
-        """
+        """Classifies texts; `labels` are classes, or scores.  # (batch,)."""
         found = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
         logits = self.classifier(_mean(found.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=found.hidden_states,
-            attentions=found.attentions,
-        )
+        return SequenceClassifierOutput(loss, logits, found.hidden_states, found.attentions)
 
 
 def _mean(states: Tensor, attention_mask: Tensor | None) -> Tensor:

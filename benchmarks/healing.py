@@ -30,7 +30,7 @@ import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.api import evaluate
 from tcompress.conversion.converter import convert
 from tcompress.data.examples import load_examples
-from tcompress.evaluation.measuring import find_task, score_model
+from tcompress.evaluation.measuring import TASKS
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Finetune
 from tcompress.training.finetuning import finetune
@@ -134,8 +134,8 @@ def int8(args: argparse.Namespace) -> dict[str, Any]:
     source = SourceModel.open(args.model)
     dense: Any = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
     small = torch.ao.quantization.quantize_dynamic(dense, {torch.nn.Linear}, dtype=torch.qint8)
-    examples = load_examples(args.data, "validation", find_task("sts").needs)
-    value = score_model(small, source, "sts", examples, max_length=128)["spearman"]
+    examples = load_examples(args.data, "validation", TASKS["sts"].needs)
+    value = TASKS["sts"](source, examples, 128).score(small)["spearman"]
     ids = torch.randint(1000, 2000, (32, 32))
     times: dict[str, list[float]] = {"dense": [], "int8": []}
     with torch.inference_mode():

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.data.examples import load_examples
-from tcompress.evaluation.measuring import find_task, score_model
+from tcompress.evaluation.measuring import TASKS
 from tcompress.models import SourceModel
 
 BATCH, LENGTH = 32, 32
@@ -126,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     source = SourceModel.open(args.model)
     dense = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
-    examples = load_examples(args.data, "validation", find_task("sts").needs)
+    examples = load_examples(args.data, "validation", TASKS["sts"].needs)
     ids = torch.randint(1000, 2000, (BATCH, LENGTH))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with tempfile.TemporaryDirectory() as name:
@@ -138,7 +138,7 @@ def main() -> None:
         }
         size = {"dense, ONNX Runtime": full, "int8, ONNX Runtime": small}
         scores = {
-            label: score_model(model, source, "sts", examples, max_length=128)["spearman"]
+            label: TASKS["sts"](source, examples, 128).score(model)["spearman"]
             for label, model in models.items()
         }
         models |= {path: AutoModel.from_pretrained(path).eval() for path in args.beside}

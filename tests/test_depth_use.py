@@ -326,9 +326,9 @@ def test_healing_knows_what_blocks_stand_for(
     student, teacher = SourceModel.open(str(folder)), SourceModel.open(bert)
     options = settings(data=texts(tmp_path))
     setup = set_up(student, teacher, options, read_manifest(folder))
-    assert setup.teacher is not None
     assert setup.teacher_observer is not None
-    wanted = [setup.teacher.get_submodule(f"bert.encoder.layer.{index}") for index in imitated]
+    blocks = setup.teacher_observer.model.bert.encoder.layer
+    wanted = [blocks[index] for index in imitated]
     assert setup.teacher_observer.modules == wanted
 
 

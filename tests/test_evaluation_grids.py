@@ -21,7 +21,7 @@ from tcompress.data.grids import Windows
 from tcompress.errors import DataError
 from tcompress.evaluation.labelled_tasks import naive_errors
 from tcompress.evaluation.scores import score_table
-from tcompress.evaluation.statistics import Auc
+from tcompress.evaluation.statistics import auc
 from tcompress.own_models.grid import (
     TCompressGridForForecasting,
     TCompressGridForImageClassification,
@@ -48,7 +48,7 @@ def test_area_under_the_curve_is_that_of_mann_and_whitney(
     if classes == 2:
         scores[:, 0] = 1 - scores[:, 1]
     wanted = np.mean([_auc(scores[:, index], truth == index) for index in range(classes)])
-    found = Auc(scores, truth)
+    found = auc(scores, truth)
     assert found.value() == pytest.approx(wanted)
     counts = rng.multinomial(len(truth), np.full(len(truth), 1 / len(truth)))
     rows = np.repeat(np.arange(len(truth)), counts)

@@ -17,7 +17,7 @@ from tcompress.api import evaluate
 from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.scores import Threshold, document, ratio_of
-from tcompress.evaluation.task_base import Prepared
+from tcompress.evaluation.task_base import Task
 from tests.support.converted import converted
 from tests.support.evaluation import (
     classifier,
@@ -188,7 +188,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Prepared, "measure", measure)
+    monkeypatch.setattr(Task, "measure", measure)
     with pytest.raises(InputError) as failure:
         sts("bert", batch_size=8)
     assert failure.value.message == "`bert`: memory of cpu is too small for batches of 8"
@@ -216,3 +216,12 @@ def test_the_document_says_once_what_all_share() -> None:
     assert found["protocol"]["examples"] == 30
     assert [model["protocol"] for model in found["models"]] == [{}, {}]
     assert np.isfinite(found["models"][0]["examples_per_second"])
+
+
+def test_unknown_tasks_and_options() -> None:
+    with pytest.raises(InputError, match="did you mean `perplexity`"):
+        evaluate(["bert"], "perplexty", "pairs.jsonl")
+    with pytest.raises(InputError, match="`pack` belongs to the task `perplexity`, not to `sts`"):
+        sts("bert", pack="eos")
+    with pytest.raises(InputError, match="`pack` is `all`, allowed is one of `eos`, `newline`"):
+        evaluate(["bert"], "perplexity", "pairs.jsonl", pack="all")

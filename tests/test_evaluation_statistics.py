@@ -11,7 +11,6 @@ import torch
 
 from tcompress.evaluation.embedding_tasks import ranks
 from tcompress.evaluation.statistics import (
-    Spearman,
     Statistic,
     class_statistics,
     interval,
@@ -19,6 +18,7 @@ from tcompress.evaluation.statistics import (
     rank_statistics,
     ratio,
     resampled,
+    spearman,
 )
 
 UNITS = 60
@@ -32,7 +32,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def scores(rows: np.ndarray) -> list[Statistic]:
     one, two = (column[rows] for column in data())
-    return [Spearman(one, two), pearson(one, two), ratio("r", one, two + 20, finish=np.exp)]
+    return [spearman(one, two), pearson(one, two), ratio("r", one, two + 20, finish=np.exp)]
 
 
 def classes(rows: np.ndarray) -> list[Statistic]:
@@ -46,8 +46,8 @@ def places(rows: np.ndarray) -> list[Statistic]:
 
 def test_correlations_are_those_of_scipy() -> None:
     one, two = data()
-    spearman, linear, _ = scores(np.arange(UNITS))
-    assert spearman.value() == pytest.approx(scipy.stats.spearmanr(one, two).statistic, abs=1e-12)
+    by_rank, linear, _ = scores(np.arange(UNITS))
+    assert by_rank.value() == pytest.approx(scipy.stats.spearmanr(one, two).statistic, abs=1e-12)
     assert linear.value() == pytest.approx(scipy.stats.pearsonr(one, two).statistic, abs=1e-12)
 
 

@@ -17,8 +17,8 @@ from transformers import AutoImageProcessor
 
 from tcompress.data.examples import Examples, by_name, load_examples
 from tcompress.errors import DataError, InputError
-from tcompress.evaluation.measuring import find_task, prepare, score_model
-from tcompress.evaluation.task_base import Prepared
+from tcompress.evaluation.measuring import TASKS
+from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tests.support.evaluation import (
@@ -36,17 +36,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examples_of(task: str, data: Path, **columns: str) -> Examples:
-    return load_examples(str(data), "train", find_task(task).needs, columns=columns)
+    return load_examples(str(data), "train", TASKS[task].needs, columns=columns)
 
 
 def ready(task: str, folder: Path, data: Path, length: int | None = None, **options: Any) -> Any:
     """Examples made ready for a model, and the model."""
     source = SourceModel.open(str(folder), converted=True)
-    prepared = prepare(task, source, examples_of(task, data), length, **options)
+    prepared = TASKS[task](source, examples_of(task, data), length, **options)
     return prepared, load_model(source)
 
 
-def same_at_all_batch_sizes(prepared: Prepared, model: Any) -> dict[str, float]:
+def same_at_all_batch_sizes(prepared: Task, model: Any) -> dict[str, float]:
     """Numbers that batches of 1 and of 7 agree on."""
     alone, together = (prepared.score(model, batch_size=size) for size in (1, 7))
     assert together == pytest.approx(alone, abs=1e-5)
@@ -124,7 +124,7 @@ def test_a_head_with_too_few_labels_is_refused(tmp_path: Path) -> None:
     data = labelled_file(tmp_path / "data.jsonl", classes=("a", "b", "c"))
     source = SourceModel.open(str(folder))
     with pytest.raises(DataError) as failure:
-        find_task("classification").check(source, examples_of("classification", data))
+        TASKS["classification"].check(source, examples_of("classification", data))
     assert failure.value.message == (
         "the model's head has 2 labels, but `data.jsonl:text,label` has 3 classes (`a`, `b`, `c`)"
     )
@@ -264,8 +264,6 @@ def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> No
     assert "windows of 16 tokens that begin with its own start token" in prepared.facts["packing"]
     with pytest.raises(DataError, match="leave nothing to predict"):
         ready("perplexity", folder, data, 1)
-    with pytest.raises(InputError, match="`--pack all` is not known; it can be `eos`, `newline`"):
-        find_task("perplexity", pack="all")
 
 
 def test_masked_words(tmp_path: Path) -> None:
@@ -393,7 +391,7 @@ def test_scores_of_a_model_in_memory(tmp_path: Path) -> None:
     source = SourceModel.open(str(folder))
     examples = examples_of("classification", labelled_file(tmp_path / "data.jsonl"))
     model = load_model(source)
-    found = score_model(model, source, "classification", examples, batch_size=4, max_length=16)
+    found = TASKS["classification"](source, examples, 16).score(model, batch_size=4)
     assert list(found) == ["accuracy", "macro_f1", "matthews"]
 
 
@@ -403,11 +401,3 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     torch.nn.init.constant_(model.classifier.bias, torch.nan)
     with pytest.raises(InputError, match="gives values that are not finite"):
         prepared.score(model)
-
-
-def test_unknown_tasks_and_options() -> None:
-    with pytest.raises(InputError) as failure:
-        find_task("perplexty")
-    assert failure.value.hint == "did you mean `perplexity`?"
-    with pytest.raises(InputError, match="the task `sts` has no option `--pack`"):
-        find_task("sts", pack="eos", candidates=None)

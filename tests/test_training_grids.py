@@ -12,7 +12,6 @@ import torch
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.training.batches import Lazy
 from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import classifier
@@ -126,15 +125,6 @@ def test_tasks_and_models_that_do_not_go_together(tmp_path: Path) -> None:
         _load(other, "volume-classification", source=[volumes])
     with pytest.raises(DataError, match="the built-in data has no volumes or series"):
         _load(grid, None)
-
-
-def test_lazy_rows_are_sequences() -> None:
-    rows = Lazy(4, lambda index: 10 * index)
-    assert [*rows] == [0, 10, 20, 30]
-    assert rows[1:3] == [10, 20]
-    assert rows[-1] == 30
-    with pytest.raises(IndexError):
-        rows[4]
 
 
 def test_areas_are_means_over_classes_that_occur() -> None:

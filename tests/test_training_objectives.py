@@ -43,9 +43,7 @@ def _drawn(case: str, seed: int, count: int = len(LENGTHS), tokens: int = TOKENS
 
 def _objective(case: str, **setting: Any) -> Objective:
     options = {"heads": HEADS, "temperature": SOFT, "causal": "causal" in case, **setting}
-    made = OBJECTIVES[case.split()[0]](Setting(**options))
-    if case.startswith("logits"):
-        made.per_token = case == "logits of tokens"  # type: ignore[attr-defined]
+    made = OBJECTIVES[case.split()[0]](Setting(per_token="tokens" in case, **options))
     made.prepare([(_mask(), _drawn(case, 9))])
     return made
 

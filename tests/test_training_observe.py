@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
-from tcompress.training.objectives import Observer, fed_with, skeleton_anatomy, token_mask
+from tcompress.training.objectives import Observer, fed_with, loaded_roles, token_mask
 from tests.support.converted import converted
 from tests.support.tiny import TINY
 from tests.support.training import (
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _observer(folder: Path, **options: Any) -> Observer:
     source = SourceModel.open(str(folder), converted=True)
     model = load_model(source, dtype=torch.float32)
-    return Observer(model, skeleton_anatomy(source, model), **options)
+    return Observer(model, loaded_roles(source, model), **options)
 
 
 @pytest.mark.parametrize("family", NORMS)

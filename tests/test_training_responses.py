@@ -12,8 +12,7 @@ from tcompress.api import evaluate
 from tcompress.data.examples import Examples, Needs, load_examples
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.training.batches import with_wrong_pairs
-from tcompress.training.tasks import TASKS, WRONG_PAIRS
+from tcompress.training.tasks import TASKS, WRONG_PAIRS, with_wrong_pairs
 from tcompress.training.training_data import load_data
 from tests.support.evaluation import encoder, rows_file
 from tests.support.model_folders import sentences

@@ -1,5 +1,5 @@
 """Measuring models on tasks, with intervals and paired comparisons.
 
-`task_base` says what a task is, the tasks stand in files by kind, `measuring` runs them. Open
-`measuring.py` first.
+A task is a class in a file by kind, an instance of it has its examples ready for one model.
+`measuring` runs them. Open `measuring.py` first.
 """

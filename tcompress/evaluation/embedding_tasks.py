@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,166 +13,112 @@ from transformers import PreTrainedModel
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Spearman, Statistic, pearson, rank_statistics
-from tcompress.evaluation.task_base import (
-    Prepared,
-    Row,
-    Runner,
-    Task,
-    TextReader,
-    checked,
-    signature,
-)
+from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
+from tcompress.evaluation.task_base import Row, Runner, Task, signature
 from tcompress.models import SourceModel
 
-# Sentence embeddings, pooled as the model's folder says.
+# Pairs of texts that are scored by embeddings, or together by a head.
 
 
-def embed(runner: Runner, rows: Sequence[Row], pad: int, pooling: Pooling) -> Tensor:
-    """Computes embeddings of length 1 in the order of the rows.  # (rows, d).
+class _PairTask(Task):
+    """Pairs of texts; each distinct text is encoded and embedded once.
 
-    Raises:
-        InputError: Some are not finite.
-    """
-    body = backbone(runner.model)
-    found: list[Tensor] = [torch.empty(0)] * len(rows)
-    for chosen, batch in runner.batches(rows, pad):
-        hidden = body(**batch).last_hidden_state.float()
-        vectors = pooling(hidden, batch["attention_mask"]).cpu()
-        for index, vector in zip(chosen, vectors, strict=True):
-            found[index] = vector
-    return checked(torch.stack(found))
-
-
-def backbone(model: PreTrainedModel) -> Any:
-    """Gives the part of a model that turns texts into vectors of tokens."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return model.get_encoder()  # type: ignore[operator]
-    return model.base_model
-
-
-def classifies(model: PreTrainedModel) -> bool:
-    """Tells whether a model classifies sequences, and so can judge pairs of texts."""
-    return type(model).__name__.endswith("ForSequenceClassification")
-
-
-# Pairs of texts that are judged by embeddings, or together by a head.
-
-
-class Distinct:
-    """Texts of which each is encoded once, however often it occurs.
+    What embeddings need is encoded at once, what a head needs when it is asked.
 
     Attributes:
-        texts: The distinct ones.
-        index: Where each of the texts is among them.
+        most_labels: Of a head that scores pairs; 0 if only embeddings do.
+        pairs: Number of pairs that a head scores.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        places: dict[str, int] = {}
-        self.index = [places.setdefault(text, len(places)) for text in texts]
-        self.texts = list(places)
+    needs = Needs(texts=(2, 2))
+    max_length = 256
+    most_labels: ClassVar[int] = 0
 
-
-class PreparedPairs(Prepared):
-    """Pairs of texts: what embeddings need is encoded at once, what a head needs when it is asked.
-
-    Args:
-        source: The model.
-        texts: First texts and second texts.
-        max_length: Longest text in tokens.
-    """
-
-    def __init__(
-        self, source: SourceModel, texts: Sequence[Sequence[str]], max_length: int
-    ) -> None:
-        super().__init__()
-        self._source = source
-        self._reader = TextReader.open(source, max_length)
-        self._one, self._two = (Distinct(column) for column in texts)
-        self._single = Distinct([*self._one.texts, *self._two.texts])
-        self._rows = self._reader.encode(self._single.texts)
+    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
+        super().__init__(source, examples, *args, **more)
+        self._one, self._two = (list(dict.fromkeys(column)) for column in examples.texts)
+        self._index = [
+            torch.tensor(_places(column, distinct))
+            for column, distinct in zip(examples.texts, (self._one, self._two), strict=True)
+        ]
+        self._texts = list(dict.fromkeys([*self._one, *self._two]))
+        self._rows = self.reader.encode(self._texts)
         self._pair_rows: list[Row] | None = None
         self.signature = signature(self._rows)
+        self.pairs = self.units
 
-    @property
-    def units(self) -> int:
-        return len(self._one.index)
+    def work(self, model: PreTrainedModel) -> int:
+        return self.pairs if self.has_head(model) else len(self._rows)
+
+    def has_head(self, model: PreTrainedModel) -> bool:
+        """Tells whether a model scores pairs with a head.
+
+        Raises:
+            DataError: Its head has too many labels.
+        """
+        if not self.most_labels or not type(model).__name__.endswith("ForSequenceClassification"):
+            return False
+        if model.config.num_labels > self.most_labels:
+            raise DataError(
+                f"the model's head has {model.config.num_labels} labels; "
+                f"a score for a pair of texts comes from a head with at most {self.most_labels}",
+                "give a sentence encoder, or a model that was trained to score pairs",
+            )
+        return True
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embeds the distinct first and the distinct second texts.  # (texts, d) each."""
-        pooling = Pooling.of(self._source)
+        pooling = Pooling.of(self.source)
         self.facts["scoring"] = "cosine of embeddings"
         self.facts["pooling"] = pooling.words
-        self.facts["truncated"] = self._reader.truncated(self._rows, self._single.texts)
-        vectors = embed(runner, self._rows, self._reader.pad, pooling)
-        index = torch.tensor(self._single.index)
-        return vectors[index[: len(self._one.texts)]], vectors[index[len(self._one.texts) :]]
+        self.facts["truncated"] = self.reader.truncated(self._rows, self._texts)
+        model: Any = runner.model
+        body = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
 
-    def judged(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
+        def embedded(batch: Row) -> Tensor:
+            hidden = body(**batch).last_hidden_state.float()
+            return pooling(hidden, batch["attention_mask"])
+
+        vectors = runner.outputs(self._rows, self.reader.pad, embedded)
+        one, two = (_places(texts, self._texts) for texts in (self._one, self._two))
+        return vectors[one], vectors[two]
+
+    def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
         """Lets a head read pairs of texts, always the same ones.  # (pairs, labels)."""
         if self._pair_rows is None:
-            self._pair_rows = self._reader.encode(one, two)
-            self.facts["truncated"] = self._reader.truncated(self._pair_rows, one, two)
+            self._pair_rows = self.reader.encode(one, two)
+            self.facts["truncated"] = self.reader.truncated(self._pair_rows, one, two)
         self.facts["scoring"] = "both texts read together"
-        return runner.logits(self._pair_rows, self._reader.pad)
-
-    def distinct_texts(self) -> int:
-        """Counts the texts that are embedded."""
-        return len(self._rows)
+        return runner.logits(self._pair_rows, self.reader.pad)
 
 
-def judges(model: PreTrainedModel, most: int) -> bool:
-    """Tells whether a model judges pairs with a head, of at most so many labels.
-
-    Raises:
-        DataError: Its head has more labels.
-    """
-    if not classifies(model):
-        return False
-    if model.config.num_labels > most:
-        raise DataError(
-            f"the model's head has {model.config.num_labels} labels; "
-            f"a score for a pair of texts comes from a head with at most {most}",
-            "give a sentence encoder, or a model that was trained to score pairs",
-        )
-    return True
+def _places(texts: Sequence[str], among: Sequence[str]) -> list[int]:
+    index = {text: place for place, text in enumerate(among)}
+    return [index[text] for text in texts]
 
 
 # Similarity of sentences.
 
 
-@dataclass(frozen=True)
-class Similarity(Task):
+class Similarity(_PairTask):
     """How alike two texts are, by the cosine of embeddings or by a head with one output."""
 
-    name: ClassVar[str] = "sts"
-    summary: ClassVar[str] = "how alike two texts are, for sentence encoders"
-    needs: ClassVar[Needs] = Needs(texts=(2, 2), target="score")
-    metrics: ClassVar[tuple[str, ...]] = ("spearman", "pearson")
-    max_length: ClassVar[int | None] = 128
-
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _Prepared(source, examples, max_length or self.max_length or 0)
-
-
-class _Prepared(PreparedPairs):
-    def __init__(self, source: SourceModel, examples: Examples, max_length: int) -> None:
-        super().__init__(source, examples.texts, max_length)
-        self._examples = examples
-
-    def work(self, model: PreTrainedModel) -> int:
-        return self.units if judges(model, most=1) else self.distinct_texts()
+    name = "sts"
+    needs = Needs(texts=(2, 2), target="score")
+    max_length = 128
+    most_labels = 1
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        if judges(runner.model, most=1):
-            found = self.judged(runner, *self._examples.texts)[:, 0]
+        if self.has_head(runner.model):
+            found = self.head_logits(runner, *self.examples.texts)[:, 0]
         else:
-            one, two = self.embeddings(runner)
-            found = (one[self._one.index].double() * two[self._two.index]).sum(-1)
-        scores = np.asarray(self._examples.targets, dtype=float)
-        return [Spearman(found.numpy(), scores), pearson(found.numpy(), scores)]
+            one, two = (
+                vectors[index]
+                for vectors, index in zip(self.embeddings(runner), self._index, strict=True)
+            )
+            found = (one.double() * two).sum(-1)
+        scores = np.asarray(self.examples.targets, dtype=float)
+        return [spearman(found.numpy(), scores), pearson(found.numpy(), scores)]
 
 
 # Finding a query's document among all documents.
@@ -182,34 +127,16 @@ class _Prepared(PreparedPairs):
 _CHUNK = 1024  # queries that are compared at a time
 
 
-@dataclass(frozen=True)
-class Retrieval(Task):
+class Retrieval(_PairTask):
     """Each row's second text among all distinct second texts, for its first text."""
 
-    name: ClassVar[str] = "retrieval"
-    summary: ClassVar[str] = "a query's document among all documents, for sentence encoders"
-    needs: ClassVar[Needs] = Needs(texts=(2, 2))
-    metrics: ClassVar[tuple[str, ...]] = ("recall@1", "recall@10", "mrr@10", "ndcg@10")
-    max_length: ClassVar[int | None] = 256
-
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _PreparedQueries(source, examples.texts, max_length or self.max_length or 0)
-
-
-class _PreparedQueries(PreparedPairs):
-    def work(self, model: PreTrainedModel) -> int:
-        return self.distinct_texts()
+    name = "retrieval"
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         queries, documents = self.embeddings(runner)
         self.facts["documents"] = len(documents)
-        right = torch.tensor(self._two.index)
-        found = [
-            ranks(queries[self._one.index[first : first + _CHUNK]] @ documents.T, own)
-            for first, own in zip(range(0, self.units, _CHUNK), right.split(_CHUNK), strict=True)
-        ]
+        chunks = zip(*(index.split(_CHUNK) for index in self._index), strict=True)
+        found = [ranks(queries[own] @ documents.T, right) for own, right in chunks]
         return rank_statistics(torch.cat(found).numpy(), (1, 10), gain=True)
 
 
@@ -230,77 +157,54 @@ def ranks(scores: Tensor, right: Tensor) -> Tensor:
 # Choosing the right response among some.
 
 
-_LABELS = 2  # of a head that says whether a response is right
-
-
-@dataclass(frozen=True)
-class ResponseSelection(Task):
+class ResponseSelection(_PairTask):
     """Each row's second text among distractors of other rows, for its first text.
 
-    Attributes:
+    Args:
         candidates: Number of responses to choose from, the right one counted.
     """
 
-    candidates: int = 10
+    name = "response-selection"
+    most_labels = 2  # wrong and right
 
-    name: ClassVar[str] = "response-selection"
-    summary: ClassVar[str] = "the right response among some; encoders, or heads that judge pairs"
-    needs: ClassVar[Needs] = Needs(texts=(2, 2))
-    metrics: ClassVar[tuple[str, ...]] = ("recall@1", "recall@2", "recall@5", "mrr")
-    max_length: ClassVar[int | None] = 256
-
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _PreparedResponses(source, examples, max_length or self.max_length or 0, self, seed)
-
-
-class _PreparedResponses(PreparedPairs):
     def __init__(
-        self,
-        source: SourceModel,
-        examples: Examples,
-        length: int,
-        task: ResponseSelection,
-        seed: int,
+        self, source: SourceModel, examples: Examples, *args: Any, candidates: int = 10, **more: Any
     ) -> None:
-        super().__init__(source, examples.texts, length)
-        self.facts["candidates"] = task.candidates
-        self._chosen = self._draw(task.candidates, seed, examples.name)
-
-    def work(self, model: PreTrainedModel) -> int:
-        return self._chosen.numel() if judges(model, _LABELS) else self.distinct_texts()
+        super().__init__(source, examples, *args, **more)
+        self.facts["candidates"] = candidates
+        self._chosen = self._draw(candidates)
+        self.pairs = self._chosen.numel()
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        if judges(runner.model, _LABELS):
-            scores = self._judged(runner)
+        if self.has_head(runner.model):
+            scores = self._head_scores(runner)
         else:
             one, two = self.embeddings(runner)
-            scores = (one[self._one.index].unsqueeze(1) * two[self._chosen]).sum(-1)
+            scores = (one[self._index[0]].unsqueeze(1) * two[self._chosen]).sum(-1)
         place = ranks(scores, torch.zeros(self.units, dtype=torch.long))
         return rank_statistics(place.numpy(), (1, 2, 5), gain=False)
 
-    def _judged(self, runner: Runner) -> Tensor:
+    def _head_scores(self, runner: Runner) -> Tensor:
         """Scores all candidates with the model's head.  # (rows, candidates)."""
-        count = self._chosen.shape[1]
-        one = [self._one.texts[index] for index in self._one.index for _ in range(count)]
-        two = [self._two.texts[index] for index in self._chosen.flatten().tolist()]
-        logits = self.judged(runner, one, two)
+        one = [text for text in self.examples.texts[0] for _ in range(self._chosen.shape[1])]
+        two = [self._two[index] for index in self._chosen.flatten().tolist()]
+        logits = self.head_logits(runner, one, two)
         scores = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         return scores.reshape(self._chosen.shape)
 
-    def _draw(self, candidates: int, seed: int, name: str) -> Tensor:
+    def _draw(self, candidates: int) -> Tensor:
         """Draws candidates of each row among the distinct responses, the right one first."""
-        pool = len(self._two.texts)
-        if pool < candidates:
+        count = len(self._two)
+        if count < candidates:
             raise DataError(
-                f"`{name}` has {pool} distinct responses, too few to choose among {candidates}",
+                f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
+                f"{candidates}",
                 "give more data, or ask for fewer: `--candidates`",
             )
-        generator = np.random.default_rng(seed)
-        right = np.array(self._two.index)[:, None]
+        generator = np.random.default_rng(self.seed)
+        right = self._index[1].numpy()[:, None]
         others = np.stack(
-            [generator.choice(pool - 1, candidates - 1, replace=False) for _ in right]
+            [generator.choice(count - 1, candidates - 1, replace=False) for _ in right]
         )
         # Numbers from the right one on mean the next response, which leaves it out.
         return torch.from_numpy(np.concatenate([right, others + (others >= right)], axis=1))

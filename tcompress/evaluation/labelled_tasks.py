@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import softmax
 from torch import Tensor
 
 from tcompress.data.encoding import decode, has_processor_file, image_reader
@@ -16,9 +18,8 @@ from tcompress.data.examples import Examples, Needs, by_name, doubts, few, label
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Auc, Statistic, class_statistics, ratio
-from tcompress.evaluation.task_base import Prepared, Runner, Task, TextReader, checked, signature
-from tcompress.hf.opening import Head
+from tcompress.evaluation.statistics import Array, Statistic, auc, class_statistics, ratio
+from tcompress.evaluation.task_base import Runner, Task, checked, signature
 from tcompress.models import SourceModel
 
 # Which of a model's labels is which class of the data.
@@ -54,8 +55,8 @@ def match_labels(config: Any, examples: Examples) -> Labels:
     names, classes = label_names(config), examples.classes
     if len(names) < len(classes):
         raise DataError(
-            f"the model's head has {_counted(len(names), 'label')}, but `{examples.name}` has "
-            f"{_counted(len(classes), 'class', 'classes')} ({few(classes)})",
+            f"the model's head has {len(names)} {'label' if len(names) == 1 else 'labels'}, but "
+            f"`{examples.name}` has {len(classes)} classes ({few(classes)})",
             "give a model that was trained on this task, or name another label column",
         )
     order = by_name(names, classes)
@@ -66,149 +67,110 @@ def match_labels(config: Any, examples: Examples) -> Labels:
     return Labels(of_class, class_of, by, note)
 
 
-def _counted(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+# Classification of texts and pairs of texts, of images, and of volumes.
 
 
-# Classification of texts, and of pairs of texts.
+class _ClassTask(Task):
+    """Class of an example."""
 
-
-@dataclass(frozen=True)
-class Classification(Task):
-    """Class of one text or of two."""
-
-    name: ClassVar[str] = "classification"
-    summary: ClassVar[str] = "class of a text, or of a pair of texts"
-    needs: ClassVar[Needs] = Needs(texts=(1, 2), target="class")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "macro_f1", "matthews")
-    head: ClassVar[Head | None] = "classification"
-
-    def check(self, source: SourceModel, examples: Examples) -> None:
+    @classmethod
+    def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
         match_labels(source.config, examples)
-
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _Prepared(TextReader.open(source, max_length or self.max_length or 0), examples)
-
-
-class _Prepared(Prepared):
-    def __init__(self, reader: TextReader, examples: Examples) -> None:
-        super().__init__()
-        self._examples, self._pad = examples, reader.pad
-        self._rows = reader.encode(*examples.texts)
-        self.signature = signature(self._rows)
-        self.facts["truncated"] = reader.truncated(self._rows, *examples.texts)
-
-    @property
-    def units(self) -> int:
-        return len(self._rows)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        labels = match_labels(runner.model.config, self._examples)
+        labels = match_labels(runner.model.config, self.examples)
         self.facts["labels_matched_by"] = labels.by
         self.notes = [labels.note] if labels.note else []
-        logits: Tensor = runner.logits(self._rows, self._pad)
-        predicted = labels.class_of[logits.argmax(-1).numpy()]
-        truth, classes = self._examples.targets or [], len(self._examples.classes)
-        return class_statistics(predicted, truth, classes)
+        scores = self.logits(runner).numpy()
+        truth, classes = np.asarray(self.examples.targets), len(self.examples.classes)
+        accuracy, *others = class_statistics(labels.class_of[scores.argmax(-1)], truth, classes)
+        return [accuracy, *self.of_scores(scores, labels, truth), *others]
+
+    @abstractmethod
+    def logits(self, runner: Runner) -> Tensor:
+        """Computes finite logits of all examples.  # (examples, labels)."""
+
+    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
+        """Makes numbers that not only the best class decides."""
+        return []
 
 
-# Classification of images.
+class Classification(_ClassTask):
+    """Class of one text or of two."""
+
+    name = "classification"
+    needs = Needs(texts=(1, 2), target="class")
+    head = "classification"
+
+    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
+        super().__init__(source, examples, *args, **more)
+        self._rows = self.reader.encode(*examples.texts)
+        self.signature = signature(self._rows)
+        self.facts["truncated"] = self.reader.truncated(self._rows, *examples.texts)
+
+    def logits(self, runner: Runner) -> Tensor:
+        return runner.logits(self._rows, self.reader.pad)
 
 
-_KEPT = 2**29  # bytes of pictures that are kept, once they are read
+class _GridTask(_ClassTask):
+    """Class of an example on a grid, all of one size."""
+
+    head = "image-classification"
+    max_length = None
+    input_name: ClassVar[str]
+
+    @abstractmethod
+    def read(self, index: int) -> Tensor:
+        """Reads the model's input of one example."""
+
+    def logits(self, runner: Runner) -> Tensor:
+        return checked(torch.cat(list(self._logits(runner))))
+
+    def _logits(self, runner: Runner) -> Iterator[Tensor]:
+        for places in runner.slices(self.units):
+            batch = torch.stack([self.read(index) for index in range(places.start, places.stop)])
+            yield runner.model(**{self.input_name: runner.moved(batch)}).logits.float().cpu()
 
 
-@dataclass(frozen=True)
-class ImageClassification(Task):
+class ImageClassification(_GridTask):
     """Class of an image."""
 
-    name: ClassVar[str] = "image-classification"
-    summary: ClassVar[str] = "class of an image"
-    needs: ClassVar[Needs] = Needs(image=True, target="class")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "top5", "macro_f1", "matthews")
-    head: ClassVar[Head | None] = "image-classification"
-    max_length: ClassVar[int | None] = None
+    name = "image-classification"
+    needs = Needs(image=True, target="class")
+    input_name = "pixel_values"
 
-    def check(self, source: SourceModel, examples: Examples) -> None:
-        super().check(source, examples)
-        match_labels(source.config, examples)
-
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _PreparedImages(source, examples)
-
-
-class _PreparedImages(Prepared):
-    def __init__(self, source: SourceModel, examples: Examples) -> None:
-        super().__init__()
+    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
+        super().__init__(source, examples, *args, **more)
         if not has_processor_file(source):
             raise DataError(
                 f"`{source.folder}` has no usable image processor",
                 "add its `preprocessor_config.json`",
             )
-        self._examples = examples
-        self._channels, *_ = image_shape(source.config)
         # Its file is there, so where the library for it is not, its main options are followed.
-        self._read = image_reader(source, needed=False)
-        self._kept: dict[int, Tensor] = {}
-        self._room = _KEPT
+        self._process = image_reader(source, needed=False)
 
-    @property
-    def units(self) -> int:
-        return len(self._examples)
+    def read(self, index: int) -> Tensor:
+        channels = image_shape(self.source.config)[0]
+        place = f"`{self.examples.name}`"
+        return self._process(decode(self.examples.images[index], channels, place))
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        labels = match_labels(runner.model.config, self._examples)
-        self.facts["labels_matched_by"] = labels.by
-        self.notes = [labels.note] if labels.note else []
-        logits = torch.cat(list(self._logits(runner)))
-        scores = checked(logits).numpy()
-        truth, classes = np.asarray(self._examples.targets), len(self._examples.classes)
-        accuracy, *others = class_statistics(labels.class_of[scores.argmax(-1)], truth, classes)
-        if classes <= 5:
-            return [accuracy, *others]
+    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
+        if len(self.examples.classes) <= 5:
+            return []
         right = np.take_along_axis(scores, labels.of_class[truth][:, None], axis=1)
-        top = (scores > right).sum(axis=1) < 5
-        return [accuracy, ratio("top5", top), *others]
-
-    def _logits(self, runner: Runner) -> Iterator[Tensor]:
-        for first in range(0, self.units, runner.batch_size):
-            chosen = range(first, min(first + runner.batch_size, self.units))
-            pixels = torch.stack([self._pixels(index) for index in chosen])
-            pixels = pixels.to(runner.device, runner.model.dtype)
-            yield runner.model(pixel_values=pixels).logits.float().cpu()
-            runner.advance(len(chosen))
-
-    def _pixels(self, index: int) -> Tensor:
-        if index in self._kept:
-            return self._kept[index]
-        place = f"`{self._examples.name}`"
-        values = self._read(decode(self._examples.images[index], self._channels, place))
-        if values.nbytes <= self._room:
-            self._room -= values.nbytes
-            self._kept[index] = values
-        return values
+        return [ratio("top5", (scores > right).sum(axis=1) < 5)]
 
 
-# Classification of volumes.
-
-
-@dataclass(frozen=True)
-class VolumeClassification(Task):
+class VolumeClassification(_GridTask):
     """Class of a volume."""
 
-    name: ClassVar[str] = "volume-classification"
-    summary: ClassVar[str] = "class of a volume"
-    needs: ClassVar[Needs] = Needs(volume=True, target="class")
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "auc", "macro_f1", "matthews")
-    head: ClassVar[Head | None] = "image-classification"
-    max_length: ClassVar[int | None] = None
+    name = "volume-classification"
+    needs = Needs(volume=True, target="class")
+    input_name = VOLUMES
 
-    def check(self, source: SourceModel, examples: Examples) -> None:
+    @classmethod
+    def check(cls, source: SourceModel, examples: Examples) -> None:
         inputs = inputs_of(source)
         if inputs.grid != VOLUMES:
             raise DataError(
@@ -216,7 +178,6 @@ class VolumeClassification(Task):
                 "give a model for volumes, such as the host `tcompress_grid`",
             )
         super().check(source, examples)
-        match_labels(source.config, examples)
         assert examples.volumes is not None  # that is what the task needs
         found, wanted = (1, *examples.volumes.shape[1:]), grid_shape(source, inputs)
         if found != wanted:
@@ -225,43 +186,14 @@ class VolumeClassification(Task):
                 "give data of that shape, or a model for this one",
             )
 
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        return _PreparedVolumes(examples)
+    def read(self, index: int) -> Tensor:
+        assert self.examples.volumes is not None
+        return as_input(self.examples.volumes[index])
 
-
-class _PreparedVolumes(Prepared):
-    def __init__(self, examples: Examples) -> None:
-        super().__init__()
-        self._examples = examples
-
-    @property
-    def units(self) -> int:
-        return len(self._examples)
-
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        labels = match_labels(runner.model.config, self._examples)
-        self.facts["labels_matched_by"] = labels.by
-        self.notes = [labels.note] if labels.note else []
-        scores = checked(torch.cat(list(self._logits(runner)))).numpy()
-        truth, classes = np.asarray(self._examples.targets), len(self._examples.classes)
-        accuracy, *others = class_statistics(labels.class_of[scores.argmax(-1)], truth, classes)
-        if len(set(truth.tolist())) < classes:  # not defined without an example of each
-            return [accuracy, *others]
-        exponents = np.exp(scores - scores.max(-1, keepdims=True))
-        shares = exponents / exponents.sum(-1, keepdims=True)
-        return [accuracy, Auc(shares[:, labels.of_class], truth), *others]
-
-    def _logits(self, runner: Runner) -> Iterator[Tensor]:
-        volumes = self._examples.volumes
-        assert volumes is not None
-        for first in range(0, self.units, runner.batch_size):
-            chosen = volumes[first : first + runner.batch_size]
-            batch = torch.stack([as_input(volume) for volume in chosen])
-            batch = batch.to(runner.device, runner.model.dtype)
-            yield runner.model(grid_values=batch).logits.float().cpu()
-            runner.advance(len(chosen))
+    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
+        if len({*truth.tolist()}) < len(self.examples.classes):
+            return []  # not defined without an example of each
+        return [auc(softmax(scores, axis=-1)[:, labels.of_class], truth)]
 
 
 # Forecasting of multivariate series.
@@ -273,18 +205,28 @@ FITTED_ROWS, RIDGE = 2**16, 1e-3
 Forecast = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
 class Forecasting(Task):
     """What comes next in all variables of a series, in standardised values."""
 
-    name: ClassVar[str] = "forecasting"
-    summary: ClassVar[str] = "what comes next in the variables of a series"
-    needs: ClassVar[Needs] = Needs(window=(0, 0))
-    metrics: ClassVar[tuple[str, ...]] = ("mse", "mae")
-    head: ClassVar[Head | None] = "forecasting"
-    max_length: ClassVar[int | None] = None
+    name = "forecasting"
+    needs = Needs(window=(0, 0))
+    head = "forecasting"
+    max_length = None
+    unit = "windows"
 
-    def needs_for(self, sources: Sequence[SourceModel]) -> Needs:
+    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
+        super().__init__(source, examples, *args, **more)
+        assert examples.windows is not None  # that is what the task needs
+        self._windows = examples.windows
+        self.facts = {
+            "context": self._windows.context,
+            "horizon": self._windows.horizon,
+            "values": "standardised by the training part",
+            "naive": naive_errors(self._windows),
+        }
+
+    @classmethod
+    def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
         """Windows of the size that the models were made for.
 
         Raises:
@@ -297,11 +239,12 @@ class Forecasting(Task):
                 f"the models have windows of different sizes, context and horizon: {sizes}",
                 "compare models of one size, or measure them one by one",
             )
-        return replace(self.needs, window=next(iter(found.values())))
+        return replace(cls.needs, window=next(iter(found.values())))
 
-    def check(self, source: SourceModel, examples: Examples) -> None:
+    @classmethod
+    def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
-        assert examples.windows is not None  # that is what the task needs
+        assert examples.windows is not None
         wanted, found = grid_shape(source, inputs_of(source))[1], examples.windows.variables
         if len(found) != wanted:
             raise DataError(
@@ -309,41 +252,14 @@ class Forecasting(Task):
                 "give data with so many columns beside `date`",
             )
 
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        assert examples.windows is not None
-        return _PreparedSeries(examples.windows)
-
-
-class _PreparedSeries(Prepared):
-    unit = "windows"
-
-    def __init__(self, windows: Windows) -> None:
-        super().__init__()
-        self._windows = windows
-        self.facts = {
-            "context": windows.context,
-            "horizon": windows.horizon,
-            "values": "standardised by the training part",
-        }
-
-    @property
-    def units(self) -> int:
-        return len(self._windows)
-
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        if "naive" not in self.facts:  # the same for every model
-            self.facts["naive"] = naive_errors(self._windows)
         squares, sizes = [], []
-        for first in range(0, self.units, runner.batch_size):
-            past, future = self._windows.batch(slice(first, first + runner.batch_size))
-            past = past.to(runner.device, runner.model.dtype)
-            forecast = runner.model(past_values=past).prediction_outputs.float().cpu()
-            error = (forecast - future).double()
+        for places in runner.slices(self.units):
+            past, future = self._windows.batch(places)
+            forecast = runner.model(past_values=runner.moved(past)).prediction_outputs
+            error = (forecast.float().cpu() - future).double()
             squares.append(error.square().mean((1, 2)))
             sizes.append(error.abs().mean((1, 2)))
-            runner.advance(len(past))
         return [
             ratio(name, checked(torch.cat(values)).numpy(), higher_is_better=False)
             for name, values in (("mse", squares), ("mae", sizes))
@@ -351,14 +267,7 @@ class _PreparedSeries(Prepared):
 
 
 def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
-    """Measures forecasts that need no model: what every model has to beat.
-
-    Args:
-        windows: What is measured.
-
-    Returns:
-        `mse` and `mae` by name of the forecast, of the values that models are measured on.
-    """
+    """Measures forecasts that need no model, which every model has to beat, by their names."""
     forecasts: dict[str, Forecast] = {
         "last value": lambda past: past[:, -1:],
         "context mean": lambda past: past.mean(1, keepdim=True),
@@ -366,23 +275,23 @@ def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
     linear = _linear(windows)
     if linear is not None:
         forecasts["linear"] = linear
-    sums = {name: [0.0, 0.0] for name in forecasts}
-    step = _step(windows)
-    for first in range(0, len(windows), step):
-        past, future = (part.double() for part in windows.batch(slice(first, first + step)))
+    sums = {name: np.zeros(2) for name in forecasts}
+    for past, future in _parts(windows):
         for name, forecast in forecasts.items():
             error = forecast(past) - future
-            sums[name][0] += float(error.square().mean((1, 2)).sum())
-            sums[name][1] += float(error.abs().mean((1, 2)).sum())
+            sums[name] += [float(x.mean((1, 2)).sum()) for x in (error.square(), error.abs())]
     return {
-        name: {"mse": mse / len(windows), "mae": mae / len(windows)}
+        name: {"mse": float(mse) / len(windows), "mae": float(mae) / len(windows)}
         for name, (mse, mae) in sums.items()
     }
 
 
-def _step(windows: Windows) -> int:
-    """Windows that are held in float64 at a time."""
-    return max(1, 2**22 // ((windows.context + windows.horizon) * len(windows.variables)))
+def _parts(windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields contexts and futures in float64, as many at a time as fit well into memory."""
+    size = max(1, 2**22 // ((windows.context + windows.horizon) * len(windows.variables)))
+    for first in range(0, len(windows), size):
+        past, future = windows.batch(slice(first, first + size))
+        yield past.double(), future.double()
 
 
 def _linear(windows: Windows) -> Forecast | None:
@@ -398,9 +307,7 @@ def _linear(windows: Windows) -> Forecast | None:
     size = windows.context
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, windows.horizon, dtype=torch.float64)
-    count = _step(windows)
-    for first in range(0, len(training), count):
-        past, future = (part.double() for part in training.batch(slice(first, first + count)))
+    for past, future in _parts(training):
         x, y = ((part - past[:, -1:]).mT.flatten(0, 1) for part in (past, future))
         gram, cross = gram + x.mT @ x, cross + x.mT @ y
     level = RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny

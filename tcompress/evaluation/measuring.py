@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,14 @@ from tcompress.evaluation.labelled_tasks import (
     VolumeClassification,
 )
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
-from tcompress.evaluation.scores import Baseline, Measured, ModelScores, store
-from tcompress.evaluation.task_base import Prepared, Task
+from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, store
+from tcompress.evaluation.statistics import Statistic
+from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
 from tcompress.options import Evaluate
 from tcompress.progress import Progress, Silent
-
-# The tasks by name.
-
 
 TASKS: dict[str, type[Task]] = {
     kind.name: kind
@@ -55,65 +51,77 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def find_task(name: str, **options: Any) -> Task:
-    """Gives a task.
-
-    Args:
-        name: Its name.
-        **options: Its options; None stands for the default.
-
-    Raises:
-        InputError: There is no such task, or it has no such option.
-    """
-    if name not in TASKS:
-        known = ", ".join(f"`{task}`" for task in TASKS)
-        close = get_close_matches(name, list(TASKS), 1)
-        raise InputError(
-            f"unknown task `{name}`; tasks are {known}",
-            f"did you mean `{close[0]}`?" if close else "choose one of them",
-        )
-    kind = TASKS[name]
-    given = {option: value for option, value in options.items() if value is not None}
-    known_options = {field.name for field in dataclasses.fields(kind)}
-    for option in given:
-        if option not in known_options:
-            raise InputError(
-                f"the task `{name}` has no option `--{option}`", f"leave out `--{option}`"
-            )
-    return kind(**given)
-
-
 # Measuring models on a task.
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Measurement:
     """What is the same for all models."""
 
     wanted: Evaluate
-    task: Task
+    task: type[Task]
     examples: Examples
     max_length: int | None
     dtype: torch.dtype | None
     device: torch.device
-    split: str | None
     progress: Progress
+    save: bool
 
-    def protocol(self, model: PreTrainedModel, prepared: Prepared) -> dict[str, Any]:
+    def of(self, name: str, source: SourceModel, baseline: Baseline | None) -> ModelScores:
+        """Measures a model."""
+        wanted = self.wanted
+        with _about(source):
+            options = {"pack": wanted.pack, "candidates": wanted.candidates}
+            given = {name: value for name, value in options.items() if value is not None}
+            task = self.task(source, self.examples, self.max_length, seed=wanted.seed, **given)
+            model = load_model(source, dtype=self.dtype, device=self.device)
+            self.progress.stage(Path(name).name, task.work(model), "inputs")
+            start = time.perf_counter()
+            statistics = self._statistics(task, model)
+            seconds = time.perf_counter() - start
+        own = Baseline.of(name, statistics, task.signature, wanted.bootstrap, wanted.seed)
+        metrics = metrics_of(statistics, own, baseline, self._protocol(task, model))
+        notes = list(task.notes)
+        if baseline is not None and own.signature != baseline.signature:
+            notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
+        return ModelScores(
+            name=name,
+            metrics=tuple(metrics),
+            unit=task.unit,
+            per_second=task.units / seconds,
+            # A folder in the hub's cache is not the user's to change.
+            stored=self.save and local_folder(name) is not None and store(source.folder, metrics),
+            notes=tuple(notes),
+            baseline=own,
+        )
+
+    def _statistics(self, task: Task, model: PreTrainedModel) -> Sequence[Statistic]:
+        size = self.wanted.batch_size or task.batch_size
+        try:
+            return task.measure(model, size, self.device, self.progress.advance)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"memory of {self.device} is too small for batches of {size}",
+                f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
+            ) from error
+
+    def _protocol(self, task: Task, model: PreTrainedModel) -> dict[str, Any]:
         """Everything needed to measure again."""
+        wanted, examples = self.wanted, self.examples
+        whole = examples.whole and Path(wanted.data).expanduser().is_file()
         return {
-            "task": self.task.name,
-            "data": self.examples.name,
-            "data_fingerprint": self.examples.fingerprint,
-            "split": self.split,
-            "examples": len(self.examples),
+            "task": task.name,
+            "data": examples.name,
+            "data_fingerprint": examples.fingerprint,
+            "split": None if whole else wanted.split,
+            "examples": len(examples),
             "max_length": self.max_length,
-            "batch_size": self.wanted.batch_size or prepared.batch_size,
+            "batch_size": wanted.batch_size or task.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "seed": self.wanted.seed,
-            "bootstrap": self.wanted.bootstrap,
-            **prepared.facts,
+            "seed": wanted.seed,
+            "bootstrap": wanted.bootstrap,
+            **task.facts,
             "versions": {"tcompress": tcompress.__version__, **environment()},
         }
 
@@ -128,25 +136,11 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> list[ModelScores]:
-    """Measures models on the same examples, and compares them with one of them.
+    """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
 
-    Args:
-        models: Converted or dense models: folders, short names or hub ids.
-        wanted: What is measured. Of the longest text the model with the fewest positions decides
-            for all.
-        baseline: Model to compare with; default the first one. One that is not among the models is
-            measured before them; one that was measured before, as `ModelScores.baseline` has it,
-            is not measured again.
-        save: Write the numbers into the manifests of converted models in local folders.
-        token: Access token for the hub.
-        trust_remote_code: Whether Python code that comes with a model may run.
-        progress: Hears how far it is.
-
-    Returns:
-        Numbers of each model, in the order of the models.
-
-    Raises:
-        InputError: A model, the data or an option cannot be used; the message says what to do.
+    Of the longest text the model with the fewest positions decides for all. A baseline that is not
+    among the models is measured before them; one that was measured before, as
+    `ModelScores.baseline` has it, is not measured again.
     """
     problems = Problems()
     names = [str(name) for name in models]
@@ -160,44 +154,22 @@ def evaluate(
     with problems.collected():
         check_data([wanted.data])
     with problems.collected():
-        kind = pick_dtype(wanted.dtype)
+        dtype = pick_dtype(wanted.dtype)
     with problems.collected():
-        where = pick_device(wanted.device)
+        device = pick_device(wanted.device)
     problems.report()
-    task = task_of(wanted)
-    examples = examples_of(wanted, task, [*sources.values()])
-    whole = examples.whole and Path(wanted.data).expanduser().is_file()
-    run = _Run(
-        wanted=wanted,
-        task=task,
-        examples=examples,
-        max_length=_common_length(task, examples, sources.values(), wanted.max_length),
-        dtype=kind,
-        device=where,
-        split=None if whole else wanted.split,
-        progress=progress or Silent(),
-    )
+    task = TASKS[wanted.task]
+    examples = _examples(wanted, task, [*sources.values()])
+    length = _common_length(task, examples, sources.values(), wanted.max_length)
+    heard = progress or Silent()
+    run = _Measurement(wanted, task, examples, length, dtype, device, heard, save)
     if known is not None:
-        return [_measure(run, name, sources[name], known, save=save) for name in names]
-    return _measure_all(run, names, sources, first, save=save)
-
-
-def task_of(wanted: Evaluate) -> Task:
-    """Returns the task of a measurement."""
-    return find_task(wanted.task, pack=wanted.pack, candidates=wanted.candidates)
-
-
-def examples_of(wanted: Evaluate, task: Task, sources: Sequence[SourceModel]) -> Examples:
-    """Reads the data of a measurement."""
-    needs = task.needs_for(sources)
-    return load_examples(
-        wanted.data,
-        wanted.split,
-        needs,
-        columns=wanted.columns,
-        limit=wanted.limit,
-        seed=wanted.seed,
-    )
+        return [run.of(name, sources[name], known) for name in names]
+    base = run.of(first, sources[first], None)
+    place = names.index(first)
+    others = [*names[:place], *names[place + 1 :]]
+    scores = [run.of(name, sources[name], base.baseline) for name in others]
+    return [*scores[:place], base, *scores[place:]]
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
@@ -212,54 +184,25 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
         InputError: The data, a device or an option cannot be used.
     """
     pick_device(item.device)
-    task = task_of(item)
-    examples = examples_of(item, task, [source])
+    task = TASKS[item.task]
+    examples = _examples(item, task, [source])
     if heads:
         _common_length(task, examples, [source], item.max_length)
 
 
-def prepare(
-    task: str,
-    source: SourceModel,
-    examples: Examples,
-    max_length: int | None = None,
-    *,
-    seed: int = 0,
-    **options: Any,
-) -> Prepared:
-    """Writes examples as a model's inputs, to measure it repeatedly with `Prepared.score`.
-
-    Args:
-        task: Name of the task.
-        source: The model that tokenizer or image processor are taken from.
-        examples: Examples with what the task needs.
-        max_length: Longest text in tokens; default by task.
-        seed: Seed of all random choices.
-        **options: Options of the task.
-
-    Raises:
-        InputError: The examples cannot be used with the model.
-    """
-    return find_task(task, **options).prepare(source, examples, max_length, seed)
-
-
-def score_model(
-    model: PreTrainedModel,
-    source: SourceModel,
-    task_name: str,
-    examples: Examples,
-    *,
-    batch_size: int | None = None,
-    max_length: int | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, float]:
-    """Measures a model in memory once; gives its numbers by name, the main one first."""
-    prepared = prepare(task_name, source, examples, max_length)
-    return prepared.score(model, batch_size=batch_size, device=device)
+def _examples(wanted: Evaluate, task: type[Task], sources: Sequence[SourceModel]) -> Examples:
+    return load_examples(
+        wanted.data,
+        wanted.split,
+        task.needs_for(sources),
+        columns=wanted.columns,
+        limit=wanted.limit,
+        seed=wanted.seed,
+    )
 
 
 def _common_length(
-    task: Task, examples: Examples, sources: Any, max_length: int | None
+    task: type[Task], examples: Examples, sources: Iterable[SourceModel], max_length: int | None
 ) -> int | None:
     """Checks all models before work begins, and gives the length that suits all."""
     lengths = []
@@ -268,62 +211,6 @@ def _common_length(
             task.check(source, examples)
             lengths.append(task.limit(source, max_length))
     return min((length for length in lengths if length is not None), default=None)
-
-
-def _measure_all(
-    run: _Run, names: list[str], sources: Mapping[str, SourceModel], first: str, *, save: bool
-) -> list[ModelScores]:
-    base_scores = _measure(run, first, sources[first], None, save=save)
-    scores, others = [], list(names)
-    others.remove(first)
-    for name in others:
-        scores.append(_measure(run, name, sources[name], base_scores.baseline, save=save))
-    scores.insert(names.index(first), base_scores)
-    return scores
-
-
-def _measure(
-    run: _Run, name: str, source: SourceModel, baseline: Baseline | None, *, save: bool
-) -> ModelScores:
-    with _about(source):
-        prepared = run.task.prepare(source, run.examples, run.max_length, run.wanted.seed)
-        model = load_model(source, dtype=run.dtype, device=run.device)
-        run.progress.stage(Path(name).name, prepared.work(model), "inputs")
-        start = time.perf_counter()
-        statistics = _statistics(run, model, prepared)
-        seconds = time.perf_counter() - start
-    measured = Measured.of(
-        name, statistics, prepared.signature, run.wanted.bootstrap, run.wanted.seed
-    )
-    metrics = measured.metrics(baseline, run.protocol(model, prepared))
-    notes = list(prepared.notes)
-    if baseline is not None and prepared.signature != baseline.signature:
-        notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
-    scores = ModelScores(
-        name=name,
-        metrics=tuple(metrics),
-        unit=prepared.unit,
-        per_second=prepared.units / seconds,
-        notes=tuple(notes),
-        baseline=measured.baseline,
-    )
-    # A folder in the hub's cache is not the user's to change.
-    if save and local_folder(name) is not None:
-        scores = replace(scores, stored=store(source.folder, metrics))
-    return scores
-
-
-def _statistics(run: _Run, model: PreTrainedModel, prepared: Prepared) -> Any:
-    try:
-        return prepared.measure(
-            model, batch_size=run.wanted.batch_size, device=run.device, advance=run.progress.advance
-        )
-    except torch.OutOfMemoryError as error:
-        size = run.wanted.batch_size or prepared.batch_size
-        raise InputError(
-            f"memory of {run.device} is too small for batches of {size}",
-            f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
-        ) from error
 
 
 @contextmanager

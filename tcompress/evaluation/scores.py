@@ -19,7 +19,7 @@ from tcompress.evaluation.statistics import Array, Statistic, interval, resample
 
 @dataclass(frozen=True)
 class Baseline:
-    """What of a measured model others are compared with; it can be kept for later runs.
+    """Numbers of a measured model that others are compared with; it can be kept for later runs.
 
     Attributes:
         name: The model as it was given.
@@ -35,39 +35,10 @@ class Baseline:
     units: Sequence[int]
     signature: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return {**vars(self), "draws": [draws.tolist() for draws in self.draws]}
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Baseline:
-        """Reads what `to_json` returns."""
-        draws = [np.asarray(draws, dtype=float) for draws in data["draws"]]
-        return cls(**{**data, "draws": draws})
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Numbers of a model, and their values on resamples.
-
-    Attributes:
-        name: The model as it was given.
-        statistics: The numbers.
-        values: Their values on all examples.
-        draws: Their values on resamples.
-        signature: Equal for models that read the same tokens.
-    """
-
-    name: str
-    statistics: Sequence[Statistic]
-    values: Sequence[float]
-    draws: Sequence[Array]
-    signature: str
-
     @classmethod
     def of(
         cls, name: str, statistics: Sequence[Statistic], signature: str, times: int, seed: int
-    ) -> Measured:
+    ) -> Baseline:
         """Computes numbers and resamples.
 
         Raises:
@@ -80,55 +51,66 @@ class Measured:
                     f"`{statistic.name}` of `{name}` is not defined on this data ({value})",
                     "give more examples; a model that answers everything alike has no correlation",
                 )
+        units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from.
-        times = times if statistics[0].units > 1 else 0
-        return cls(name, statistics, values, resampled(statistics, times, seed), signature)
+        draws = resampled(statistics, times if units[0] > 1 else 0, seed)
+        return cls(name, values, draws, units, signature)
 
-    @property
-    def baseline(self) -> Baseline:
-        """What other models can be compared with."""
-        units = [statistic.units for statistic in self.statistics]
-        return Baseline(self.name, self.values, self.draws, units, self.signature)
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {**vars(self), "draws": [draws.tolist() for draws in self.draws]}
 
-    def metrics(self, baseline: Baseline | None, protocol: Mapping[str, Any]) -> list[Metric]:
-        """Makes metrics.
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Baseline:
+        """Reads what `to_json` returns."""
+        draws = [np.asarray(draws, dtype=float) for draws in data["draws"]]
+        return cls(**{**data, "draws": draws})
 
-        Args:
-            baseline: What to compare with, if anything.
-            protocol: How it was measured.
-        """
-        return [self._metric(index, baseline, protocol) for index in range(len(self.values))]
 
-    def _metric(self, index: int, baseline: Baseline | None, protocol: Mapping[str, Any]) -> Metric:
-        statistic = self.statistics[index]
-        facts = dict(protocol)
-        difference = None
-        if baseline is not None and statistic.per_token and self._other_tokens(baseline):
+def metrics_of(
+    statistics: Sequence[Statistic],
+    own: Baseline,
+    baseline: Baseline | None,
+    protocol: Mapping[str, Any],
+) -> list[Metric]:
+    """Makes metrics.
+
+    Args:
+        statistics: What was measured.
+        own: Its numbers.
+        baseline: What to compare with, if anything.
+        protocol: How it was measured.
+    """
+    made = []
+    for index, statistic in enumerate(statistics):
+        facts, difference = dict(protocol), None
+        if baseline is not None and statistic.per_token and own.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
         elif baseline is not None:
-            difference = self._difference(index, baseline)
-        return Metric(
-            name=statistic.name,
-            value=self.values[index],
-            higher_is_better=statistic.higher_is_better,
-            interval=interval(self.draws[index]),
-            difference=difference,
-            protocol=facts,
+            difference = _difference(index, own, baseline)
+        made.append(
+            Metric(
+                name=statistic.name,
+                value=own.values[index],
+                higher_is_better=statistic.higher_is_better,
+                interval=interval(own.draws[index]),
+                difference=difference,
+                protocol=facts,
+            )
         )
+    return made
 
-    def _difference(self, index: int, baseline: Baseline) -> Difference:
-        # Texts cut into other windows make no pairs.
-        one, two = self.draws[index], baseline.draws[index]
-        paired = self.statistics[index].units == baseline.units[index]
-        return Difference(
-            baseline=baseline.name,
-            baseline_value=baseline.values[index],
-            value=self.values[index] - baseline.values[index],
-            interval=interval(one - two) if paired and len(one) == len(two) else None,
-        )
 
-    def _other_tokens(self, baseline: Baseline) -> bool:
-        return self.signature != baseline.signature
+def _difference(index: int, own: Baseline, baseline: Baseline) -> Difference:
+    one, two = own.draws[index], baseline.draws[index]
+    # Texts cut into other windows make no pairs.
+    paired = own.units[index] == baseline.units[index] and len(one) == len(two)
+    return Difference(
+        baseline=baseline.name,
+        baseline_value=baseline.values[index],
+        value=own.values[index] - baseline.values[index],
+        interval=interval(one - two) if paired else None,
+    )
 
 
 # What a measurement gives: numbers of a model, to show and to keep.
@@ -200,20 +182,19 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
 
 
 def store(folder: Path, metrics: Sequence[Metric]) -> bool:
-    """Adds numbers to the manifest of a converted model, in place of older ones on the same data.
+    """Adds numbers to the manifest of a model, in place of older ones on the same data.
 
     Returns:
         Whether there is a manifest that can be written.
-
-    Raises:
-        ArtifactError: The manifest is damaged.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         return False
     new = {_identity(metric) for metric in metrics}
-    kept = [metric for metric in manifest.metrics if _identity(metric) not in new]
-    manifest.metrics = [*kept, *metrics]
+    manifest.metrics = [
+        *(metric for metric in manifest.metrics if _identity(metric) not in new),
+        *metrics,
+    ]
     try:
         write_manifest(folder, manifest)
     except OSError:  # models are often kept where they cannot be changed
@@ -242,30 +223,14 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """Reads `0.8` or `0.95x`.
-
-        Raises:
-            InputError: It is neither.
-        """
-        try:
-            value = float(text.removesuffix("x"))
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise InputError(
-                f"`--threshold {text}` is no number", "write `0.8`, or `0.95x` for the baseline's"
-            )
-        return cls(value, relative=text.endswith("x"))
+        """Reads `0.8` or `0.95x`, as `Evaluate` allows it."""
+        return cls(float(text.removesuffix("x")), relative=text.endswith("x"))
 
     def missed(self, metric: Metric) -> bool:
-        """Tells whether a model fails.
+        """Tells whether a model fails by its main number; where lower is better, by a greater one.
 
         The baseline passes every factor. A model that cannot be compared with it, because it reads
         other tokens, fails.
-
-        Args:
-            metric: Main number of the model. Where lower is better, the bound is the most it may
-                be.
         """
         if not self.relative:
             bound = self.value

@@ -43,6 +43,17 @@ class Runner:
     device: torch.device
     advance: Callable[[int], None]
 
+    def slices(self, count: int) -> Iterator[slice]:
+        """Yields the places of examples that are of one size, a batch at a time."""
+        for first in range(0, count, self.batch_size):
+            last = min(first + self.batch_size, count)
+            yield slice(first, last)
+            self.advance(last - first)
+
+    def moved(self, values: Tensor) -> Tensor:
+        """Gives values as the model reads them."""
+        return values.to(self.device, self.model.dtype)
+
     def batches(self, rows: Sequence[Row], pad: int) -> Iterator[tuple[list[int], Row]]:
         """Yields indices of examples and their inputs, longest first, since they pad least so.
 
@@ -50,27 +61,24 @@ class Runner:
             rows: Inputs of each example, sequences not padded.
             pad: Token to pad with.
         """
-        order = sorted(range(len(rows)), key=lambda index: -_length(rows[index]))
-        for first in range(0, len(order), self.batch_size):
-            chosen = order[first : first + self.batch_size]
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
+        for places in self.slices(len(order)):
+            chosen = order[places]
             batch = collate([rows[index] for index in chosen], pad)
             yield chosen, {name: value.to(self.device) for name, value in batch.items()}
-            self.advance(len(chosen))
+
+    def outputs(self, rows: Sequence[Row], pad: int, compute: Callable[[Row], Tensor]) -> Tensor:
+        """Computes something of each row, in their order, as far as it is finite."""
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        for chosen, batch in self.batches(rows, pad):
+            for index, value in zip(chosen, compute(batch).float().cpu(), strict=True):
+                found[index] = value
+        return checked(torch.stack(found))
 
     def logits(self, rows: Sequence[Row], pad: int) -> Tensor:
-        """Computes the model's logits in the order of the rows.  # (rows, labels).
-
-        Raises:
-            InputError: Some are not finite.
-        """
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        """Computes the model's logits in the order of the rows.  # (rows, labels)."""
         with _padding_known(self.model, pad):
-            for chosen, batch in self.batches(rows, pad):
-                for index, logits in zip(
-                    chosen, self.model(**batch).logits.float().cpu(), strict=True
-                ):
-                    found[index] = logits
-        return checked(torch.stack(found))
+            return self.outputs(rows, pad, lambda batch: self.model(**batch).logits)
 
 
 def checked(values: Tensor) -> Tensor:
@@ -88,7 +96,7 @@ def checked(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def measuring(model: PreTrainedModel) -> Iterator[None]:
+def _measuring(model: PreTrainedModel) -> Iterator[None]:
     """Puts a model into evaluation mode without gradients, and back as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -114,60 +122,41 @@ def _padding_known(model: PreTrainedModel, pad: int) -> Iterator[None]:
         config.pad_token_id = had
 
 
-def _length(row: Row) -> int:
-    return len(row["input_ids"]) if "input_ids" in row else 0
-
-
 # From texts to a model's inputs, for measuring.
 
 
 _READ = ("input_ids", "attention_mask", "token_type_ids")
 
 
-@dataclass(frozen=True)
 class TextReader:
-    """Reads texts for a model. Use `TextReader.open`.
+    """Writes texts as a model reads them to be measured.
+
+    Args:
+        source: The model.
+        max_length: Most tokens of a text; fewer if the model has fewer positions.
 
     Attributes:
         encoder: Writes texts as tokens.
+        tokenizer: The model's tokenizer.
+        limit: Most tokens of a text.
+        pad: Token to pad with.
+
+    Raises:
+        DataError: The model has no tokenizer, or reads no texts alone.
     """
 
-    encoder: TextEncoder
-
-    @classmethod
-    def open(cls, source: SourceModel, max_length: int) -> TextReader:
-        """Loads the tokenizer of a model.
-
-        Args:
-            source: The model.
-            max_length: Most tokens of a text; fewer if the model has fewer positions.
-
-        Raises:
-            DataError: The model has no tokenizer, or reads no texts alone.
-        """
-        with _hint_for_measuring(source):
+    def __init__(self, source: SourceModel, max_length: int) -> None:
+        hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
+        with _hinting(hint):
             inputs = inputs_of(source)
             if not inputs.text or inputs.image or inputs.audio:
                 raise DataError(
                     f"`{source.id}` is a `{source.model_class.__name__}`, which does not read "
                     "texts alone"
                 )
-            return cls(TextEncoder.open(source, inputs, max_length))
-
-    @property
-    def limit(self) -> int:
-        """Most tokens of a text."""
-        return self.encoder.limit
-
-    @property
-    def pad(self) -> int:
-        """Token to pad with."""
-        return self.encoder.pad
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.encoder.tokenizer
+            self.encoder = TextEncoder.open(source, inputs, max_length)
+        self.tokenizer = self.encoder.tokenizer
+        self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Row]:
         """Writes texts, or pairs of texts, as inputs of the model.
@@ -175,13 +164,14 @@ class TextReader:
         Raises:
             DataError: The tokenizer and the model do not belong together.
         """
-        try:
+        with _hinting("put the model's own tokenizer into its folder"):
             rows = self.encoder.encode(texts, pairs)
-        except DataError as error:
-            hint = "put the model's own tokenizer into its folder"
-            raise DataError(error.message, hint) from error
-        typed = any("token_type_ids" in row for row in rows)
-        return [self._read(row, typed) for row in rows]
+        # An empty text still needs a place to be read at.
+        empty = {"input_ids": torch.tensor([self.pad]), "attention_mask": torch.ones(1).long()}
+        if any("token_type_ids" in row for row in rows):
+            empty["token_type_ids"] = torch.zeros(1).long()
+        # A decoder's inputs are left to the model, which knows how its head reads them.
+        return [{name: row[name] for name in _READ if name in row} or empty for row in rows]
 
     def truncated(
         self, rows: Sequence[Row], texts: Sequence[str], pairs: Sequence[str] | None = None
@@ -194,18 +184,6 @@ class TextReader:
         whole = self.tokenizer([texts[index] for index in full], second, verbose=False)
         return sum(len(ids) > self.limit for ids in whole["input_ids"])
 
-    def _read(self, row: Row, typed: bool) -> Row:
-        # A decoder's inputs are left to the model, which knows how its head reads them.
-        kept = {name: row[name] for name in _READ if name in row}
-        if not kept:  # an empty text still needs a place to be read at
-            kept = {
-                "input_ids": torch.tensor([self.pad]),
-                "attention_mask": torch.ones(1, dtype=torch.long),
-            }
-            if typed:
-                kept["token_type_ids"] = torch.zeros(1, dtype=torch.long)
-        return kept
-
 
 def signature(rows: Sequence[Row]) -> str:
     """Gives a hash of all tokens, by which models with the same tokens know each other."""
@@ -216,45 +194,107 @@ def signature(rows: Sequence[Row]) -> str:
 
 
 @contextmanager
-def _hint_for_measuring(source: SourceModel) -> Iterator[None]:
+def _hinting(hint: str) -> Iterator[None]:
     """Replaces hints on how a conversion does without data."""
     try:
         yield
     except DataError as error:
-        hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
         raise DataError(error.message, hint) from error
 
 
 # What every task is made of.
 
 
-class Prepared(ABC):
-    """Examples of a task, written as a model's inputs once and measured as often as wanted.
+class Task(ABC):
+    """A task with its examples, written as a model's inputs once and measured as often as wanted.
+
+    Args:
+        source: The model that tokenizer or image processor are taken from.
+        examples: The examples.
+        max_length: Longest text in tokens, as `limit` gives it.
+        seed: Seed of all random choices.
 
     Attributes:
+        name: Name, in lower case with hyphens.
+        needs: What it reads.
+        head: Head that the model must have, if any.
+        max_length: Longest text in tokens, if nothing else is said; None without texts.
         batch_size: Examples in a batch, if nothing else is said.
         unit: What is resampled and counted: `examples`, `windows`.
+        reader: Reads its texts, if it has any.
         facts: What a protocol tells of it; complete after the first measurement.
         notes: What the user should know, likewise.
         signature: Equal for models that read the same tokens.
+
+    Raises:
+        DataError: The examples cannot be used with the model.
     """
 
-    batch_size: int = 32
-    unit: str = "examples"
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+    head: ClassVar[Head | None] = None
+    max_length: ClassVar[int | None] = 512
+    batch_size: ClassVar[int] = 32
+    unit: ClassVar[str] = "examples"
+    reader: TextReader
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        source: SourceModel,
+        examples: Examples,
+        max_length: int | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.source, self.examples, self.seed = source, examples, seed
         self.facts: dict[str, Any] = {}
         self.notes: list[str] = []
         self.signature = ""
+        if self.max_length is not None:
+            self.reader = TextReader(source, max_length or self.max_length)
+
+    @classmethod
+    def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
+        """What is read for some models; for all alike, where the models have no say.
+
+        Raises:
+            DataError: They cannot be measured on the same examples.
+        """
+        return cls.needs
+
+    @classmethod
+    def check(cls, source: SourceModel, examples: Examples) -> None:
+        """Checks, from its configuration, that a model can do the task.
+
+        Raises:
+            DataError: It cannot.
+        """
+        if cls.head is not None and not has_head(source, cls.head):
+            raise DataError(
+                f"`{source.id}` is a `{source.model_class.__name__}`, which has no "
+                f"{_HEADS[cls.head]}; the task `{cls.name}` needs one",
+                "train one first, or choose another task",
+            )
+
+    @classmethod
+    def limit(cls, source: SourceModel, max_length: int | None) -> int | None:
+        """Gives the longest text that a model can be given, in tokens; None without texts.
+
+        Raises:
+            DataError: The model has no tokenizer.
+        """
+        if cls.max_length is None:
+            return None
+        return TextReader(source, max_length or cls.max_length).limit
+
+    @property
+    def units(self) -> int:
+        """Number of units that are resampled."""
+        return len(self.examples)
 
     def work(self, model: PreTrainedModel) -> int:
         """Counts the inputs that the model has to read."""
         return self.units
-
-    @property
-    @abstractmethod
-    def units(self) -> int:
-        """Number of units that are resampled."""
 
     @abstractmethod
     def run(self, runner: Runner) -> Sequence[Statistic]:
@@ -263,9 +303,8 @@ class Prepared(ABC):
     def measure(
         self,
         model: PreTrainedModel,
-        *,
         batch_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | None = None,
         advance: Callable[[int], None] = lambda amount: None,
     ) -> Sequence[Statistic]:
         """Measures a model, which stays in the mode (training or evaluation) that it is in.
@@ -279,92 +318,13 @@ class Prepared(ABC):
         Returns:
             The task's numbers, the main one first.
         """
-        place = torch.device(device) if device is not None else model.device
-        with measuring(model):
-            return self.run(Runner(model, batch_size or self.batch_size, place, advance))
+        with _measuring(model):
+            size = batch_size or self.batch_size
+            return self.run(Runner(model, size, device or model.device, advance))
 
-    def score(
-        self,
-        model: PreTrainedModel,
-        *,
-        batch_size: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> dict[str, float]:
-        """Measures a model; as `measure`, but gives plain numbers by name."""
-        measured = self.measure(model, batch_size=batch_size, device=device)
-        return {statistic.name: statistic.value() for statistic in measured}
-
-
-@dataclass(frozen=True)
-class Task(ABC):
-    """Something that models are measured on. Fields of subclasses are its options.
-
-    Attributes:
-        name: Name, in lower case with hyphens.
-        summary: One line.
-        needs: What it reads.
-        metrics: Numbers that it gives, the main one first; some depend on the data.
-        head: Head that the model must have, if any.
-        max_length: Longest text in tokens, if nothing else is said; None without texts.
-    """
-
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    needs: ClassVar[Needs]
-    metrics: ClassVar[tuple[str, ...]]
-    head: ClassVar[Head | None] = None
-    max_length: ClassVar[int | None] = 512
-
-    def needs_for(self, sources: Sequence[SourceModel]) -> Needs:
-        """What is read for some models; for all alike, where the models have no say.
-
-        Raises:
-            DataError: They cannot be measured on the same examples.
-        """
-        return self.needs
-
-    def check(self, source: SourceModel, examples: Examples) -> None:
-        """Checks, from its configuration, that a model can do the task.
-
-        Raises:
-            DataError: It cannot.
-        """
-        if self.head is not None and not has_head(source, self.head):
-            kind = _HEADS[self.head]
-            raise DataError(
-                f"`{source.id}` is a `{source.model_class.__name__}`, which has no {kind}; "
-                f"the task `{self.name}` needs one",
-                "train one first, or choose another task",
-            )
-
-    def limit(self, source: SourceModel, max_length: int | None) -> int | None:
-        """Gives the longest text that a model can be given, in tokens; None without texts.
-
-        Args:
-            source: The model.
-            max_length: What was asked for; default the task's.
-
-        Raises:
-            DataError: The model has no tokenizer.
-        """
-        wanted = max_length or self.max_length
-        return None if self.max_length is None else TextReader.open(source, wanted or 0).limit
-
-    @abstractmethod
-    def prepare(
-        self, source: SourceModel, examples: Examples, max_length: int | None, seed: int
-    ) -> Prepared:
-        """Writes examples as a model's inputs.
-
-        Args:
-            source: The model.
-            examples: The examples.
-            max_length: Longest text, as `limit` gives it.
-            seed: Seed of all random choices.
-
-        Raises:
-            DataError: The examples cannot be used with the model.
-        """
+    def score(self, model: PreTrainedModel, batch_size: int | None = None) -> dict[str, float]:
+        """Measures a model; gives plain numbers by name."""
+        return {item.name: item.value() for item in self.measure(model, batch_size)}
 
 
 _HEADS: dict[Head, str] = {

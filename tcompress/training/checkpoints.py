@@ -51,15 +51,11 @@ class RunState(BaseModel):
 
 
 class Checkpoints:
-    """Checkpoints of one run; the last one and the best weights are kept.
-
-    Args:
-        folder: Folder to keep them in.
-    """
+    """Checkpoints of one run, in a folder; the last one and the best weights are kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._kept: int | None = None  # step of the best weights that the last checkpoint needs
+        self._needed: int | None = None  # step of the best weights that the last checkpoint needs
 
     def last(self) -> Path | None:
         """The newest complete checkpoint; one that is cut off or damaged counts as none."""
@@ -68,7 +64,7 @@ class Checkpoints:
 
     def _is_whole(self, folder: Path) -> bool:
         try:
-            state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
+            state = _state_in(folder)
             if state.best is not None:
                 with safe_open(self._best(state.best_step), "pt"):
                     pass  # its header fits its size
@@ -105,40 +101,36 @@ class Checkpoints:
             write(unfinished)
             wait()
             if main:
-                files = [path for path in unfinished.rglob("*") if path.is_file()]
-                sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-                written = state.model_copy(update={"files": sizes})
-                write_text(unfinished / _STATE, written.model_dump_json())
-                for path in (*files, unfinished):
-                    sync(path)
-                if target.exists():  # a resumed run may come back to its step
-                    swap(unfinished, target, target.with_suffix(".old.tmp"))
-                else:
-                    unfinished.rename(target)
+                self._finish(state, unfinished, target)
         except Exception as error:  # safetensors and torch wrap errors of the disk in their own
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise _unwritten(
-                f"the checkpoint of step {state.step:,}", error, self.folder
-            ) from error
-        if main:
-            self._kept = state.best_step
-            self._forget(state.best_step)
-            for path in self.folder.glob("step-*"):
-                if path != target:
-                    shutil.rmtree(path, ignore_errors=True)
+            raise self._unwritten(f"the checkpoint of step {state.step:,}", error) from error
+
+    def _finish(self, state: RunState, unfinished: Path, target: Path) -> None:
+        files = [path for path in unfinished.rglob("*") if path.is_file()]
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+        written = state.model_copy(update={"files": sizes})
+        write_text(unfinished / _STATE, written.model_dump_json())
+        for path in (*files, unfinished):
+            sync(path)
+        if target.exists():  # a resumed run may come back to its step
+            swap(unfinished, target, target.with_suffix(".old.tmp"))
+        else:
+            unfinished.rename(target)
+        self._needed = state.best_step
+        self._forget(state.best_step)
+        for path in self.folder.glob("step-*"):
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
 
     def read_state(self, folder: Path) -> RunState:
         """Reads how far a run was."""
-        state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
-        self._kept = state.best_step
+        state = _state_in(folder)
+        self._needed = state.best_step
         return state
 
     def keep_best(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Keeps the weights that are best so far, beside those that the last checkpoint needs.
-
-        Args:
-            tensors: The weights.
-            step: Their step.
+        """Keeps the weights of the best step so far, and those that the last checkpoint needs.
 
         Raises:
             TrainingError: They cannot be written; those before are still there.
@@ -148,7 +140,7 @@ class Checkpoints:
             with beside(self._best(step)) as other:
                 save_file({name: value.contiguous() for name, value in tensors.items()}, other)
         except Exception as error:
-            raise _unwritten("the best weights", error, self.folder) from error
+            raise self._unwritten("the best weights", error) from error
         self._forget(step)
 
     def best(self, step: int) -> dict[str, Tensor]:
@@ -160,16 +152,19 @@ class Checkpoints:
 
     def _forget(self, step: int) -> None:
         """Removes best weights of other steps that no checkpoint needs."""
-        needed = {self._best(one) for one in (step, self._kept) if one is not None}
+        needed = {self._best(one) for one in (step, self._needed) if one is not None}
         for path in self.folder.glob("best-*"):
             if path not in needed:
                 path.unlink()
 
+    def _unwritten(self, what: str, error: Exception) -> TrainingError:
+        text = (str(error).strip() or "no reason").splitlines()[0]
+        return TrainingError(
+            f"{what} cannot be written ({type(error).__name__}: {text}); "
+            f"{free_text(self.folder)} on its disk",
+            "free some disk space and run the same command again: it goes on where it was",
+        )
 
-def _unwritten(what: str, error: Exception, folder: Path) -> TrainingError:
-    text = str(error).strip().splitlines()
-    return TrainingError(
-        f"{what} cannot be written ({type(error).__name__}: {text[0] if text else 'no reason'}); "
-        f"{free_text(folder)} on its disk",
-        "free some disk space and run the same command again: it goes on where it was",
-    )
+
+def _state_in(folder: Path) -> RunState:
+    return RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))

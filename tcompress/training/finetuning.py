@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def finetune(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Finetuned:
-    """Trains a model, converted or not, and writes the result.
+    """Trains a model, converted or not, and writes the result; as `tcompress.finetune` does.
 
     Args:
         model: The model, or its name.
@@ -123,9 +124,6 @@ def finetune(
         token: Access token for the hub.
         progress: Hears how far it is.
         say: Hears of what the user should know, such as a smaller batch.
-
-    Returns:
-        The written folder and the record of the run.
 
     Raises:
         InputError: Model, teacher, data and task do not fit one another.
@@ -148,7 +146,7 @@ def finetune(
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
-    say = say or (lambda text: None)
+    say = say or _mute
     for note in setup.data.notes:
         say(note)
     for name in stray_links(model.folder, model.trust_remote_code):
@@ -172,8 +170,7 @@ class _Run:
         with self._workplace() as place:
             # All processes have to know, and the main one alone looks.
             done = broadcast_object_list([place is not None and place.published])[0]
-            folder = partial_folder(self.output)
-            checkpoints = Checkpoints(folder / "checkpoints")
+            checkpoints = Checkpoints(partial_folder(self.output) / "checkpoints")
             resumed = done or checkpoints.last() is not None
             if done:
                 found = read_manifest(self.output)
@@ -193,17 +190,15 @@ class _Run:
         self, checkpoints: Checkpoints, place: Workplace | None, progress: Progress, say: Say
     ) -> TrainingFacts:
         if place is not None:
-            own = dict(self.setup.model.named_parameters())
-            best = sum(own[name].nbytes for name in self.setup.trained)
+            best = sum(value.nbytes for value in self.setup.trained.values())
             place.need(self.source.store.total_bytes + best)
         loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
         self.accelerator.init_trackers("tcompress")
         with fast_precision(self.accelerator):
             state = loop.run()
         facts = self._facts(state, loop.validated)
-        weights = self.accelerator.get_state_dict(loop.model)
         if place is not None:
-            self._write(place.model, weights, facts)
+            self._write(place.model, facts)
             place.publish(force=self.force)
         return facts
 
@@ -211,7 +206,20 @@ class _Run:
         """Opens the working folder in the main process; bad input leaves nothing behind."""
         if not self.accelerator.is_main_process:
             return nullcontext()
-        place = Workplace(self.output, self._identity(), force=self.force)
+        identity = identity_of(
+            {
+                "kind": "finetune",
+                "options": self.setup.options.model_dump(mode="json"),
+                "weights": self.source.store.fingerprint(),
+                "teacher": self.teacher.store.fingerprint() if self.teacher else None,
+                "data": self.setup.data.fingerprint,
+                "tool": tcompress.__version__,
+                "processes": self.accelerator.num_processes,
+                "precision": self.accelerator.mixed_precision,
+                "device": self.accelerator.device.type,
+            }
+        )
+        place = Workplace(self.output, identity, force=self.force)
 
         def keeps(error: BaseException) -> bool:
             # What was trained so far is worth keeping, bad input is not.
@@ -220,28 +228,13 @@ class _Run:
 
         return place.working(keeps)
 
-    def _identity(self) -> str:
-        setup = self.setup
-        return identity_of(
-            {
-                "kind": "finetune",
-                "options": setup.options.model_dump(mode="json"),
-                "weights": self.source.store.fingerprint(),
-                "teacher": self.teacher.store.fingerprint() if self.teacher else None,
-                "data": setup.data.fingerprint,
-                "tool": tcompress.__version__,
-                "processes": self.accelerator.num_processes,
-                "precision": self.accelerator.mixed_precision,
-                "device": self.accelerator.device.type,
-            }
-        )
-
     def _facts(self, state: RunState, validated: str) -> TrainingFacts:
         setup, options = self.setup, self.setup.options
         assert state.best is not None  # a run begins and ends with a validation
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return TrainingFacts(
+            **state.model_dump(include={"samples", "tokens", "best_step", "best", "curve"}),
             stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
             task=options.task,
             teacher=self.teacher.id if self.teacher else None,
@@ -250,13 +243,8 @@ class _Run:
             objectives={objective.name: weight for objective, weight in setup.objectives},
             settings=options.model_dump(mode="json", exclude_defaults=True),
             steps=state.step,
-            samples=state.samples,
-            tokens=state.tokens,
             seconds=round(state.seconds, 2),
             validation=validated,
-            best_step=state.best_step,
-            best=state.best,
-            curve=state.curve,
             environment={
                 **environment(),
                 "device": name,
@@ -266,24 +254,21 @@ class _Run:
             },
         )
 
-    def _write(self, folder: Path, weights: dict[str, Any], facts: TrainingFacts) -> None:
+    def _write(self, folder: Path, facts: TrainingFacts) -> None:
         """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
-        model = self.setup.model
-        dtype = self._dtype()
-        cast = _cast(weights, dtype)
-        model.save_pretrained(folder, state_dict=cast, max_shard_size="2GB")
-        # Saving notes the dtype of the model, not of the weights that it was given.
-        model.config.dtype = dtype
-        model.config.save_pretrained(folder)
+        store = self.source.store
+        kinds = Counter(store.dtype(key) for key in store.keys())  # noqa: SIM118 - no mapping
+        stored = [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
+        # Nothing comes after it: the model itself takes the dtype that the source is stored in.
+        model: Any = self.setup.model.to(stored[0] if stored else torch.float32)  # type: ignore
+        weights = model.state_dict()
+        model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         carry_files(self.source.folder, self.source.companion_files(), folder)
         manifest = self._manifest(facts)
         write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
-        self._prove(folder, cast)
-
-    def _prove(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Opens what was written, and compares some of the weights."""
-        written = Reopened(folder, type(self.setup.model))
+        # Opens what was written, and compares some of the weights.
+        written = Reopened(folder, type(model))
         # A class may leave out what it makes anew, such as tables of sines.
         names = [name for name in weights if written.keymap.has(name)]
         for name in names[:: max(1, len(names) // COMPARED)]:
@@ -291,16 +276,6 @@ class _Run:
                 found = written.tensor(name)
             if not torch.equal(found, weights[name].cpu()):
                 raise differs(name, "its values are others")
-
-    def _dtype(self) -> torch.dtype:
-        """The dtype in which most of the source is stored."""
-        store = self.source.store
-        found: dict[torch.dtype, int] = {}
-        for key in store.keys():  # noqa: SIM118 - not a mapping
-            kind = store.dtype(key)
-            if kind.is_floating_point:
-                found[kind] = found.get(kind, 0) + 1
-        return max(found, key=lambda kind: found[kind]) if found else torch.float32
 
     def _manifest(self, facts: TrainingFacts) -> Manifest:
         before = self.manifest
@@ -321,13 +296,12 @@ class _Run:
                 environment=environment(),
             )
         # Numbers that were measured before belong to other weights.
-        return before.model_copy(
-            update={
-                "training": [*before.training, facts],
-                "metrics": [],
-                "tool_version": tcompress.__version__,
-            }
-        )
+        changes = {
+            "training": [*before.training, facts],
+            "metrics": [],
+            "tool_version": tcompress.__version__,
+        }
+        return before.model_copy(update=changes)
 
 
 def _check_apart(output: Path, model: SourceModel, what: str) -> None:
@@ -337,17 +311,6 @@ def _check_apart(output: Path, model: SourceModel, what: str) -> None:
             f"output `{output}` is the {what}'s own folder, or contains it",
             "choose another folder with `-o`",
         )
-
-
-def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Changes the dtype; tensors that are one stay one, so that they are stored once."""
-    made: dict[tuple[int, torch.Size], Tensor] = {}
-    cast = {}
-    for name, value in weights.items():
-        changed = value.to(dtype) if value.is_floating_point() else value
-        key = (value.data_ptr(), value.shape)
-        cast[name] = made.setdefault(key, changed) if value.numel() else changed
-    return cast
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
-from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.errors import TrainingError
@@ -52,18 +52,11 @@ class Stopping:
         self._old: Any = None
 
     def __enter__(self) -> Stopping:
-        try:
+        if threading.current_thread() is threading.main_thread():  # which alone receives signals
             self._old = signal.signal(signal.SIGINT, self._hear)
-        except ValueError:  # not in the main thread, which alone receives signals
-            self._old = None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._old is not None:
             signal.signal(signal.SIGINT, self._old)
 
@@ -98,16 +91,18 @@ class Loop:
     state: RunState = field(default_factory=RunState)
 
     def __post_init__(self) -> None:
-        setup, options = self.setup, self.setup.options
+        setup, options, data = self.setup, self.setup.options, self.setup.data
         processes = self.accelerator.num_processes
-        lengths = setup.data.train.lengths
-        self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
-        batches = loader(setup.data.train, setup.data.pad, self.sampler)
+        self.sampler = LengthBatches(
+            data.train.lengths, options.batch_size, processes, options.seed
+        )
+        batches = loader(data.train, data.pad, self.sampler)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             setup.model, _optimizer(setup), batches
         )
-        if setup.teacher is not None:
-            setup.teacher.to(self.accelerator.device)  # type: ignore[arg-type]
+        if setup.teacher_observer is not None:
+            teacher: Any = setup.teacher_observer.model
+            teacher.to(self.accelerator.device)
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
@@ -115,8 +110,7 @@ class Loop:
         self.pace = Pace(options.max_minutes, options.evaluate_every)
         self._told = False  # how many steps the time allows
         self._validation = 0.0  # time that the first validation took, the same in all processes
-        self._since = time.perf_counter()
-        self._before = 0.0
+        self._start = time.perf_counter()  # less the time before it was resumed
         self._now = 0.0  # time after the last step, the same in all processes
 
     @property
@@ -160,25 +154,22 @@ class Loop:
         return state
 
     def _between_steps(self, stopping: Stopping, begun: int) -> None:
-        step, options = self.state.step, self.setup.options
+        state, options = self.state, self.setup.options
         asked = self._agree(asked=stopping.asked)
-        self._keep_pace(sure=step - begun >= SURE)
-        if step % options.evaluate_every == 0 or step == self.state.total:
+        self._keep_pace(sure=state.step - begun >= SURE)
+        if state.step % options.evaluate_every == 0 or state.step == state.total:
             self._validate()
-        if asked or (step % options.checkpoint_every == 0 and step < self.state.total):
+        if asked or (state.step % options.checkpoint_every == 0 and state.step < state.total):
             self._save()
         if asked:
             raise KeyboardInterrupt
 
     def _agree(self, *, asked: bool) -> bool:
         """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
-        self._now = self._seconds()
-        if self.accelerator.num_processes > 1:
-            own = [self._now, self._validation, float(asked)]
-            told = torch.tensor(own, device=self.accelerator.device)
-            told = self.accelerator.reduce(told, "mean")  # type: ignore[assignment]
-            self._now, self._validation, asked = float(told[0]), float(told[1]), bool(told[2] > 0)
-        return asked
+        own = [self._seconds(), self._validation, float(asked)]
+        told: Any = torch.tensor(own, device=self.accelerator.device)
+        self._now, self._validation, heard = self.accelerator.reduce(told, "mean").tolist()
+        return bool(heard > 0)
 
     def _keep_pace(self, *, sure: bool) -> None:
         """Fits the schedule into the time that there is."""
@@ -204,7 +195,11 @@ class Loop:
             self._check_finite("the gradient's norm", float(norm), state.step + 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._count(batch, loss)
+        state.step += 1
+        state.samples += examples_in(batch) * self.accelerator.num_processes
+        state.tokens += tokens_in(batch) * self.accelerator.num_processes
+        state.recent.append(loss)
+        self.progress.advance(1, self._note(loss))
 
     def _rate(self, step: int) -> float:
         setup = self.setup
@@ -212,11 +207,11 @@ class Loop:
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
-            setup = self.setup
-            usual = setup.options.model_copy(update={"learning_rate": None})
+            options, untrained = self.setup.options, self.setup.untrained
+            usual = options.model_copy(update={"learning_rate": None})
             lower = min(
-                highest_rate(setup.options, untrained=setup.untrained) / 4,
-                highest_rate(usual, untrained=setup.untrained),
+                highest_rate(options, untrained=untrained) / 4,
+                highest_rate(usual, untrained=untrained),
             )
             raise TrainingError(
                 f"{what} is {value} at step {step:,}",
@@ -256,14 +251,6 @@ class Loop:
             "`--gradient-checkpointing`",
         )
 
-    def _count(self, batch: Batch, loss: float) -> None:
-        state, processes = self.state, self.accelerator.num_processes
-        state.step += 1
-        state.samples += examples_in(batch) * processes
-        state.tokens += tokens_in(batch) * processes
-        state.recent.append(loss)
-        self.progress.advance(1, self._note(loss))
-
     def _note(self, loss: float) -> str:
         state, seconds = self.state, max(self._seconds(), 1e-9)
         ahead = (state.total - state.step) * seconds / max(1, state.step)
@@ -279,7 +266,7 @@ class Loop:
         return self.state.step >= self.state.total or tired or self.pace.over(self._now)
 
     def _seconds(self) -> float:
-        return self._before + time.perf_counter() - self._since
+        return time.perf_counter() - self._start
 
     def _batches(self) -> Iterator[Batch]:
         """The rest of the epoch."""
@@ -289,8 +276,8 @@ class Loop:
         yield from skip_first_batches(self.loader, done) if done else self.loader
 
     def _validate(self) -> None:
-        state = self.state
-        value = self._measured()
+        state, task = self.state, self.setup.task
+        value = self._validation_value()
         self._check_finite(f"the {self.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,
@@ -301,18 +288,17 @@ class Loop:
         )
         state.recent.clear()
         state.curve.append(point)
-        numbers: dict[str, Any] = point.model_dump(exclude_none=True)
-        self.accelerator.log(numbers, step=state.step)
-        higher = self.setup.task is not None and self.setup.task.higher_is_better
+        self.accelerator.log(point.model_dump(exclude_none=True), step=state.step)
+        higher = task is not None and task.higher_is_better
         if state.best is not None and not (value > state.best if higher else value < state.best):
             state.stale += 1
             return
         state.best, state.best_step, state.stale = value, state.step, 0
-        weights = self._weights()
         if self.accelerator.is_main_process:
+            weights = {name: item.detach().cpu() for name, item in self.setup.trained.items()}
             self.checkpoints.keep_best(weights, state.step)
 
-    def _measured(self) -> float:
+    def _validation_value(self) -> float:
         """The validated number, with smaller batches where memory runs out."""
         size = max(1, self.setup.options.batch_size // self.state.parts)
         while True:
@@ -325,29 +311,20 @@ class Loop:
                     raise self._no_memory(size) from error
                 size //= 2
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The trained parameters, gathered from all processes."""
-        whole = self.accelerator.get_state_dict(self.model)
-        return {name: whole[name].detach().cpu() for name in self.setup.trained if name in whole}
-
     def _restore_best(self) -> None:
         if self.state.best_step == self.state.step:
             return
         self.accelerator.wait_for_everyone()
-        own = dict(self.accelerator.unwrap_model(self.model).named_parameters())
+        trained = self.setup.trained
         with torch.no_grad():
             for name, value in self.checkpoints.best(self.state.best_step).items():
-                own[name].copy_(value)
+                trained[name].copy_(value)
         self.accelerator.wait_for_everyone()  # the main process removes them when it has written
 
     def _save(self) -> None:
         self.state.seconds = self._seconds()
-        self.checkpoints.save(
-            self.state,
-            self._save_state,
-            main=self.accelerator.is_main_process,
-            wait=self.accelerator.wait_for_everyone,
-        )
+        main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
+        self.checkpoints.save(self.state, self._save_state, main=main, wait=wait)
 
     def _save_state(self, folder: Path) -> None:
         """Saves everything, without a word of tied weights, which the model ties again itself."""
@@ -361,23 +338,19 @@ class Loop:
 
     def _resume(self) -> None:
         found = self.checkpoints.last()
-        if found is None:
-            return
-        self.accelerator.load_state(str(found))
-        self.state = self.checkpoints.read_state(found)
-        self._before, self._since = self.state.seconds, time.perf_counter()
-        self._now = self._before
+        if found is not None:
+            self.accelerator.load_state(str(found))
+            self.state = self.checkpoints.read_state(found)
+            self._start = time.perf_counter() - self.state.seconds
 
 
 def _optimizer(setup: Setup) -> torch.optim.Optimizer:
     """AdamW over the trained parameters; vectors do not decay."""
-    own = dict(setup.model.named_parameters())
-    trained = [own[name] for name in setup.trained]
-    groups = [
-        {
-            "params": [value for value in trained if value.ndim > 1],
-            "weight_decay": setup.options.weight_decay,
-        },
-        {"params": [value for value in trained if value.ndim <= 1], "weight_decay": 0.0},
+    trained = setup.trained.values()
+    matrices = [value for value in trained if value.ndim > 1]
+    vectors = [value for value in trained if value.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": setup.options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)

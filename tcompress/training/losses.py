@@ -1,4 +1,4 @@
-"""The loss of a batch: teacher and student side by side, in pieces that fit into memory."""
+"""The loss of a batch: teacher and student together, in pieces that fit into memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import in_order, loader
+from tcompress.training.batches import Encoded, in_order, loader
 from tcompress.training.objectives import Batch, Observed, fed_with
 from tcompress.training.setup import Setup
+from tcompress.training.tasks import Task
 
-# Cutting a batch into pieces that fit into memory.
+# Counting a batch, and cutting it into pieces that fit into memory.
+
+
+UNITS = ("examples", "tokens", "targets")
 
 
 def examples_in(batch: Batch) -> int:
@@ -25,37 +30,39 @@ def examples_in(batch: Batch) -> int:
     return len(labels if labels is not None else next(iter(batch.values())))
 
 
-def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
-    """Cuts a batch along its examples.
+def tokens_in(batch: Batch) -> int:
+    """Number of tokens, padding left out; without a mask an example counts as one."""
+    mask = batch.get("attention_mask", batch.get("decoder_attention_mask"))
+    return examples_in(batch) if mask is None else int(mask.sum())
 
-    Args:
-        batch: The batch.
-        parts: Number of pieces, if there are so many examples.
-    """
+
+def _counts(batch: Batch) -> Tensor:
+    """Numbers of the `UNITS` in a batch."""
+    labels = batch.get("labels")
+    targets = 0 if labels is None else int((labels != IGNORED).sum())
+    return torch.tensor([examples_in(batch), tokens_in(batch), targets], dtype=torch.float32)
+
+
+def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
+    """Cuts a batch along its examples, into so many pieces if there are as many examples."""
     count = examples_in(batch)
     size = -(-count // parts)
     for first in range(0, count, size):
-        last = min(first + size, count)
-        yield {name: _cut(value, count, first, last) for name, value in batch.items()}
-
-
-def _cut(value: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
-    rows = len(value) // count
-    return value[first * rows : last * rows]
+        # A pair of sentences is two rows of inputs and one label.
+        yield {
+            name: value[first * len(value) // count : (first + size) * len(value) // count]
+            for name, value in batch.items()
+        }
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Tells whether a device, or this machine, has run out of memory."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in text for words in ("out of memory", "not enough memory", "can't allocate memory")
-    )
+    phrases = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in phrases)
 
 
-# The loss of a batch: teacher and student side by side, terms summed over all processes.
-
-
-UNITS = ("examples", "tokens", "targets")
+# The loss of a batch: teacher and student together, terms summed over all processes.
 
 
 @dataclass
@@ -80,9 +87,11 @@ class Losses:
             parts: Pieces to cut it into; the result does not depend on it.
             alone: Whether each block is trained alone, on the teacher's states.
         """
-        counts = self._units(batch)
+        device = self.accelerator.device
+        found = self.accelerator.reduce(_counts(batch).to(device), "sum")
+        counts = dict(zip(UNITS, found.clamp_min(1.0), strict=True))  # type: ignore[union-attr]
         cuts = list(pieces(batch, parts))
-        total = torch.zeros((), device=self.accelerator.device)
+        total = torch.zeros((), device=device)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
             teacher = self._taught(_inputs(piece))
@@ -93,29 +102,36 @@ class Losses:
                 # Gradients are averaged over processes, but sums are already divided by all.
                 self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
-        if self.accelerator.num_processes > 1:
-            total = self.accelerator.reduce(total, "sum")  # type: ignore[assignment]
-        return float(total)
+        return float(self.accelerator.reduce(total, "sum"))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def validate(self, size: int) -> float:
-        """The validated number on held-out data; every process measures all of it.
+        """The validated number on held-out data, in batches of a size.
 
-        Args:
-            size: Examples in a batch.
+        Every process measures all of it.
         """
         self.model.eval()
-        task = self.setup.task
-        held = self._held_out(size)
-        value = self._score(held) if task and task.validated != "loss" else self._mean_loss(held)
+        task, held = self.setup.task, self.setup.data.validation
+        held.epoch = 0
+        batches = self._loaded(held, in_order(held, size))
+        if task is None or task.validated == "loss":
+            value = self._mean_loss(batches)
+        else:
+            value = self._score(task, batches)
         self.model.train()
         return value
 
+    @torch.no_grad()
     def prepare_objectives(self) -> None:
         """Shows the teacher's states on some training examples to the objectives."""
-        if self.setup.teacher_observer is not None:
-            for objective, _ in self.setup.objectives:
-                objective.prepare(self._shown())
+        observer, data = self.setup.teacher_observer, self.setup.data.train
+        if observer is None:
+            return
+        # By index, not as the loader deals them: equal in every process.
+        order = [part.tolist() for part in torch.arange(len(data)).split(64)]
+        for objective, _ in self.setup.objectives:
+            batches = self._loaded(data, order)
+            objective.prepare((batch, observer.run(_inputs(batch))) for batch in batches)
 
     def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(_inputs(batch), self.model)
@@ -125,7 +141,7 @@ class Losses:
         ]
         if isinstance(self.model, DistributedDataParallel):
             # It waits for gradients of all parameters, also of those that no term depends on.
-            trained = [value for value in self.model.parameters() if value.requires_grad]
+            trained = self.setup.trained.values()
             terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
 
@@ -135,18 +151,9 @@ class Losses:
         with torch.no_grad(), self.accelerator.autocast():
             return self.setup.teacher_observer.run(inputs)
 
-    def _units(self, batch: Batch) -> dict[str, Tensor]:
-        """Numbers of units in a step, over all processes."""
-        counts = torch.tensor(_counts(batch), device=self.accelerator.device)
-        if self.accelerator.num_processes > 1:
-            counts = self.accelerator.reduce(counts, "sum")  # type: ignore[assignment]
-        return dict(zip(UNITS, counts.clamp_min(1.0), strict=True))
-
-    def _held_out(self, size: int) -> Iterator[Batch]:
-        data = self.setup.data
-        data.validation.epoch = 0
-        for batch in loader(data.validation, data.pad, in_order(data.validation, size)):
-            yield self._moved(batch)
+    def _loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+        for batch in loader(data, self.setup.data.pad, order):
+            yield send_to_device(batch, self.accelerator.device)
 
     def _mean_loss(self, batches: Iterator[Batch]) -> float:
         """Sums of all terms over the data, divided at the end: batches leave no trace."""
@@ -155,24 +162,20 @@ class Losses:
             for objective, share in self.setup.objectives
             if self.setup.task is None or objective.name == "task"
         ] or self.setup.objectives
-        sums = [0.0] * len(chosen)
-        counts = dict.fromkeys(UNITS, 0.0)
+        sums, counts = [0.0] * len(chosen), torch.zeros(len(UNITS), dtype=torch.float64)
         for batch in batches:
             with self.accelerator.autocast():
                 teacher = self._taught(_inputs(batch))
                 student = self.setup.observer.run(_inputs(batch), self.model)
             for index, (objective, _) in enumerate(chosen):
                 sums[index] += float(objective.loss(batch, student, teacher))
-            for unit, count in zip(UNITS, _counts(batch), strict=True):
-                counts[unit] += count
+            counts += _counts(batch)
         return sum(
-            share * total / max(1.0, counts[objective.unit])
+            share * total / max(1.0, float(counts[UNITS.index(objective.unit)]))
             for (objective, share), total in zip(chosen, sums, strict=True)
         )
 
-    def _score(self, batches: Iterator[Batch]) -> float:
-        task = self.setup.task
-        assert task is not None
+    def _score(self, task: Task, batches: Iterator[Batch]) -> float:
         predictions, labels = [], []
         for batch in batches:
             with self.accelerator.autocast():
@@ -180,32 +183,6 @@ class Losses:
                 predictions.append(task.predictions(seen, batch).float().cpu())
             labels.append(batch["labels"].cpu())
         return task.score(torch.cat(predictions), torch.cat(labels))
-
-    @torch.no_grad()
-    def _shown(self) -> Iterator[tuple[Batch, Observed]]:
-        data, observer = self.setup.data, self.setup.teacher_observer
-        assert observer is not None
-        # By index, not as the loader deals them: equal in every process.
-        count = len(data.train)
-        order = [list(range(first, min(first + 64, count))) for first in range(0, count, 64)]
-        for raw in loader(data.train, data.pad, order):
-            batch = self._moved(raw)
-            yield batch, observer.run(_inputs(batch))
-
-    def _moved(self, batch: Batch) -> Batch:
-        return {name: value.to(self.accelerator.device) for name, value in batch.items()}
-
-
-def tokens_in(batch: Batch) -> int:
-    """Number of tokens, padding left out; without a mask an example counts as one."""
-    mask = batch.get("attention_mask", batch.get("decoder_attention_mask"))
-    return examples_in(batch) if mask is None else int(mask.sum())
-
-
-def _counts(batch: Batch) -> tuple[float, float, float]:
-    labels = batch.get("labels")
-    targets = 0 if labels is None else int((labels != IGNORED).sum())
-    return float(examples_in(batch)), float(tokens_in(batch)), float(targets)
 
 
 def _inputs(batch: Batch) -> Batch:

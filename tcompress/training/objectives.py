@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -79,23 +80,15 @@ class Observer:
         self._seen: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
-        if projections:
-            for layer in anatomy.blocks[chosen[-1]].layers:
-                names = {part.name for part in layer.parts} & set(_PROJECTIONS)
-                if isinstance(model.get_submodule(layer.name), UnusedProjection):
-                    continue
-                if layer.role in _PROJECTIONS or names:
-                    sizes = {part.name: part.size for part in layer.parts}
-                    hook = _ProjectionHook(self, sizes)
-                    model.get_submodule(layer.name).register_forward_hook(hook)
+        for layer in anatomy.blocks[chosen[-1]].layers if projections else ():
+            module = model.get_submodule(layer.name)
+            sizes = {part.name: part.size for part in layer.parts}
+            wanted = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}
+            if wanted and not isinstance(module, UnusedProjection):
+                module.register_forward_hook(partial(self._keep_projection, sizes))
 
     def run(self, batch: Mapping[str, Tensor], runner: nn.Module | None = None) -> Observed:
-        """Runs the model.
-
-        Args:
-            batch: Keyword arguments of its forward pass.
-            runner: What to call instead of the model, such as a wrapper of it.
-        """
+        """Runs the model, or a wrapper of it."""
         # Blocks that are computed again in the backward pass must not be observed again.
         seen = self._seen = Observed()
         try:
@@ -106,39 +99,23 @@ class Observer:
 
     def _keep_state(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._seen is not None:
-            self._seen.states.append(state_of(output))
+            # What a block returns may be a tuple that starts with its state.
+            self._seen.states.append(output[0] if isinstance(output, tuple | list) else output)
 
-    def keep_projection(self, sizes: Mapping[str, int], output: Tensor) -> None:
-        """Keeps the queries, keys and values in one layer's output."""
+    def _keep_projection(
+        self, sizes: Mapping[str, int], module: nn.Module, args: Any, output: Tensor
+    ) -> None:
         if self._seen is not None:
-            pieces = output.split(list(sizes.values()), -1)
-            found = dict(zip(sizes, pieces, strict=True))
-            self._seen.projections |= {role: found[role] for role in _PROJECTIONS if role in found}
-
-
-class _ProjectionHook:
-    def __init__(self, observer: Observer, sizes: Mapping[str, int]) -> None:
-        self.observer, self.sizes = observer, sizes
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.observer.keep_projection(self.sizes, output)
-
-
-def state_of(output: Any) -> Tensor:
-    """The hidden state in what a block returns, which may be a tuple that starts with it."""
-    state: Tensor = output[0] if isinstance(output, tuple | list) else output
-    return state
+            pieces = zip(sizes, output.split([*sizes.values()], -1), strict=True)
+            self._seen.projections |= {role: item for role, item in pieces if role in _PROJECTIONS}
 
 
 @contextmanager
 def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator[None]:
     """Makes every block but the first read the teacher's state instead of its predecessor's.
 
-    So each block is trained alone: no gradient passes from one to another.
-
-    Args:
-        modules: The blocks.
-        states: The teacher's states behind each of them.
+    So each block is trained alone: no gradient passes from one to another. `states` are the
+    teacher's behind each of the blocks.
     """
 
     def feed(state: Tensor) -> Any:
@@ -160,7 +137,7 @@ def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator
             handle.remove()
 
 
-def skeleton_anatomy(source: SourceModel, model: PreTrainedModel) -> Anatomy:
+def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Anatomy:
     """Blocks and layers of a loaded model, converted or not, by their names when running."""
     kind: Any = type(model)
     return anatomy_of(replace(source, model_class=kind).meta_model())
@@ -197,6 +174,7 @@ class Setting:
 
     Attributes:
         temperature: Softening of the teacher's logits.
+        per_token: Whether logits are predictions of tokens, rather than of examples.
         heads: Relation heads of attention.
         causal: Whether tokens see only those before them.
         pooling: How one embedding is made of the tokens of a sentence.
@@ -204,6 +182,7 @@ class Setting:
     """
 
     temperature: float = 2.0
+    per_token: bool = False
     heads: int = 1
     causal: bool = False
     pooling: Pooling = MEAN
@@ -214,78 +193,62 @@ class Objective(ABC):
     """One term of the loss.
 
     A term is a sum over units of a batch, which the loop divides by their number in the whole
-    step. So it depends neither on how a batch is cut nor on the number of processes.
+    step. So it depends neither on how a batch is cut nor on the number of processes. Padding is no
+    token.
+
+    Attributes:
+        unit: What `loss` is a sum over.
     """
 
     name: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
     needs_projections: ClassVar[bool] = False
+    unit: Unit = "tokens"
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
-    @property
-    @abstractmethod
-    def unit(self) -> Unit:
-        """What `loss` is a sum over."""
-
     @abstractmethod
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum of the term over a batch.
+        """Sum of the term over a batch, a scalar with gradient.
 
         Args:
             batch: Inputs and, for tasks, `labels`.
             student: What the trained model computed.
             teacher: What the teacher computed; empty without one.
-
-        Returns:
-            A scalar with gradient.
         """
 
     def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
         """Looks at the teacher on some batches before training begins."""
 
 
-# The loss of the task itself, from labels.
-
-
 class TaskLoss(Objective):
     """The task's own loss, against labels."""
 
-    name: ClassVar[str] = "task"
-    needs_teacher: ClassVar[bool] = False
-
-    @property
-    def unit(self) -> Unit:
-        """Labels."""
-        return "targets"
+    name = "task"
+    needs_teacher = False
+    unit = "targets"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum over labels."""
         assert self.setting.task is not None
         return self.setting.task(student, batch)
-
-
-# Distillation of logits (Hinton et al., arXiv:1503.02531).
 
 
 class Logits(Objective):
     """Kullback-Leibler divergence from the teacher's softened predictions.
 
-    It is scaled by the squared temperature, so that its gradient keeps its size. Heads with one
-    output, such as those of cross-encoders, are imitated by the squared difference.
+    Distillation of Hinton et al. (arXiv:1503.02531). It is scaled by the squared temperature, so
+    that its gradient keeps its size. Heads with one output, such as those of cross-encoders, are
+    imitated by the squared difference.
     """
 
-    name: ClassVar[str] = "logits"
-    per_token = False
+    name = "logits"
 
-    @property
-    def unit(self) -> Unit:
-        """Tokens where every token is predicted, else examples."""
-        return "tokens" if self.per_token else "examples"
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.unit = "tokens" if setting.per_token else "examples"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum of the divergence over predictions."""
         if student.logits is None or teacher.logits is None:
             raise InputError(
                 "the objective `logits` needs a model with a head", "leave it out of `objectives`"
@@ -301,9 +264,6 @@ class Logits(Objective):
         return lost.sum()
 
 
-# Regression of every block on the teacher's hidden states.
-
-
 class Hidden(Objective):
     """Relative squared error of each block's output, a mean over blocks.
 
@@ -312,29 +272,18 @@ class Hidden(Objective):
     activations, as language models have, from hiding all others.
     """
 
-    name: ClassVar[str] = "hidden"
-
-    @property
-    def unit(self) -> Unit:
-        """Tokens, padding left out."""
-        return "tokens"
+    name = "hidden"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum over tokens of the error, averaged over blocks."""
         pairs = list(zip(student.states, teacher.states, strict=True))
         if student.final is not None and teacher.final is not None:
             pairs.append((student.final, teacher.final))
-        return torch.stack([relative_error(batch, *pair) for pair in pairs]).mean()
+        return torch.stack([self._relative_error(batch, *pair) for pair in pairs]).mean()
 
-
-def relative_error(batch: Batch, state: Tensor, target: Tensor) -> Tensor:
-    """Sum over tokens of the squared distance, relative to the target's squared norm."""
-    state, target = state.float(), target.float()
-    error = (state - target).square().sum(-1) / target.square().sum(-1).clamp_min(1e-12)
-    return (error * token_weights(batch, error)).sum()
-
-
-# Distillation of the geometry of sentence embeddings.
+    def _relative_error(self, batch: Batch, state: Tensor, target: Tensor) -> Tensor:
+        state, target = state.float(), target.float()
+        error = (state - target).square().sum(-1) / target.square().sum(-1).clamp_min(1e-12)
+        return (error * token_weights(batch, error)).sum()
 
 
 ANCHORS = 256
@@ -348,16 +297,9 @@ class Embedding(Objective):
     those within a batch, so that the term does not depend on how batches are cut.
     """
 
-    name: ClassVar[str] = "embedding"
-
-    def __init__(self, *args: object, **more: object) -> None:
-        super().__init__(*args, **more)  # type: ignore[arg-type]
-        self.anchors: Tensor | None = None
-
-    @property
-    def unit(self) -> Unit:
-        """Sentences."""
-        return "examples"
+    name = "embedding"
+    unit = "examples"
+    anchors: Tensor | None = None
 
     def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:
         """Takes the anchors from the first batches."""
@@ -370,7 +312,6 @@ class Embedding(Objective):
             self.anchors = torch.cat(rows)[:ANCHORS]
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum over sentences."""
         own, wanted = self._embed(batch, student), self._embed(batch, teacher)
         lost = (own - wanted).square().sum(-1)
         if self.anchors is not None:
@@ -382,26 +323,18 @@ class Embedding(Objective):
         return self.setting.pooling(states.float(), token_mask(batch, states))
 
 
-# Distillation of attention relations (MiniLMv2, arXiv:2012.15828).
-
-
 class Attention(Objective):
     """Divergence of the query-query, key-key and value-value relations of the last block.
 
-    Relations are softmaxed scaled products of one kind of projection with itself, head by head.
-    They are read off the projections, so any implementation of attention will do.
+    As in MiniLMv2 (arXiv:2012.15828). Relations are softmaxed scaled products of one kind of
+    projection with itself, head by head; the term is a mean over kinds and heads. They are read
+    off the projections, so any implementation of attention will do.
     """
 
-    name: ClassVar[str] = "attention"
-    needs_projections: ClassVar[bool] = True
-
-    @property
-    def unit(self) -> Unit:
-        """Tokens, padding left out."""
-        return "tokens"
+    name = "attention"
+    needs_projections = True
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum over tokens, averaged over kinds and heads."""
         kinds = [kind for kind in teacher.projections if kind in student.projections]
         if not kinds:
             raise InputError(
@@ -431,9 +364,6 @@ class Attention(Objective):
         scores = split @ split.mT / split.shape[-1] ** 0.5
         # A finite floor: rows of padding would give NaN, whose gradient no mask takes away.
         return log_softmax(scores.masked_fill(~seen, -1e4), -1)
-
-
-# The terms by name.
 
 
 OBJECTIVES: dict[str, type[Objective]] = {

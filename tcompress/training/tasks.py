@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from scipy.stats import rankdata, spearmanr
+from scipy.stats import mannwhitneyu, spearmanr
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -18,7 +17,6 @@ from tcompress.data.inputs import IGNORED, MEAN, Pooling, window_of
 from tcompress.errors import DataError
 from tcompress.hf.opening import Head
 from tcompress.models import SourceModel
-from tcompress.training.batches import with_wrong_pairs
 from tcompress.training.objectives import Batch, Observed, token_mask
 
 WRONG_PAIRS = 3
@@ -81,15 +79,12 @@ class Classification(Task):
     higher_is_better = True
 
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        """Cross entropy."""
-        return cross_entropy(_logits(seen).float(), batch["labels"], reduction="sum")
+        return cross_entropy(_logits(seen), batch["labels"], reduction="sum")
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        """Most probable classes."""
         return _logits(seen).argmax(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
-        """Accuracy."""
         return float((predictions == labels).double().mean())
 
 
@@ -97,7 +92,7 @@ class ImageClassification(Classification):
     """One class for a picture."""
 
     name = "image-classification"
-    head: ClassVar[Head | None] = "image-classification"
+    head = "image-classification"
     needs = Needs(image=True, target="class")
 
 
@@ -107,24 +102,25 @@ class RankedClassification(Classification):
     validated = "auc"
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        """Probabilities of the classes."""
-        return _logits(seen).float().softmax(-1)
+        return _logits(seen).softmax(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
-        """Area under the ROC curve, a mean over the classes that can be told apart."""
-        areas = [
-            _area(predictions[:, index].numpy(), (labels == index).numpy())
-            for index in ([1] if predictions.shape[1] == 2 else range(predictions.shape[1]))
-        ]
-        known = [area for area in areas if area is not None]
-        return float(np.mean(known)) if known else 0.0
+        """A mean over the classes that can be told apart."""
+        areas = []
+        for index in [1] if predictions.shape[1] == 2 else range(predictions.shape[1]):
+            own = labels == index
+            if 0 < (inside := int(own.sum())) < len(own):
+                inner, outer = (predictions[where, index].numpy() for where in (own, ~own))
+                ranked = mannwhitneyu(inner, outer, method="asymptotic")
+                areas.append(ranked.statistic / (inside * (len(own) - inside)))
+        return float(np.mean(areas)) if areas else 0.0
 
 
 class VolumeClassification(RankedClassification):
     """One class for a volume."""
 
     name = "volume-classification"
-    head: ClassVar[Head | None] = "image-classification"
+    head = "image-classification"
     needs = Needs(volume=True, target="class")
 
 
@@ -132,16 +128,14 @@ class Forecasting(Task):
     """What comes next in a series, by squared error; validated by the mean absolute error."""
 
     name = "forecasting"
-    head: ClassVar[Head | None] = "forecasting"
+    head = "forecasting"
     needs = Needs(window=(0, 0))
     validated = "mae"
 
     def needs_for(self, source: SourceModel) -> Needs:
-        """Windows of the size that the model was made for."""
         return replace(self.needs, window=window_of(source))
 
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        """Squared error of all values."""
         return (self.predictions(seen, batch) - batch["labels"]).square().sum()
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
@@ -149,7 +143,6 @@ class Forecasting(Task):
         return seen.output.prediction_outputs.float()
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
-        """Mean absolute error."""
         return float((predictions - labels).abs().double().mean())
 
 
@@ -170,8 +163,36 @@ class ResponseSelection(RankedClassification):
         )
 
     def expand(self, examples: Examples, seed: int) -> Examples:
-        """Adds wrong responses to every right one."""
         return with_wrong_pairs(examples, WRONG_PAIRS, seed)
+
+
+def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
+    """Adds so many pairs of each first text with second texts of others, as class 0.
+
+    Raises:
+        DataError: There are too few different second texts to choose among.
+    """
+    first, second = examples.texts
+    distinct = list(dict.fromkeys(second))
+    if len(distinct) <= count:
+        raise DataError(
+            f"`{examples.name}` has {len(distinct)} different second texts, too few to draw "
+            f"{count} wrong ones",
+            hint="give more pairs",
+        )
+    place = {text: index for index, text in enumerate(distinct)}
+    own = np.array([place[text] for text in second])[:, None]
+    rng = np.random.default_rng(seed)
+    others = np.stack([rng.choice(len(distinct) - 1, count, replace=False) for _ in own])
+    wrong = others + (others >= own)  # numbers from the right one on mean the next
+    return replace(
+        examples,
+        texts=(
+            first + [text for text in first for _ in range(count)],
+            second + [distinct[index] for index in wrong.flatten().tolist()],
+        ),
+        targets=[1] * len(first) + [0] * (count * len(first)),
+    )
 
 
 class Regression(Task):
@@ -184,16 +205,14 @@ class Regression(Task):
     higher_is_better = True
 
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        """Squared error."""
         return (self.predictions(seen, batch) - batch["labels"]).square().sum()
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        """Scores."""
-        return _logits(seen).float().squeeze(-1)
+        return _logits(seen).squeeze(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
-        """Spearman's rank correlation; 0 where one side is constant."""
-        if min(float(side.max() - side.min()) for side in (predictions, labels)) == 0.0:
+        """Spearman's rank correlation; 0 where scores or predictions are constant."""
+        if min(float(values.max() - values.min()) for values in (predictions, labels)) == 0.0:
             return 0.0
         return float(spearmanr(predictions.numpy(), labels.numpy()).statistic)
 
@@ -202,7 +221,7 @@ class Similarity(Regression):
     """A score for two texts, as the cosine of their embeddings; scores are scaled to 0 to 1."""
 
     name = "sts"
-    head: ClassVar[Head | None] = None
+    head = None
     needs = Needs((2, 2), target="score")
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
@@ -214,16 +233,14 @@ class Similarity(Regression):
 
 
 class CausalLM(Task):
-    """The next token."""
+    """The next token; labels are already shifted."""
 
     name = "causal-lm"
     head: ClassVar[Head | None] = "causal-lm"
     needs = Needs((1, 1))
 
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        """Cross entropy; labels are already shifted."""
-        logits = _logits(seen).float().flatten(0, 1)
-        labels = batch["labels"].flatten()
+        logits, labels = _logits(seen).flatten(0, 1), batch["labels"].flatten()
         return cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
@@ -231,7 +248,7 @@ class MaskedLM(CausalLM):
     """Tokens that were masked."""
 
     name = "masked-lm"
-    head: ClassVar[Head | None] = "masked-lm"
+    head = "masked-lm"
 
 
 TASKS: dict[str, type[Task]] = {
@@ -251,31 +268,9 @@ TASKS: dict[str, type[Task]] = {
 """All tasks by name."""
 
 
-def _area(scores: NDArray[Any], own: NDArray[np.bool_]) -> float | None:
-    """Area under the ROC curve of one class; None where all or no examples are of it."""
-    inside, outside = int(own.sum()), int((~own).sum())
-    if not inside or not outside:
-        return None
-    ranks = rankdata(scores)[own].sum()
-    return float((ranks - inside * (inside + 1) / 2) / (inside * outside))
-
-
 def _logits(seen: Observed) -> Tensor:
     assert seen.logits is not None  # the head was asked for when the model was loaded
-    return seen.logits
-
-
-def check_labels(name: str, found: int, head: int, what: str = "classes") -> None:
-    """Compares the classes of the data with the head.
-
-    Raises:
-        DataError: The head has another number of them.
-    """
-    if found != head:
-        raise DataError(
-            f"`{name}` has {found} {what}, but the model's head has {head} labels",
-            hint="give data that the head was made for, or a model without head",
-        )
+    return seen.logits.float()
 
 
 def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
@@ -298,9 +293,9 @@ def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list
         chosen[int(torch.where(special, 2.0, draw).argmin())] = True
     how = torch.from_numpy(rng.random(len(ids)))
     anything = torch.from_numpy(rng.integers(0, words, len(ids)))
-    changed = torch.where(how < 0.8, torch.full_like(ids, mask_token), ids)
+    changed = torch.where(how < 0.8, mask_token, ids)
     changed = torch.where(how >= 0.9, anything, changed)
     return {
         "input_ids": torch.where(chosen, changed, ids),
-        "labels": torch.where(chosen, ids, torch.full_like(ids, IGNORED)),
+        "labels": torch.where(chosen, ids, IGNORED),
     }

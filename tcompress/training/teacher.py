@@ -35,9 +35,9 @@ def find_teacher(
         return open_checked(asked, token=token, trust=trust)
     if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
         return None
-    if manifest.source.init == "random":  # the dense model knows nothing either
-        return None
     facts = manifest.source
+    if facts.init == "random":  # the dense model knows nothing either
+        return None
     try:
         source = SourceModel.open(
             facts.id, revision=facts.revision, token=token, trust_remote_code=trust
@@ -61,14 +61,8 @@ def blocks_to_imitate(
 ) -> list[int]:
     """The teacher's block for each block of the student.
 
-    As asked; else one to one where there are as many, the blocks that the student's stand for
-    where blocks were dropped, and otherwise at equal distances with the last one on the last.
-
-    Args:
-        student: The student's blocks.
-        teacher: The teacher's.
-        asked: Blocks of the teacher, or none.
-        depth: Which of the source's blocks the student has.
+    As asked; else the source's blocks that the student has, if the plan of its depth tells them;
+    otherwise at equal distances with the last one on the last.
 
     Raises:
         InputError: What was asked is not possible.
@@ -94,18 +88,19 @@ def blocks_to_imitate(
 
 
 def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
-    """Compares what the teacher gives with what the student can take.
+    """Compares widths and vocabularies; all differences are named.
 
     Raises:
-        InputError: Widths or vocabularies differ; all differences are named.
+        InputError: The student cannot take what the teacher gives.
     """
     problems = []
     reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
     if reads != other_reads:
         problems.append(f"the model reads `{reads}`, its teacher `{teacher.id}` `{other_reads}`")
     for name, words in (("hidden_size", "width"), ("vocab_size", "vocabulary")):
-        own, other = _number(student, name), _number(teacher, name)
-        if own is not None and other is not None and own != other:
+        configs = (model.config.get_text_config() for model in (student, teacher))
+        own, other = (getattr(config, name, None) for config in configs)
+        if isinstance(own, int) and isinstance(other, int) and own != other:
             problems.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
     if problems:
         raise InputError(
@@ -114,14 +109,10 @@ def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
 
 
 def check_length(teacher: SourceModel, longest: int) -> None:
-    """Compares the data with what the teacher can read.
-
-    Args:
-        teacher: The teacher.
-        longest: Tokens of the longest text.
+    """Compares the tokens of the longest text with the positions that the teacher has.
 
     Raises:
-        InputError: It has too few positions.
+        InputError: It has too few.
     """
     limit = longest_text(teacher, inputs_of(teacher))
     if limit is not None and longest > limit:
@@ -129,9 +120,3 @@ def check_length(teacher: SourceModel, longest: int) -> None:
             f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}",
             f"shorten them: `--max-length {limit}`",
         )
-
-
-def _number(source: SourceModel, name: str) -> int | None:
-    config = source.config.get_text_config()
-    found = getattr(config, name, None)
-    return found if isinstance(found, int) else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tcompress.data import calibration
 from tcompress.data.encoding import TextEncoder, decode, image_reader
@@ -22,23 +23,26 @@ from tcompress.data.examples import (
     label_names,
     load_examples,
 )
-from tcompress.data.inputs import IGNORED, Inputs, frames_of, image_shape, inputs_of
+from tcompress.data.grids import as_input
+from tcompress.data.inputs import (
+    IGNORED,
+    SERIES,
+    VOLUMES,
+    frames_of,
+    grid_shape,
+    image_shape,
+    inputs_of,
+    window_of,
+)
 from tcompress.data.tables import Kind, Pool, columns_of, kinds_of, opened, undecoded, with_derived
-from tcompress.errors import DataError
+from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
 from tcompress.options import TrainingData
-from tcompress.training.batches import (
-    Encoded,
-    Row,
-    check_task,
-    grid_rows,
-    joined,
-    split_off,
-    unlabelled_needs,
-    with_classes,
-)
-from tcompress.training.tasks import Task, check_labels, masked
+from tcompress.training.batches import Encoded, Row
+from tcompress.training.tasks import Task, masked
+
+_ORDINARY = "a converted model is an ordinary model"
 
 
 @dataclass
@@ -77,23 +81,13 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
         DataError: There is no such data, or it is not what the model and the task take.
     """
     reader = _Reader(source, options, task, seed)
-    parts = [reader.read(name, options.split, options.samples) for name in options.source]
-    found = joined(parts)
-    if options.validation is not None:
-        held = reader.read(options.validation, options.validation_split, options.validation_samples)
-        held = with_classes(held, found)
-    elif not found.whole:  # the file has a part for it
-        name = options.source[0]
-        held = reader.read(name, options.validation_split, options.validation_samples)
+    found = _joined(reader.training())
+    held = reader.validation(found)
+    if held is not None:
+        held = _with_classes(held, found)
     else:
-        fewest = 1 if task is None else task.fewest_held
-        found, held = split_off(found, options, seed, fewest)
-    _check_left(found, found, "train on")
-    _check_left(held, held, "validate on")
-    train = reader.encode(found)
-    validation = reader.encode(held)
-    _check_left(train, found, "train on")
-    _check_left(validation, held, "validate on")
+        found, held = _split_off(found, options, seed, 1 if task is None else task.fewest_held)
+    train, validation = reader.encode(found, "train on"), reader.encode(held, "validate on")
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
     return Data(train, validation, found.name, digest, found.classes, pad)
@@ -102,215 +96,323 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
 def check_training_data(
     source: SourceModel, options: TrainingData, task: Task | None, seed: int
 ) -> None:
-    """Reads the data of a run without encoding it.
-
-    Raises:
-        DataError: There is no such data, or it is not what the model and the task take.
-    """
+    """Reads the data of a run without encoding it; errors are those of `load_data`."""
     reader = _Reader(source, options, task, seed)
-    for name in options.source:
-        reader.read(name, options.split, options.samples)
-    if options.validation is not None:
-        reader.read(options.validation, options.validation_split, options.validation_samples)
-
-
-def _check_left(part: Sized, examples: Examples, what: str) -> None:
-    """Raises an error if there is nothing, before or after encoding."""
-    if not len(part):
-        raise DataError(
-            f"`{examples.name}` leaves nothing to {what}", hint="give more data, or other columns"
-        )
+    reader.validation(reader.training()[0])
 
 
 class _Reader:
+    """Reads examples, and writes them as a model's inputs."""
+
     def __init__(
         self, source: SourceModel, options: TrainingData, task: Task | None, seed: int
     ) -> None:
         self.source, self.options, self.task, self.seed = source, options, task, seed
-        self.inputs: Inputs = inputs_of(source)
-        if self.inputs.audio:
-            raise DataError(
-                f"`{source.model_class.__name__}` takes sound, which cannot be trained on yet",
-                hint="train it with its own scripts: a converted model is an ordinary model",
-            )
-        if self.inputs.image and frames_of(source.config):
-            raise DataError(
-                f"`{source.model_class.__name__}` takes clips, which cannot be trained on yet",
-                hint="train it with its own scripts: a converted model is an ordinary model",
-            )
-        if self.inputs.text and self.inputs.image:
-            raise DataError(
-                f"`{source.model_class.__name__}` takes texts and pictures together, which cannot "
-                "be trained on yet",
-                hint="train its towers alone, or with their own scripts: a converted model is an "
-                "ordinary model",
-            )
+        self.inputs = inputs_of(source)
+        self.model = source.model_class.__name__
+        self._check_inputs()
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
             self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
         if task is not None:
-            check_task(task.needs, source, self.inputs)
+            self._check_task(task.needs)
 
-    def read(self, name: str, split: str, samples: int) -> Examples:
+    def _check_inputs(self) -> None:
+        inputs, hint = self.inputs, f"train it with its own scripts: {_ORDINARY}"
+        if inputs.audio:
+            what = "sound"
+        elif inputs.image and frames_of(self.source.config):
+            what = "clips"
+        elif inputs.image and inputs.text:
+            what = "texts and pictures together"
+            hint = f"train its towers alone, or with their own scripts: {_ORDINARY}"
+        else:
+            return
+        raise DataError(f"`{self.model}` takes {what}, which cannot be trained on yet", hint=hint)
+
+    def _check_task(self, needs: Needs) -> None:
+        wanted = SERIES if needs.window is not None else VOLUMES if needs.volume else None
+        if self.inputs.grid != wanted:
+            what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
+            raise DataError(
+                f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}",
+                hint="choose another task, or a model for this one",
+            )
+
+    def training(self) -> list[Examples]:
+        """Reads all that is to be trained on."""
+        options = self.options
+        return [self._read(name, options.split, options.samples) for name in options.source]
+
+    def validation(self, found: Examples) -> Examples | None:
+        """Reads what is to be validated on, if it is named or the file has a part for it."""
+        options = self.options
+        name = options.validation
+        if name is None and not found.whole:
+            name = options.source[0]
+        if name is None:
+            return None
+        return self._read(name, options.validation_split, options.validation_samples)
+
+    def _read(self, name: str, split: str, samples: int) -> Examples:
         """Reads what the task needs, or all texts or pictures there are."""
         needs = self._needs()
-        if needs is not None and name == "builtin":
+        if needs is None:
+            return self._read_inputs(name, split, samples)
+        if name == "builtin":
             what = "labels" if self.task is not None else "volumes or series"
             raise DataError(
                 f"the built-in data has no {what}, which "
-                f"`{self.source.model_class.__name__ if self.task is None else self.task.name}` "
-                "needs",
+                f"`{self.model if self.task is None else self.task.name}` needs",
                 hint="give data with `--data`, or leave the task out to heal",
             )
-        if needs is not None:
-            columns = self.options.columns
-            found = load_examples(
-                name, split, needs, columns=columns, limit=samples, seed=self.seed
-            )
-            return found if self.task is None else self.task.prepare(found)
+        columns = self.options.columns
+        found = load_examples(name, split, needs, columns=columns, limit=samples, seed=self.seed)
+        return found if self.task is None else self.task.prepare(found)
+
+    def _needs(self) -> Needs | None:
+        """What examples are made of; None for inputs alone, of texts and pictures."""
+        if self.task is not None:
+            needs = self.task.needs_for(self.source)
+            reads_rows = needs.target is not None or needs.window is not None or needs.texts[0] == 2
+            return needs if reads_rows else None
+        if self.inputs.grid == SERIES:
+            return Needs(window=window_of(self.source))
+        return Needs(volume=True) if self.inputs.grid is not None else None
+
+    def _read_inputs(self, name: str, split: str, samples: int) -> Examples:
+        """Reads texts, or pictures."""
         if name == "builtin":
-            return self._builtin(samples)
+            if self.encoder is None:
+                raise DataError(
+                    "there are no built-in pictures to train on",
+                    hint="give pictures with `--data`: a folder, a file or a hub id",
+                )
+            texts = calibration.builtin_texts()[:samples]
+            return Examples("builtin text", "train", _fingerprint(texts), (texts,))
         kind: Kind = "text" if self.encoder else "image"
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with opened(name, split) as content:
             table = with_derived(undecoded(content), given.values())
             check_columns(table, kinds_of(table), given)
-            model = self.source.model_class.__name__
-            chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
-            drawn = list(Pool(table, chosen).draw(samples, self.seed))
-        label = f"{table.label}:{','.join(chosen)}"
-        return _unlabelled(label, split, drawn, kind)
-
-    def _needs(self) -> Needs | None:
-        """What examples are made of; None for inputs alone, of texts and pictures."""
-        if self.task is None:
-            grid = self.inputs.grid is not None
-            return unlabelled_needs(self.source, self.inputs) if grid else None
-        needs = self.task.needs_for(self.source)
-        reads_rows = needs.target is not None or needs.window is not None or needs.texts[0] == 2
-        return needs if reads_rows else None
-
-    def _builtin(self, samples: int) -> Examples:
+            chosen = columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
+            items = list(Pool(table, chosen).draw(samples, self.seed))
+        made = Examples(f"{table.label}:{','.join(chosen)}", split, _fingerprint(items))
         if self.encoder:
-            return _unlabelled(
-                "builtin text", "train", calibration.builtin_texts()[:samples], "text"
-            )
-        raise DataError(
-            "there are no built-in pictures to train on",
-            hint="give pictures with `--data`: a folder, a file or a hub id",
-        )
+            return replace(made, texts=([str(item) for item in items],))
+        return replace(made, images=tuple(cast(list[bytes], items)))
 
-    def encode(self, examples: Examples) -> Encoded:
-        """Writes examples as the model's inputs."""
+    def encode(self, examples: Examples, purpose: str) -> Encoded:
+        """Writes examples as the model's inputs.
+
+        Args:
+            examples: The examples.
+            purpose: What for, if there are none, before or after encoding.
+        """
+        encoded = self._encoded(examples) if len(examples) else ()
+        if not isinstance(encoded, Encoded) or not len(encoded):
+            raise DataError(
+                f"`{examples.name}` leaves nothing to {purpose}",
+                hint="give more data, or other columns",
+            )
+        return encoded
+
+    def _encoded(self, examples: Examples) -> Encoded:
         if self.task is not None:
             examples = self.task.expand(examples, self.seed)
-        if self.inputs.grid is not None:
-            labelled = self.task is not None
-            return Encoded(*grid_rows(examples, self.source, self.inputs, labelled=labelled))
-        if self.encoder is None:
-            return self._pictures(examples)
         name = None if self.task is None else self.task.name
-        if name == "causal-lm" or (name is None and _is_causal(self.source)):
-            return self._windows(examples, with_labels=name == "causal-lm")
+        if self.inputs.grid == SERIES:
+            return self._series(examples)
+        if self.inputs.grid is not None or self.encoder is None:
+            read = self._pictures(examples) if self.inputs.grid is None else self._volumes(examples)
+            targets = examples.targets
+            labels = None if targets is None else torch.tensor(targets)
+            return Encoded([0] * len(examples), lambda place, _: [read(place)], labels)
+        if name == "causal-lm" or (name is None and _is_causal(self.model)):
+            return self._windows(self.encoder, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
-            return self._masked(examples)
-        per_example = 2 if name == "sts" else 1
-        if per_example == 2:
-            pairs = zip(*examples.texts, strict=True)
-            rows = self.encoder.encode([text for pair in pairs for text in pair])
-        else:
-            rows = self.encoder.encode(*examples.texts)
+            return self._masked(self.encoder, examples)
+        return self._texts(self.encoder, examples)
+
+    def _texts(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        pairs = self.task is not None and self.task.name == "sts"
+        columns = [(column,) for column in examples.texts] if pairs else [examples.texts]
+        found = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
         labels = None
         if examples.targets is not None:
-            labels = self._labels(examples)
-        elif per_example == 1:
-            rows = [row for row in rows if row]
-        if not all(rows):
+            labels = torch.tensor(examples.targets)
+            if pairs:
+                low, high = labels.min(), labels.max()
+                labels = (labels - low) / (high - low).clamp_min(1e-12)
+        elif not pairs:
+            found = [rows for rows in found if all(rows)]
+        if not all(all(rows) for rows in found):
             raise DataError(
                 f"`{examples.name}` has texts without any token",
                 hint="remove rows with empty texts",
             )
-        return Encoded(rows, labels, per_example)
+        return Encoded.of(found, labels)
 
-    def _labels(self, examples: Examples) -> Tensor:
-        labels = torch.tensor(examples.targets)
-        if labels.is_floating_point() and self.task is not None and self.task.name == "sts":
-            low, high = labels.min(), labels.max()
-            labels = (labels - low) / (high - low).clamp_min(1e-12)
-        return labels
-
-    def _pictures(self, examples: Examples) -> Encoded:
+    def _pictures(self, examples: Examples) -> Callable[[int], Row]:
         process = image_reader(self.source, needed=True)
-        channels = image_shape(self.source.config)[0]
+        channels, name = image_shape(self.source.config)[0], f"`{examples.name}`"
+        return lambda place: {
+            "pixel_values": process(decode(examples.images[place], channels, name))
+        }
 
-        def read(content: bytes) -> Tensor:
-            return process(decode(content, channels, f"`{examples.name}`"))
+    def _volumes(self, examples: Examples) -> Callable[[int], Row]:
+        volumes = examples.volumes
+        assert volumes is not None  # the model reads volumes
+        self._check_shape(examples, (1, *volumes.shape[1:]))
+        return lambda place: {VOLUMES: as_input(volumes[place])}
 
-        labels = None if examples.targets is None else torch.tensor(examples.targets)
-        return Encoded(examples.images, labels, read=read)
+    def _series(self, examples: Examples) -> Encoded:
+        windows = examples.windows
+        assert windows is not None
+        self._check_shape(examples, (windows.context, len(windows.variables)))
 
-    def _windows(self, examples: Examples, *, with_labels: bool) -> Encoded:
+        def read(place: int, epoch: int) -> list[Row]:
+            row = {SERIES: windows.past(place)}
+            return [row if self.task is None else {**row, "labels": windows.future(place)}]
+
+        return Encoded([0] * len(windows), read)
+
+    def _check_shape(self, examples: Examples, found: tuple[int, ...]) -> None:
+        wanted = grid_shape(self.source, self.inputs)
+        if found != wanted:
+            raise DataError(
+                f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}",
+                hint="give data of that shape, or a model for this one",
+            )
+
+    def _windows(self, encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> Encoded:
         """Texts one after another, cut into windows of equal length."""
-        assert self.encoder is not None
-        stream = self._stream(examples.texts[0])
-        size = self.encoder.limit
-        cuts = stream.split(size)
-        # The rest is shorter; one that is too short to predict anything is dropped.
-        pieces = [ids for ids in cuts if len(ids) > 1]
-        rows: list[Row] = []
-        labels: list[Tensor] = []
-        for ids in pieces:
-            rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-            labels.append(torch.cat([ids[1:], ids.new_tensor([IGNORED])]))
-        return Encoded(rows, cast(Any, labels) if with_labels else None)
+        end, stream = encoder.end, list[int]()
+        for ids in encoder.encode_whole(examples.texts[0]):
+            stream += ids if end is None or not ids or ids[-1] == end else [*ids, end]
+        rows: list[tuple[Row]] = []
+        for window in torch.tensor(stream, dtype=torch.long).split(encoder.limit):
+            # The last one is shorter; one that is too short to predict anything is dropped.
+            if len(window) > 1:
+                row = {"input_ids": window, "attention_mask": torch.ones_like(window)}
+                if with_labels:
+                    row["labels"] = torch.cat([window[1:], window.new_tensor([IGNORED])])
+                rows.append((row,))
+        return Encoded.of(rows)
 
-    def _stream(self, texts: Sequence[str]) -> Tensor:
-        assert self.encoder is not None
-        end = self.encoder.end
-        ids: list[int] = []
-        for row in self.encoder.encode_whole(texts):
-            ids += row
-            if end is not None and row and row[-1] != end:
-                ids.append(end)
-        return torch.tensor(ids, dtype=torch.long)
-
-    def _masked(self, examples: Examples) -> Encoded:
-        assert self.encoder is not None
-        tokenizer = self.encoder.tokenizer
+    def _masked(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        tokenizer = encoder.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(
-                f"the tokenizer in `{self.encoder.place}` has no mask token",
+                f"the tokenizer in `{encoder.place}` has no mask token",
                 hint="choose the task `causal-lm`, or another model",
             )
         special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-        words = self.encoder.vocabulary or len(tokenizer)
+        words = encoder.vocabulary or len(tokenizer)
+        rows = [row for row in encoder.encode(examples.texts[0]) if row]
 
-        def mask(row: Row, seed: list[int]) -> Row:
-            ids = row["input_ids"]
-            chosen = masked(
-                ids, torch.isin(ids, special), tokenizer.mask_token_id, words, [self.seed, *seed]
-            )
-            return {**row, **chosen}
+        def read(place: int, epoch: int) -> list[Row]:
+            ids, seed = rows[place]["input_ids"], [self.seed, epoch, place]
+            chosen = masked(ids, torch.isin(ids, special), tokenizer.mask_token_id, words, seed)
+            return [{**rows[place], **chosen}]
 
-        rows = [row for row in self.encoder.encode(examples.texts[0]) if row]
-        return Encoded(rows, mask=mask)
+        return Encoded([len(row["input_ids"]) for row in rows], read)
 
 
-def _is_causal(source: SourceModel) -> bool:
-    """Tells whether a model writes text, so that long texts may be cut anywhere."""
-    return "CausalLM" in source.model_class.__name__ or "LMHead" in source.model_class.__name__
+def _is_causal(model: str) -> bool:
+    """Tells whether a class of models writes text, so that long texts may be cut anywhere."""
+    return "CausalLM" in model or "LMHead" in model
 
 
-def _unlabelled(label: str, split: str, drawn: Sequence[str | bytes], kind: Kind) -> Examples:
+def _fingerprint(items: Iterable[str | bytes]) -> str:
     digest = hashlib.sha256()
-    for item in drawn:
+    for item in items:
         content = item.encode() if isinstance(item, str) else item
         digest.update(f"{len(content)} ".encode() + content)
-    if kind == "text":
-        texts = [str(item) for item in drawn]
-        return Examples(label, split, digest.hexdigest(), texts=(texts,))
-    return Examples(label, split, digest.hexdigest(), images=tuple(cast(list[bytes], drawn)))
+    return digest.hexdigest()
+
+
+# Putting sets of examples together, and taking them apart.
+
+
+def _joined(parts: Sequence[Examples]) -> Examples:
+    """Puts several data sets one after another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if first.windows is not None:
+        raise DataError(
+            f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on",
+            hint="give one file with all series",
+        )
+    for part in parts[1:]:
+        if part.classes != first.classes or len(part.texts) != len(first.texts):
+            raise DataError(
+                f"`{first.name}` and `{part.name}` do not go together: they have "
+                f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
+                f"{len(part.texts)} texts in an example",
+                hint="give data sets with the same columns and classes",
+            )
+    targets: Any = None
+    if first.targets is not None:
+        targets = [target for part in parts for target in part.targets or ()]
+    volumes = {part.name: part.volumes for part in parts if part.volumes is not None}
+    if len({found.shape[1:] for found in volumes.values()}) > 1:
+        shapes = ", ".join(f"`{name}` {found.shape[1:]}" for name, found in volumes.items())
+        raise DataError(
+            f"volumes are of different shapes: {shapes}", hint="give volumes of one shape"
+        )
+    return replace(
+        first,
+        name=" + ".join(part.name for part in parts),
+        fingerprint=hashlib.sha256("".join(p.fingerprint for p in parts).encode()).hexdigest(),
+        texts=tuple(
+            [text for part in parts for text in part.texts[index]]
+            for index in range(len(first.texts))
+        ),
+        images=tuple(image for part in parts for image in part.images),
+        targets=targets,
+        volumes=np.concatenate([*volumes.values()]) if volumes else None,
+    )
+
+
+def _with_classes(held: Examples, train: Examples) -> Examples:
+    """Numbers the classes of held-out data as those of the training data."""
+    unknown = [name for name in held.classes if name not in train.classes]
+    if unknown:
+        raise DataError(
+            f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not",
+            hint="give data sets with the same classes",
+        )
+    if held.classes == train.classes or held.targets is None:
+        return held
+    places = [train.classes.index(name) for name in held.classes]
+    targets = [places[int(target)] for target in held.targets]
+    return replace(held, targets=targets, classes=train.classes)
+
+
+def _split_off(
+    examples: Examples, options: TrainingData, seed: int, fewest: int
+) -> tuple[Examples, Examples]:
+    """Holds examples out at random, at least so many where they are not half of all."""
+    order = np.random.default_rng([seed, 1]).permutation(len(examples))
+    least = max(1, min(fewest, len(order) // 2))
+    count = min(max(round(options.holdout * len(order)), least), options.validation_samples)
+    return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
+
+
+def _chosen(examples: Examples, indices: NDArray[np.int64]) -> Examples:
+    places = indices.tolist()
+    targets: Any = examples.targets
+    return replace(
+        examples,
+        texts=tuple([column[place] for place in places] for column in examples.texts),
+        images=tuple(examples.images[place] for place in places) if examples.images else (),
+        targets=None if targets is None else [targets[place] for place in places],
+        volumes=None if examples.volumes is None else examples.volumes[indices],
+        windows=None if examples.windows is None else examples.windows.chosen(places),
+    )
 
 
 # The head that a task needs, and which of its labels is which class of the data.
@@ -337,13 +439,13 @@ def head_options(
     has = has_head(source, task.head)
     if task.head == "regression":
         if has:
-            check_labels(data.name, 1, source.config.num_labels, "score")
+            _check_labels(data.name, 1, source.config.num_labels, "score")
         return {"num_labels": 1, "problem_type": "regression"}
     if not data.classes:
         return {}
     if has:
         _number_like(data, source)
-        check_labels(data.name, len(data.classes), source.config.num_labels)
+        _check_labels(data.name, len(data.classes), source.config.num_labels, "classes")
         return {}
     if len(data.classes) == 1:
         raise DataError(
@@ -353,11 +455,16 @@ def head_options(
     if teacher is not None and has_head(teacher, task.head):
         _number_like(data, teacher)
     names = dict(enumerate(data.classes))
-    return {
-        "num_labels": len(names),
-        "id2label": names,
-        "label2id": {name: index for index, name in names.items()},
-    }
+    numbers = {name: index for index, name in names.items()}
+    return {"num_labels": len(names), "id2label": names, "label2id": numbers}
+
+
+def _check_labels(name: str, found: int, head: int, what: str) -> None:
+    if found != head:
+        raise DataError(
+            f"`{name}` has {found} {what}, but the model's head has {head} labels",
+            hint="give data that the head was made for, or a model without head",
+        )
 
 
 def _number_like(data: Data, model: SourceModel) -> None:

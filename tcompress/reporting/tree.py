@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,13 +26,7 @@ class _Node(BaseModel):
 
 
 class Amount(_Node):
-    """A quantity of the dense model and of the converted one.
-
-    Attributes:
-        dense: Before.
-        now: After; the same for a dense model.
-        kept: Their ratio.
-    """
+    """A quantity of the dense model and of the converted one, and their ratio."""
 
     dense: int
     now: int
@@ -45,11 +39,7 @@ class Amount(_Node):
 
 
 class Macs(Amount):
-    """Multiply-adds for one token; `tcompress.reporting.count` has the formula.
-
-    Attributes:
-        length: Tokens in the sequence.
-    """
+    """Multiply-adds for one token in a sequence of `length`; see `model_report.macs_per_token`."""
 
     length: int
 
@@ -85,7 +75,7 @@ class LayerReport(_Node):
         in_features: Width of the input.
         out_features: Width of the output.
         experts: Number of stacked experts, if any.
-        input_of: Layer that stores the input side of this one too, if any.
+        input_of: Layer that stores the shared input transform of this one too, if any.
         parameters: Parameters of the weight, without the bias.
         macs: Multiply-adds for one token, in a sequence as long as for the whole model.
         bytes: Size of the weight before and after, both in the dtype that is stored now; None for
@@ -125,7 +115,7 @@ class ModelReport(_Node):
         layers: The rewritten weights.
         depth: Which blocks stay, where some were dropped; dense numbers are of all of them.
         budget: What might be kept, how it was shared out, and the error predicted for that.
-        attention: Attentions that have another mechanism.
+        attention: Attentions that were replaced.
         left: Layers of the blocks that stayed dense, and why.
         errors: Means of the layers' errors by kind.
         calibration: Data that the fit looked at, if known.
@@ -134,8 +124,8 @@ class ModelReport(_Node):
         speed: Times of forward passes, with protocols.
         recipe: What was asked for, if known.
         environment: Versions that the model was made with, if known.
-        init: Whether the weights were pretrained before, or drawn at random.
-        seed: Seed that they were drawn from.
+        init: Whether the weights were pretrained before, or randomly initialised.
+        seed: Seed of the random initialisation.
         paper: Published numbers.
         coverage: How much of the whole model was rewritten, if known.
         warnings: What the user should know of the conversion.
@@ -180,21 +170,17 @@ class ModelReport(_Node):
 
 def mean_errors(layers: Iterable[LayerReport]) -> dict[str, float]:
     """Means of the errors of each kind, over the layers that have it."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {kind: [] for kind in ERRORS}
     for layer in layers:
         for kind, error in layer.errors.items():
             found.setdefault(kind, []).append(error)
-    known = [kind for kind in ERRORS if kind in found]
-    kinds = [*known, *(kind for kind in found if kind not in known)]
-    return {kind: sum(found[kind]) / len(found[kind]) for kind in kinds}
+    return {kind: sum(errors) / len(errors) for kind, errors in found.items() if errors}
 
 
 # Which numbers stand for a set of models, and which models no other one beats.
 
 
 _Item = TypeVar("_Item")
-_Key = TypeVar("_Key", bound=Hashable)
-
 
 _SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
 
@@ -211,14 +197,12 @@ def other_baseline(report: ModelReport, metric: Metric) -> str | None:
     """Name of what a number was compared with, where that is not the model's own dense source."""
     if metric.difference is None or report.source is None:
         return None
-    name = metric.difference.baseline
-    known = {_place(report.source), _place(report.name)}
-    return None if _place(name) in known else Path(name).name
-
-
-def _place(name: str) -> str:
-    """A model by its last folder: names differ by where one stands, or by the owner."""
-    return Path(ALIASES.get(name, name)).name
+    # Models by their last folder: names differ by where one stands, or by the owner.
+    name, *own = (
+        Path(ALIASES.get(name, name)).name
+        for name in (metric.difference.baseline, report.source, report.name)
+    )
+    return None if name in own else Path(metric.difference.baseline).name
 
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
@@ -229,26 +213,18 @@ def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
 
 def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:
     """Picks the metric that most of the models have, the first of those, for each model."""
-    key = _commonest((metric_key(metric) for metric in report.metrics) for report in reports)
-    return [
-        next((metric for metric in report.metrics if metric_key(metric) == key), None)
-        for report in reports
-    ]
+    keys = (dict.fromkeys(map(metric_key, report.metrics)) for report in reports)
+    counts = Counter(key for found in keys for key in found)
+    key = max(counts, key=lambda key: counts[key], default=None)
+    return [next((m for m in report.metrics if metric_key(m) == key), None) for report in reports]
 
 
 def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:
     """Picks the size that most models were timed at: eager and large where there are more."""
-    counts = Counter(key for report in reports for key in set(map(speed_key, report.speed)))
+    keys = (dict.fromkeys(map(speed_key, report.speed)) for report in reports)
+    counts = Counter(key for found in keys for key in found)
     key = max(counts, key=lambda key: (counts[key], key[2] == "eager", *key[:2]), default=None)
-    return [
-        next((speed for speed in report.speed if speed_key(speed) == key), None)
-        for report in reports
-    ]
-
-
-def best_speed(report: ModelReport) -> Speed | None:
-    """Picks the time with the greatest ratio."""
-    return max(report.speed, key=lambda speed: speed.ratio, default=None)
+    return [next((s for s in report.speed if speed_key(s) == key), None) for report in reports]
 
 
 def unbeaten(
@@ -276,8 +252,3 @@ def unbeaten(
         for item, own in zip(items, places, strict=True)
         if not any(beats(other, own) for other in places)
     ]
-
-
-def _commonest(groups: Iterable[Iterable[_Key]]) -> _Key | None:
-    counts = Counter(key for group in groups for key in dict.fromkeys(group))
-    return counts.most_common(1)[0][0] if counts else None

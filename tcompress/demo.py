@@ -72,34 +72,20 @@ VARIANTS: tuple[Variant, ...] = (
 
 
 class DemoRow(BaseModel):
-    """What came of one model.
-
-    Attributes:
-        label: Name of the model.
-        healed: Whether it was healed.
-        kept: Kept fraction of the blocks' parameters.
-        parameters: Parameters of the whole model.
-        bytes: Size of the weight files.
-        speed: Time of the dense model over that of this one, for 8 x 256 tokens on one thread.
-        perplexity: Perplexity per token on stories that nothing was fitted to or trained on.
-        error: Mean relative squared output error of the rewritten layers on held-out stories; None
-            without data, and once healed.
-        seconds: Time of the conversion, or of the healing.
-        text: Greedy continuation of the prompt.
-    """
+    """What came of one model."""
 
     model_config = ConfigDict(frozen=True)
 
     label: str
     healed: bool
-    kept: float
-    parameters: int
-    bytes: int
-    speed: float
-    perplexity: float
-    error: float | None
-    seconds: float
-    text: str
+    kept: float  # of the blocks' parameters
+    parameters: int  # of the whole model
+    bytes: int  # of the weight files
+    speed: float  # dense time over its own, for 8 x 256 tokens on one thread
+    perplexity: float  # per token, on stories that nothing was fitted to or trained on
+    error: float | None  # of outputs on held-out stories; None without data and once healed
+    seconds: float  # of the conversion, or of the healing
+    text: str  # greedy continuation of the prompt
 
 
 class DemoReport(BaseModel):

@@ -31,33 +31,19 @@ class _Facts(BaseModel):
 
 
 class LayerFacts(_Facts):
-    """One layer that can be, or has been, rewritten.
+    """One layer that can be, or has been, rewritten."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        block: Name of its block.
-        role: What it does, such as `q` or `down`.
-        kind: How the dense weight is stored.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        parts: Roles of the runs of output features, where they are fused.
-        experts: Number of stacked weights, if any.
-        dense_parameters: Parameters of the dense weight.
-        parameters: Parameters that are stored, without the bias.
-        structure: Terms that replace the weight, None in a dense model.
-    """
-
-    name: str
+    name: str  # in the checkpoint
     block: str
-    role: str
-    kind: str
+    role: str  # such as `q` or `down`
+    kind: str  # how the dense weight is stored
     in_features: int
     out_features: int
-    parts: tuple[str, ...]
-    experts: int | None
+    parts: tuple[str, ...]  # roles of output splits, where they are fused
+    experts: int | None  # number of stacked weights, if any
     dense_parameters: int
-    parameters: int
-    structure: str | None
+    parameters: int  # stored ones, without the bias
+    structure: str | None  # summands that replace the weight, None in a dense model
 
 
 class RefusedFacts(_Facts):
@@ -68,31 +54,18 @@ class RefusedFacts(_Facts):
 
 
 class Inspection(_Facts):
-    """What was found in a model.
+    """What was found in a model."""
 
-    Attributes:
-        model: Name as it was given.
-        model_class: Class of the model.
-        family: Its model type.
-        converted: Whether tcompress has converted it.
-        parameters: Parameters that are stored.
-        blocks: Names of the blocks that have such layers, or another attention.
-        layers: Layers that can be, or have been, rewritten.
-        refused: Layers that stay dense.
-        warnings: What a user should know.
-        attention: Mechanisms that mix tokens in place of the family's own, in words.
-    """
-
-    model: str
+    model: str  # name as it was given
     model_class: str
     family: str
     converted: bool
-    parameters: int
-    blocks: tuple[str, ...]
-    layers: tuple[LayerFacts, ...]
+    parameters: int  # stored ones
+    blocks: tuple[str, ...]  # those with such layers, or another attention
+    layers: tuple[LayerFacts, ...]  # those that can be, or have been, rewritten
     refused: tuple[RefusedFacts, ...]
     warnings: tuple[str, ...]
-    attention: str = ""
+    attention: str = ""  # what replaces the family's own, in words
 
 
 _FLOATS = {"float32", "float16", "bfloat16", "float64"}

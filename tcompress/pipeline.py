@@ -33,27 +33,16 @@ Say = Callable[[str], None]
 
 @dataclass
 class Outcome:
-    """What a recipe has produced.
-
-    Attributes:
-        folder: The finished model.
-        converted: The model before training; the same if nothing was trained.
-        reports: Reports on the dense model, the converted one, and the trained one.
-        scores: Numbers by measurement, in the order of the recipe.
-        benches: Times.
-        page: The HTML report, if one was asked for.
-        missed: Measurements whose threshold was missed, in words.
-        skipped: Stages that were already done.
-    """
+    """What a recipe has produced."""
 
     folder: Path
-    converted: Path
-    reports: list[ModelReport] = field(default_factory=list)
-    scores: list[list[ModelScores]] = field(default_factory=list)
+    converted: Path  # the model before training; the same if nothing was trained
+    reports: list[ModelReport] = field(default_factory=list)  # dense, converted, trained
+    scores: list[list[ModelScores]] = field(default_factory=list)  # by measurement
     benches: tuple[Bench, ...] = ()
-    page: Path | None = None
-    missed: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    page: Path | None = None  # the HTML report, if one was asked for
+    missed: list[str] = field(default_factory=list)  # thresholds, in words
+    skipped: list[str] = field(default_factory=list)  # stages that were already done
 
     @property
     def kept(self) -> bool:

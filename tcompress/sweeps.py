@@ -257,25 +257,16 @@ def _sparse(recipe: Recipe) -> Any:
 
 
 class Record(BaseModel):
-    """What is known of one model.
-
-    Attributes:
-        identity: What it comes from.
-        report: What is known without running it; None before it is made.
-        seconds: How long that took.
-        metrics: Numbers, by identity of their measurement.
-        speed: Times, likewise.
-        baselines: What others are compared with, likewise; of the dense model only.
-    """
+    """What is known of one model."""
 
     model_config = ConfigDict(extra="forbid")
 
-    identity: str
-    report: ModelReport | None = None
-    seconds: float | None = None
-    metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)
+    identity: str  # what it comes from
+    report: ModelReport | None = None  # what is known without running it; None before it is made
+    seconds: float | None = None  # that making it took
+    metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)  # by their key
     speed: dict[str, tuple[Speed, ...]] = Field(default_factory=dict)
-    baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of the dense model only
 
 
 @dataclass

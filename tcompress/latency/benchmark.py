@@ -25,23 +25,15 @@ from tcompress.structures.modules.linear import keep_weights
 
 
 class Bench(BaseModel):
-    """What was measured of one model.
-
-    Attributes:
-        model: Its name, as it was given.
-        baseline: What it was compared with.
-        speed: The grid.
-        saved: Whether the times are in the model's manifest now.
-        notes: What one should know to read the numbers.
-    """
+    """What was measured of one model."""
 
     model_config = ConfigDict(frozen=True)
 
-    model: str
+    model: str  # name, as it was given
     baseline: str
     speed: tuple[Speed, ...]
-    saved: bool
-    notes: tuple[str, ...] = ()
+    saved: bool  # whether the times are in the model's manifest now
+    notes: tuple[str, ...] = ()  # what one should know to read the numbers
 
 
 class _Opened(NamedTuple):

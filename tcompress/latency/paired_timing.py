@@ -192,19 +192,12 @@ def _running(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A loaded model, in evaluation mode.
+    """A loaded model, in evaluation mode."""
 
-    Attributes:
-        name: Name for people.
-        source: What it was loaded from.
-        model: The model.
-        kept_bytes: Memory that its cached dense weights take, if it keeps them.
-    """
-
-    name: str
+    name: str  # for people
     source: SourceModel
     model: nn.Module = field(repr=False)
-    kept_bytes: int | None = None
+    kept_bytes: int | None = None  # memory that its cached dense weights take, if it keeps them
 
     @property
     def weight_bytes(self) -> int:
@@ -215,24 +208,14 @@ class TimedModel:
 
 @dataclass(frozen=True, eq=False)
 class PairedTiming:
-    """Times a model and its baseline in turn.
-
-    Attributes:
-        model: The model.
-        baseline: What it is compared with.
-        inputs: Makes inputs that both take.
-        device: Where both are.
-        dtype: What both compute in.
-        settings: Repeats and seed.
-        clock: Tells the time in seconds.
-    """
+    """Times a model and its baseline in turn."""
 
     model: TimedModel
     baseline: TimedModel
     inputs: RandomInputs
     device: torch.device
-    dtype: torch.dtype
-    settings: Bench
+    dtype: torch.dtype  # what both compute in
+    settings: Bench  # repeats and seed
     clock: Clock
 
     def own_length(self) -> int:

@@ -56,21 +56,13 @@ def cells(batches: Sequence[int], lengths: Sequence[int], modes: Sequence[Mode])
 
 @dataclass(frozen=True)
 class RandomInputs:
-    """Random inputs that a model and its baseline both take. Use `RandomInputs.of`.
-
-    Attributes:
-        inputs: Which inputs the models take.
-        shapes: Shapes of pictures, sounds and grids by name, without the batch.
-        tokens: Token ids to draw from.
-        last: Token that ends every sequence, if the models have one.
-        longest: Most tokens that both have positions for; None if there is no limit.
-    """
+    """Random inputs that a model and its baseline both take. Use `RandomInputs.of`."""
 
     inputs: Inputs
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # of pictures, sounds and grids by name, without the batch
     tokens: Tensor  # (tokens,)
-    last: int | None
-    longest: int | None
+    last: int | None  # token that ends every sequence, if the models have one
+    longest: int | None  # most tokens that both have positions for; None if there is no limit
 
     @classmethod
     def of(cls, model: SourceModel, baseline: SourceModel) -> RandomInputs:

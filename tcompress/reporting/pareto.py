@@ -40,56 +40,33 @@ class Candidate(NamedTuple):
 
 
 class FrontRow(BaseModel):
-    """One model beside the others.
-
-    Attributes:
-        name: Short name; `dense` for the model that all were made from.
-        kept: Kept fraction of the rewritten layers' parameters.
-        left: Layers of the blocks that stay dense.
-        parameters: Parameters of the whole model.
-        bytes: Size of the weight files.
-        quality: The main number.
-        interval: Its bootstrap interval.
-        ratio: The number as a multiple of the dense model's.
-        converted: The number before training, if the model was trained.
-        milliseconds: Time of a forward pass, if it was measured.
-        speed: Time of the dense model over that; above 1 the model is faster.
-        seconds: Duration of conversion and training.
-        front: Costs at which no other model beats this one: `size` (parameters), `time`.
-    """
+    """One model beside the others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
-    kept: float
-    left: int = 0
-    parameters: int
-    bytes: int
+    name: str  # `dense` for the model that all were made from
+    kept: float  # fraction of the rewritten layers' parameters
+    left: int = 0  # layers of the blocks that stay dense
+    parameters: int  # of the whole model
+    bytes: int  # of the weight files
     quality: float | None = None
     interval: Interval | None = None
-    ratio: float | None = None
-    converted: float | None = None
+    ratio: float | None = None  # multiple of the dense model's
+    converted: float | None = None  # before training, if the model was trained
     milliseconds: float | None = None
-    speed: float | None = None
-    seconds: float | None = None
-    front: tuple[Front, ...] = ()
+    speed: float | None = None  # above 1 the model is faster
+    seconds: float | None = None  # conversion and training
+    front: tuple[Front, ...] = ()  # costs at which no other model beats this one
 
 
 class FrontReport(BaseModel):
-    """All models, the largest one first.
-
-    Attributes:
-        metric: Name of the main number.
-        higher_is_better: Its direction.
-        timed: The pass whose time is shown, such as `batch 32, length 128, cpu, ...`.
-        rows: The models.
-    """
+    """All models, the largest one first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: str | None
     higher_is_better: bool = True
-    timed: str | None = None
+    timed: str | None = None  # the pass whose time is shown, such as `batch 32, length 128, cpu`
     rows: tuple[FrontRow, ...]
 
 

@@ -45,116 +45,60 @@ class Macs(Amount):
 
 
 class Parameters(_Node):
-    """Parameters by part: embeddings, blocks and the rest add up to the total.
+    """Parameters by part: embeddings, blocks and the rest add up to the total."""
 
-    Attributes:
-        embeddings: Embedding tables outside the blocks.
-        blocks: Everything in transformer blocks, biases and norms counted.
-        rewritten: Weights of the rewritten layers, a part of the blocks; what transforms store is
-            counted, biases are not.
-        other: Patch projections, norms outside the blocks, poolers, heads that are not tied.
-        total: All parameters; tied ones count once.
-    """
-
-    embeddings: Amount
-    blocks: Amount
-    rewritten: Amount
-    other: Amount
-    total: Amount
+    embeddings: Amount  # tables outside the blocks
+    blocks: Amount  # everything in transformer blocks, biases and norms counted
+    rewritten: Amount  # a part of the blocks: weights and what transforms store, without biases
+    other: Amount  # patch projections, norms outside the blocks, poolers, heads that are not tied
+    total: Amount  # tied ones count once
 
 
 class LayerReport(_Node):
-    """One rewritten weight.
+    """One rewritten weight."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        parameter: Attribute of that module which holds the weight.
-        block: Name of the block in the checkpoint.
-        role: What the layer does, such as `q` or `down`.
-        structure: How it is stored, such as `lprod p=16 dct + lowrank r=77`.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        experts: Number of stacked experts, if any.
-        input_of: Layer that stores the shared input transform of this one too, if any.
-        parameters: Parameters of the weight, without the bias.
-        macs: Multiply-adds for one token, in a sequence as long as for the whole model.
-        bytes: Size of the weight before and after, both in the dtype that is stored now; None for
-            a layer that is only planned.
-        errors: Relative squared errors by kind: of the output on data that the fit did not see
-            (`held_out`) and on data that it saw (`calibration`), or of the weight (`weight`).
-    """
-
-    name: str
-    parameter: str
+    name: str  # in the checkpoint
+    parameter: str  # attribute of that module which holds the weight
     block: str
-    role: str
-    structure: str
+    role: str  # such as `q` or `down`
+    structure: str  # such as `lprod p=16 dct + lowrank r=77`
     in_features: int
     out_features: int
-    experts: int | None
-    input_of: str | None
-    parameters: Amount
-    macs: Amount
-    bytes: Amount | None = None
-    errors: dict[str, float]
+    experts: int | None  # number of stacked ones, if any
+    input_of: str | None  # layer that stores the shared input transform too, if any
+    parameters: Amount  # without the bias
+    macs: Amount  # for one token, in a sequence as long as for the whole model
+    bytes: Amount | None = None  # both in the dtype that is stored now; None if planned only
+    errors: dict[str, float]  # by kind; relative and squared
 
 
 class ModelReport(_Node):
-    """All that is known of one model without running it.
-
-    Attributes:
-        schema_version: Version of this tree; `schema` in JSON.
-        name: Folder or id, as it was given.
-        family: Model type.
-        method: Name of the method; `dense` for a model that was not converted.
-        source: The dense model, if known.
-        created: Time of the conversion or of the training of a dense model, if known.
-        parameters: Parameters by part.
-        bytes_on_disk: Tensors of the source, and weight files as they are.
-        macs_per_token: Multiply-adds for one token.
-        layers: The rewritten weights.
-        depth: Which blocks stay, where some were dropped; dense numbers are of all of them.
-        budget: What might be kept, how it was shared out, and the error predicted for that.
-        attention: Attentions that were replaced.
-        left: Layers of the blocks that stayed dense, and why.
-        errors: Means of the layers' errors by kind.
-        calibration: Data that the fit looked at, if known.
-        metrics: What was measured on the model, with protocols.
-        training: Runs of fine-tuning, the first one first.
-        speed: Times of forward passes, with protocols.
-        recipe: What was asked for, if known.
-        environment: Versions that the model was made with, if known.
-        init: Whether the weights were pretrained before, or randomly initialised.
-        seed: Seed of the random initialisation.
-        paper: Published numbers.
-        coverage: How much of the whole model was rewritten, if known.
-        warnings: What the user should know of the conversion.
-    """
+    """All that is known of one model without running it."""
 
     schema_version: Literal[1] = Field(1, validation_alias="schema", serialization_alias="schema")
-    name: str
+    name: str  # folder or id, as it was given
     family: str
-    method: str
+    method: str  # `dense` for a model that was not converted
     source: str | None
-    created: str | None
+    created: str | None  # the conversion, or the training of a dense model
     parameters: Parameters
-    bytes_on_disk: Amount
+    bytes_on_disk: Amount  # tensors of the source, and weight files as they are
     macs_per_token: Macs
     layers: tuple[LayerReport, ...] = ()
-    depth: DepthPlan | None = None
-    budget: BudgetPlan | None = None
-    attention: tuple[AttentionPlan, ...] = ()
-    left: tuple[Left, ...] = ()
-    errors: dict[str, float] = Field(default_factory=dict)
+    depth: DepthPlan | None = None  # which blocks stay; dense numbers are of all of them
+    budget: BudgetPlan | None = None  # and the error predicted for it
+    attention: tuple[AttentionPlan, ...] = ()  # what is replaced
+    left: tuple[Left, ...] = ()  # layers of the blocks that stayed dense, and why
+    errors: dict[str, float] = Field(default_factory=dict)  # means of the layers' errors by kind
     calibration: CalibrationFacts | None = None
     metrics: tuple[Metric, ...] = ()
-    training: tuple[TrainingFacts, ...] = ()
+    training: tuple[TrainingFacts, ...] = ()  # the first run first
     speed: tuple[Speed, ...] = ()
-    recipe: dict[str, Any] | None = None
-    environment: dict[str, str] | None = None
+    recipe: dict[str, Any] | None = None  # what was asked for
+    environment: dict[str, str] | None = None  # versions
     init: Literal["pretrained", "random"] = "pretrained"
-    seed: int | None = None
-    paper: tuple[PaperRow, ...] = ()
+    seed: int | None = None  # of the random initialisation
+    paper: tuple[PaperRow, ...] = ()  # published numbers
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()
 

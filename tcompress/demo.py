@@ -124,11 +124,7 @@ def run_demo(
 ) -> DemoReport:
     """Makes a language model smaller in several ways, heals some, and compares the results.
 
-    Args:
-        data: The model and its held-out texts: the first calibrate and heal, the others measure.
-        output: Folder for the models; must be empty.
-        variants: What to try; default `VARIANTS`.
-        progress: Hears how far it is.
+    The first of the held-out texts calibrate and heal, the others measure.
 
     Raises:
         InputError: The folder is not empty, or cannot be written.

@@ -50,7 +50,6 @@ class Outcome:
         return ("convert" if self.converted == self.folder else "finetune") in self.skipped
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "output": str(self.folder),
             "converted": str(self.converted),
@@ -77,19 +76,9 @@ def run_recipe(
 ) -> Outcome:
     """Does everything that a recipe says.
 
-    Where something is trained, the converted model is kept beside the result. Run again, finished
-    stages are not repeated.
-
-    Args:
-        recipe: What to do.
-        source: The dense model.
-        output: Folder of the finished model.
-        converted: Folder of the model before training; default the output's name and `-converted`.
-        force: Replace folders that hold something else.
-        again: Do finished stages again.
-        token: Access token for the hub.
-        progress: Hears how far it is.
-        say: Hears of what the user should know.
+    Where something is trained, the converted model is kept beside the result; by default its folder
+    has the output's name and `-converted`. Run again, finished stages are not repeated, unless
+    `again` says so. With `force`, folders that hold something else are replaced.
 
     Raises:
         InputError: Something in the recipe cannot be used; the message says what to do.

@@ -67,7 +67,6 @@ class Cell:
     refusal: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what is planned as plain data."""
         if self.plan is None or self.costs is None:
             return {"name": self.name, "refused": self.refusal}
         return {
@@ -157,7 +156,6 @@ class Done:
     missed: tuple[str, ...] = ()  # thresholds, in words
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "name": self.cell.name,
             "status": "done",
@@ -271,7 +269,7 @@ class Record(BaseModel):
 
 @dataclass
 class Model:
-    """A model of a sweep: its folder, its record, and whether that is new."""
+    """A model of a sweep: its folder, and its record with the place of that."""
 
     folder: Path
     path: Path
@@ -290,7 +288,6 @@ class Model:
         return cls(folder, path, Record(identity=identity), is_new=True)
 
     def keep(self) -> None:
-        """Writes the record."""
         write_text(self.path, self.record.model_dump_json(indent=1))
 
     def key(self, settings: BaseModel, *data: str) -> str:
@@ -336,16 +333,8 @@ def sweep(
 
     Every cell is an ordinary recipe with a folder of its own in the output, which holds
     `sweep.json` and `sweep.html` too. Run again, only what depends on changed settings is done
-    again. A cell that cannot be done is named with the reason and does not stop the others.
-
-    Args:
-        recipe: What to do, with `sweep`.
-        source: The dense model.
-        output: Folder to write.
-        force: Do all cells again, and write into a folder that holds something else.
-        token: Access token for the hub.
-        progress: Hears how far it is.
-        say: Hears of what the user should know.
+    again. A cell that cannot be done is named with the reason and does not stop the others. With
+    `force`, all cells are done again, also in a folder that holds something else.
 
     Raises:
         InputError: Something in the recipe cannot be used, or no cell can be done.

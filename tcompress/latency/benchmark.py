@@ -53,16 +53,9 @@ def bench(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Bench, ...]:
-    """Times models against dense ones.
+    """Times models against dense ones: the one that is named, or that of each model's manifest.
 
-    Args:
-        models: Converted or dense models: folders, short names or hub ids.
-        against: The baseline; default the dense model that the manifest names.
-        settings: How to measure.
-        save: Keep the times in the manifests; what was measured before an error is kept too.
-        clock: Tells the time in seconds.
-        progress: Hears how far it is.
-        trust_remote_code: Whether Python code that comes with a model may run.
+    With `save`, times are kept in the manifests, also what was measured before an error.
 
     Raises:
         InputError: A model cannot be found or run, the baseline takes other inputs, the compiler

@@ -47,17 +47,9 @@ def alternate(
     clock: Clock = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
 ) -> Seconds:
-    """Times two passes in turn; who goes first changes with every repeat.
+    """Times two passes in turn, in seconds; who goes first changes with every repeat.
 
-    Args:
-        one: The first.
-        other: The second.
-        repeats: How often each runs.
-        clock: Tells the time in seconds.
-        wait: Returns when the device has done all its work.
-
-    Returns:
-        Seconds of every run of the first, and of the second.
+    `wait` returns when the device has done all its work.
     """
     times: Seconds = ([], [])
     passes = list(zip((one, other), times, strict=True))

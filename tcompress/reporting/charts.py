@@ -58,7 +58,6 @@ class Axis:
         return cls(low - room, high + room, *ends, label, write)
 
     def place(self, value: float) -> float:
-        """Gives the pixel of a value."""
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
@@ -79,15 +78,7 @@ class Axis:
 def trade_off(
     dots: Sequence[Dot], costs: str, qualities: str, write: Write, higher: bool = True
 ) -> Markup:
-    """Draws quality against cost; a line joins the models that no other one beats in both.
-
-    Args:
-        dots: The models and their baselines.
-        costs: What the cost is.
-        qualities: What the quality is.
-        write: Writes a cost.
-        higher: Whether more quality is a greater number.
-    """
+    """Draws quality against cost; a line joins the models that no other one beats in both."""
     x = Axis.over([dot.cost for dot in dots], 0.1, (_LEFT, _RIGHT), costs, write)
     intervals = [dot.interval for dot in dots if dot.interval is not None]
     ends = [end for interval in intervals for end in (interval.low, interval.high)]

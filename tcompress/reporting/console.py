@@ -123,12 +123,7 @@ def memory_text(peak: int | None, weights: int | None = None) -> str:
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
-    """Renders models: one with its layers, several side by side.
-
-    Args:
-        reports: The models.
-        per_layer: Show every layer, of every model.
-    """
+    """Renders models: one with its layers, several side by side; `per_layer` shows all layers."""
     alone = len(reports) == 1
     kinds = dict.fromkeys(kind for report in reports for kind in report.errors)
     note = errors_note(kinds)
@@ -154,14 +149,7 @@ def render_plan(
     source_bytes: int | None = None,
     per_layer: bool = False,
 ) -> RenderableType:
-    """Renders what a conversion would do.
-
-    Args:
-        plan: The plan.
-        estimate: What it would cost, see `tcompress.conversion.estimate`.
-        source_bytes: Bytes of the source's tensors.
-        per_layer: Show every layer.
-    """
+    """Renders what a conversion would do, and what that would cost where it is estimated."""
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
         ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
@@ -201,7 +189,6 @@ class Comparison:
         self.reports = tuple(reports)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yields one table or several."""
         count = max(1, (options.max_width - _LABELS) // _COLUMN)
         for start in range(0, len(self.reports), count):
             yield self._table(self.reports[start : start + count])
@@ -234,11 +221,6 @@ def layer_table(
     """Lists layers one by one, or by role and structure where there are many.
 
     Of several kinds of error the most telling one is shown.
-
-    Args:
-        layers: The layers.
-        per_layer: List them one by one in any case.
-        title: Heading.
     """
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)

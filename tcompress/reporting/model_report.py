@@ -58,7 +58,7 @@ def report_of(
     source = SourceModel.open(opened, trust_remote_code=trust, converted=artifact is not None)
     manifest = read_manifest(source.folder) if artifact is None else artifact.manifest
     now = _Counted.of(source, artifact)
-    dense = now.without_plan()
+    dense = _Counted(now.model, now.anatomy)
     if manifest is not None and manifest.source.config is not None:  # it had more blocks
         dense = _Counted.of(source.with_settings(manifest.source.config))
     length = now.usual_tokens(length)
@@ -103,15 +103,9 @@ def layer_report(
     length: int = LENGTH,
     method: str = "",
 ) -> LayerReport:
-    """Reports on one layer of a plan.
+    """Reports on one layer of a plan, with its errors if it was fitted.
 
-    Args:
-        entry: The layer.
-        errors: Its errors, if it was fitted.
-        runs: Experts that one token passes.
-        itemsize: Bytes of a stored number, if there is a file.
-        length: Tokens in the sequence for the multiply-adds.
-        method: What the conversion was asked for.
+    A token passes `runs` experts; numbers take `itemsize` bytes if there is a file.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
@@ -218,17 +212,11 @@ def _left(now: _Counted) -> tuple[Left, ...]:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A model without weights, to count.
+    """A dense model without weights, to count with what is rewritten in it."""
 
-    Attributes:
-        model: The model on the meta device, with all layers dense.
-        anatomy: The roles of its layers.
-        layers: Rewritten layers by module path and parameter.
-        attention: Replaced attentions, by the module path of their block.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # on the meta device
     anatomy: Anatomy
+    # By module path and parameter, and by the module path of the block.
     layers: Mapping[tuple[str, str], LayerPlan] = field(default_factory=dict)
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
 
@@ -255,10 +243,6 @@ class _Counted:
         named = ((keymap.runtime_name(entry.block), entry) for entry in artifact.attention)
         attention = {path: entry for path, entry in named if path is not None}
         return cls(model, anatomy_of(model), layers, attention)
-
-    def without_plan(self) -> _Counted:
-        """The dense model."""
-        return _Counted(self.model, self.anatomy)
 
     def usual_tokens(self, length: int) -> int:
         """Number of tokens: what is asked for, unless every attention has the same fixed one."""

@@ -49,12 +49,9 @@ class Row(NamedTuple):
 def rows_of(
     report: ModelReport, others: Sequence[ModelReport] = (), facts: bool = False
 ) -> list[Row]:
-    """Lists the lines about one model.
+    """Lists the lines about one model that is shown beside others.
 
-    Args:
-        report: The model.
-        others: Models shown beside it.
-        facts: Say too what a title says otherwise, and leave room for lines of other models.
+    With `facts`, say too what a title says otherwise, and leave room for lines of other models.
     """
     shown, parts = (report, *others), report.parameters
     rows = []

@@ -108,7 +108,6 @@ class ModelReport(_Node):
         return bool(self.layers or self.attention) or self.depth is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the tree as plain data for JSON."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -177,12 +176,8 @@ def unbeaten(
     """Picks the Pareto front: the items that no other one beats in both cost and quality.
 
     Costs that differ by no more than `ALIKE` are one: budgets are spent almost to the last
-    parameter, and an item is not on the front for leaving a few more of them.
-
-    Args:
-        items: What is compared.
-        place: Gives cost and quality of an item.
-        higher: Whether more quality is a greater number.
+    parameter, and an item is not on the front for leaving a few more of them. `place` gives cost
+    and quality of an item.
     """
     sign = 1 if higher else -1
 

@@ -43,18 +43,7 @@ from tcompress.sweeps import sweep as run_sweep
 from tcompress.training.finetuning import Finetuned
 from tcompress.training.finetuning import finetune as run_training
 
-__all__ = [
-    "bench",
-    "convert",
-    "evaluate",
-    "export_dense",
-    "finetune",
-    "inspect",
-    "keep_weights",
-    "plan",
-    "report",
-    "sweep",
-]
+__all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
 
 
 def convert(
@@ -95,12 +84,12 @@ def convert(
         InputError: Something given cannot be used; the message says what to do.
         FitError: A weight or a fit is not finite; the message names the layer.
     """
-    settled = _settled(recipe, method, calibration, options)
-    source = _opened(model, settled, revision, token)
+    said = _conversion(recipe, method, calibration, options)
+    source = _opened(model, said, revision, token)
     name = source.id if isinstance(model, Mapping) else str(model)
-    words = short_name(settled) or settled.label.replace(" + ", "-")
+    words = short_name(said) or said.label.replace(" + ", "-")
     folder = Path(output or default_output_name(name, words))
-    return run_conversion(source, settled, folder, force=force, progress=progress)
+    return run_conversion(source, said, folder, force=force, progress=progress)
 
 
 def finetune(
@@ -137,10 +126,10 @@ def finetune(
         if found is None:
             raise RecipeError(f"recipe `{recipe}` has no `finetune`")
         recipe = found
-    settled = recipe or read(Finetune, options)
+    said = recipe or read(Finetune, options)
     name = str(model)
-    folder = Path(output or default_output_name(name, settled.task or "healed"))
-    return run_training(name, settled, folder, force=force, token=token, progress=progress)
+    folder = Path(output or default_output_name(name, said.task or "healed"))
+    return run_training(name, said, folder, force=force, token=token, progress=progress)
 
 
 def sweep(
@@ -200,7 +189,7 @@ def sweep(
         named = {"methods": methods or default_methods(), "targets": targets}
         recipe = Recipe(
             recipe_version=1,
-            convert=_settled(None, "lprod", calibration, options),
+            convert=_conversion(None, "lprod", calibration, options),
             finetune=None if finetune is None else read(Finetune, finetune),
             evaluate=measured,
             bench=read(Bench, bench if isinstance(bench, Mapping) else {}) if bench else None,
@@ -306,14 +295,14 @@ def plan(
     Raises:
         InputError: Something given cannot be used; the message says what to do.
     """
-    settled = _settled(recipe, method, calibration, options)
-    return make_plan(settled, _opened(model, settled, revision, token))
+    said = _conversion(recipe, method, calibration, options)
+    return make_plan(said, _opened(model, said, revision, token))
 
 
 def _opened(
-    model: str | Path | Mapping[str, Any], settled: Convert, revision: str | None, token: str | None
+    model: str | Path | Mapping[str, Any], said: Convert, revision: str | None, token: str | None
 ) -> SourceModel:
-    seed = settled.seed if settled.init == "random" else None
+    seed = said.seed if said.init == "random" else None
     if not isinstance(model, Mapping):
         return SourceModel.open(str(model), revision=revision, token=token, seed=seed)
     if seed is None:
@@ -321,7 +310,7 @@ def _opened(
     return open_architecture(read(Architecture, model), seed, token)
 
 
-def _settled(
+def _conversion(
     recipe: str | Convert | None,
     method: str | Mapping[str, Any] | None,
     calibration: str | Mapping[str, Any] | None,
@@ -343,35 +332,28 @@ def _settled(
         source = isinstance(calibration, str | Path)
         said["calibration"] = as_plain({"source": calibration} if source else calibration)
     for name, value in as_plain(given).items():
-        _place(said, structure, name)[name] = value
+        section = _section(said, structure, name)
+        (said if section is None else said.setdefault(section, {}))[name] = value
     return conversion(said, structure=structure)
 
 
-def _place(said: dict[str, Any], structure: str | None, name: str) -> dict[str, Any]:
-    """Finds the mapping that a keyword belongs to: of the conversion, its method or mechanism."""
+def _section(said: dict[str, Any], structure: str | None, name: str) -> str | None:
+    """Where a keyword belongs to: the method, the attention, or None for the conversion."""
     method, attention = said["method"].get("name"), said["attention"].get("name")
-    mechanism = next(
-        (spec for spec in MECHANISMS if {method, attention} & {*spec.names()}), MechanismSpec
-    )
+    chosen = [spec for spec in MECHANISMS if {method, attention} & {*spec.names()}]
     if name == "seed":
-        return _inner(said, "calibration")
+        return "calibration"
     if name in Convert.model_fields:
-        return said
-    if name in mechanism.model_fields:
-        return _inner(said, "attention")
-    if any(name in spec.model_fields for spec in METHODS):
-        return _inner(said, "method")
-    if any(name in spec.model_fields for spec in MECHANISMS):
-        return _inner(said, "attention")
+        return None
+    if name in next(iter(chosen), MechanismSpec).model_fields:
+        return "attention"
+    for section, specs in (("method", METHODS), ("attention", MECHANISMS)):
+        if any(name in spec.model_fields for spec in specs):
+            return section
     own = next((spec for spec in METHODS if (structure or method or "lprod") in spec.names()), Spec)
     fields = [field for field in own.model_fields if field != "name"]
     allowed = ", ".join(f"`{field}`" for field in (*fields, *Convert.model_fields))
     raise RecipeError(f"there is no option `{name}`; allowed are {allowed}")
-
-
-def _inner(said: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = said.setdefault(name, {})
-    return found
 
 
 def _refuse_beside(recipe: object, **given: Any) -> None:

@@ -6,14 +6,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tcompress.artifact.workplace import check_output
@@ -43,17 +41,8 @@ _NEW_TOKENS = 40
 _STORY_TOKENS = 220
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way of making the model smaller.
-
-    Attributes:
-        folder: Name of the folder.
-        label: Name for people.
-        options: The conversion, but for its calibration.
-        calibrated: Whether the fit looks at stories.
-        healed: Whether the result is healed too.
-    """
+class Variant(NamedTuple):
+    """One way of making the model smaller: its folder, its name for people, its options."""
 
     folder: str
     label: str
@@ -83,34 +72,20 @@ VARIANTS: tuple[Variant, ...] = (
 
 
 class DemoRow(BaseModel):
-    """What came of one model.
-
-    Attributes:
-        label: Name of the model.
-        healed: Whether it was healed.
-        kept: Kept fraction of the blocks' parameters.
-        parameters: Parameters of the whole model.
-        bytes: Size of the weight files.
-        speed: Time of the dense model over that of this one, for 8 x 256 tokens on one thread.
-        perplexity: Perplexity per token on stories that nothing was fitted to or trained on.
-        error: Mean relative squared output error of the rewritten layers on held-out stories; None
-            without data, and once healed.
-        seconds: Time of the conversion, or of the healing.
-        text: Greedy continuation of the prompt.
-    """
+    """What came of one model."""
 
     model_config = ConfigDict(frozen=True)
 
     label: str
     healed: bool
-    kept: float
-    parameters: int
-    bytes: int
-    speed: float
-    perplexity: float
-    error: float | None
-    seconds: float
-    text: str
+    kept: float  # of the blocks' parameters
+    parameters: int  # of the whole model
+    bytes: int  # of the weight files
+    speed: float  # dense time over its own, for 8 x 256 tokens on one thread
+    perplexity: float  # per token, on stories that nothing was fitted to or trained on
+    error: float | None  # of outputs on held-out stories; None without data and once healed
+    seconds: float  # of the conversion, or of the healing
+    text: str  # greedy continuation of the prompt
 
 
 class DemoReport(BaseModel):
@@ -126,33 +101,11 @@ class DemoReport(BaseModel):
     rows: tuple[DemoRow, ...]
 
 
-@dataclass(frozen=True)
-class DemoData:
+class DemoData(NamedTuple):
     """A language model and texts that it was not trained on."""
 
     model: Path
     texts: tuple[str, ...]
-
-
-@dataclass
-class _Reader:
-    """Measures models on one set of texts."""
-
-    tokenizer: Any
-    texts: Sequence[str]
-
-    def row(self, label: str, folder: Path, **facts: Any) -> DemoRow:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        weights = folder.glob("model*.safetensors")
-        return DemoRow(
-            label=label,
-            bytes=sum(file.stat().st_size for file in weights),
-            perplexity=perplexity(model, self.tokenizer, self.texts),
-            text=continuation(model, self.tokenizer, PROMPT),
-            **facts,
-        )
 
 
 @contextmanager
@@ -171,11 +124,7 @@ def run_demo(
 ) -> DemoReport:
     """Makes a language model smaller in several ways, heals some, and compares the results.
 
-    Args:
-        data: The model and its held-out texts: the first calibrate and heal, the others measure.
-        output: Folder for the models; must be empty.
-        variants: What to try; default `VARIANTS`.
-        progress: Hears how far it is.
+    The first of the held-out texts calibrate and heal, the others measure.
 
     Raises:
         InputError: The folder is not empty, or cannot be written.
@@ -186,49 +135,90 @@ def run_demo(
     output.mkdir(parents=True, exist_ok=True)
     progress, variants = progress or Silent(), variants or VARIANTS
     fitting, measured = data.texts[:FITTING_STORIES], data.texts[FITTING_STORIES:]
-    reader = _Reader(AutoTokenizer.from_pretrained(data.model), measured)
-    progress.stage("models", sum(1 + item.healed for item in variants) + 1, "models")
+    tokenizer = AutoTokenizer.from_pretrained(data.model)
+
+    def row(label: str, folder: Path, **facts: Any) -> DemoRow:
+        found = DemoRow(label=label, **_measured(folder, tokenizer, measured), **facts)
+        progress.advance(1, label)
+        return found
+
+    heals = sum(item.healed for item in variants)
+    progress.stage("models", len(variants) + heals + 1, "models")
     stories, lessons = output / "stories.txt", output / "lessons.txt"
     write_text(stories, "\n".join(fitting) + "\n")
-    if any(item.healed for item in variants):
-        written = written_stories(data.model, reader.tokenizer, WRITTEN_STORIES)
+    if heals:
+        written = written_stories(data.model, tokenizer, WRITTEN_STORIES)
         write_text(lessons, "\n".join((*fitting, *written)) + "\n")
+    dense: list[DemoRow] = []
     converted: list[DemoRow] = []
     healed: list[DemoRow] = []
-    dense: DemoRow | None = None
     for variant in variants:
         done = _converted(variant, data.model, output, stories)
-        if dense is None:
-            dense = _dense_row(reader, data.model, done)
-            progress.advance(1, dense.label)
-        speed = _speed(done.folder, data.model)
-        converted.append(_row(reader, variant, done, speed))
-        progress.advance(1, variant.label)
+        if not dense:
+            same = {"kept": 1.0, "parameters": done.manifest.plan.parameters, "speed": 1.0}
+            dense.append(row("dense", data.model, healed=False, error=None, seconds=0.0, **same))
+        same = _costs(done, data.model)
+        error, seconds = report_of(done.folder).errors.get("held_out"), done.manifest.seconds
+        facts = {"healed": False, "error": error, "seconds": seconds, **same}
+        converted.append(row(variant.label, done.folder, **facts))
         if variant.healed:
-            healed.append(_healed_row(reader, converted[-1], done.folder, lessons))
-            progress.advance(1, healed[-1].label)
+            better = finetune(str(done.folder), _healing(lessons), f"{done.folder}-healed")
+            facts = {"healed": True, "error": None, "seconds": better.facts.seconds, **same}
+            healed.append(row(f"{variant.label}, healed", better.folder, **facts))
     return DemoReport(
         prompt=PROMPT,
         fitting_stories=len(fitting),
         written_stories=WRITTEN_STORIES if healed else 0,
         measured_stories=len(measured),
         healing_steps=HEALING_STEPS,
-        rows=(*([dense] if dense else []), *healed, *converted),
+        rows=(*dense, *healed, *converted),
     )
+
+
+def _converted(variant: Variant, model: Path, output: Path, stories: Path) -> Converted:
+    source = str(stories) if variant.calibrated else "none"
+    # As the command line does: everything else is a default.
+    recipe = Convert(**variant.options, calibration=Calibration(source=source))
+    return convert(str(model), recipe, output / variant.folder)
+
+
+def _costs(done: Converted, dense: Path) -> dict[str, Any]:
+    """What healing does not change."""
+    plan = done.manifest.plan
+    # The processor's clock: other work on the machine does not count.
+    (timed,) = bench([str(done.folder)], str(dense), TIMED, clock=time.process_time)
+    return {
+        "kept": 1 - plan.saved_in_blocks / plan.block_parameters,
+        "parameters": plan.parameters - plan.saved,
+        "speed": timed.speed[0].ratio,
+    }
+
+
+def _healing(lessons: Path) -> Finetune:
+    data = {"source": [str(lessons)], "max_length": 256, "validation_samples": 8}
+    return Finetune.model_validate({"data": data, "steps": HEALING_STEPS, "batch_size": 8})
+
+
+def _measured(folder: Path, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
+    """Size, perplexity and text of a model."""
+    model = _language_model(folder)
+    return {
+        "bytes": sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
+        "perplexity": perplexity(model, tokenizer, texts),
+        "text": continuation(model, tokenizer, PROMPT),
+    }
+
+
+def _language_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
 def written_stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
-    """Lets a language model write texts: what it knows, without the data that taught it.
-
-    Args:
-        folder: The model.
-        tokenizer: Its tokenizer.
-        count: Number of texts.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """Lets a language model write texts: what it knows, without the data that taught it."""
+    model = _language_model(folder)
     start = torch.full((count, 1), model.config.bos_token_id)
     room = model.config.max_position_embeddings - 1
     # The state of the caller's random numbers stays as it is.
@@ -246,88 +236,28 @@ def written_stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def _converted(variant: Variant, model: Path, output: Path, stories: Path) -> Converted:
-    source = str(stories) if variant.calibrated else "none"
-    # As the command line does: everything else is a default.
-    recipe = Convert(**variant.options, calibration=Calibration(source=source))
-    return convert(str(model), recipe, output / variant.folder)
-
-
-def _speed(folder: Path, dense: Path) -> float:
-    # The processor's clock: other work on the machine does not count.
-    (timed,) = bench([str(folder)], str(dense), TIMED, clock=time.process_time)
-    return timed.speed[0].ratio
-
-
-def _dense_row(reader: _Reader, model: Path, done: Converted) -> DemoRow:
-    facts = {"healed": False, "kept": 1.0, "speed": 1.0, "error": None, "seconds": 0.0}
-    return reader.row("dense", model, parameters=done.manifest.plan.parameters, **facts)
-
-
-def _row(reader: _Reader, variant: Variant, done: Converted, speed: float) -> DemoRow:
-    plan = done.manifest.plan
-    return reader.row(
-        variant.label,
-        done.folder,
-        healed=False,
-        kept=1 - plan.saved_in_blocks / plan.block_parameters,
-        parameters=plan.parameters - plan.saved,
-        speed=speed,
-        error=report_of(done.folder).errors.get("held_out"),
-        seconds=done.manifest.seconds,
-    )
-
-
-def _healed_row(reader: _Reader, raw: DemoRow, folder: Path, lessons: Path) -> DemoRow:
-    options = Finetune.model_validate(
-        {
-            "data": {"source": [str(lessons)], "max_length": 256, "validation_samples": 8},
-            "steps": HEALING_STEPS,
-            "batch_size": 8,
-        }
-    )
-    done = finetune(str(folder), options, folder.with_name(f"{folder.name}-healed"))
-    same = {name: getattr(raw, name) for name in ("kept", "parameters", "speed")}
-    return reader.row(
-        f"{raw.label}, healed",
-        done.folder,
-        healed=True,
-        error=None,
-        seconds=done.facts.seconds,
-        **same,
-    )
-
-
 @torch.no_grad()
 def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
-    """Measures the perplexity per token, each text on its own; padding does not count.
+    """Measures a causal model's perplexity per token, each text on its own.
 
-    Args:
-        model: Causal language model.
-        tokenizer: Its tokenizer.
-        texts: Texts; what exceeds the model's context is cut off.
+    Padding does not count; what exceeds the model's context is cut off.
     """
     loss, count = 0.0, 0
     for first in range(0, len(texts), _BATCH):
-        ids, mask = _encoded(model, tokenizer, texts[first : first + _BATCH])
+        encoded = tokenizer(
+            list(texts[first : first + _BATCH]),
+            padding=True,
+            padding_side="right",
+            truncation=True,
+            max_length=model.config.max_position_embeddings,
+            return_tensors="pt",
+        )
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]  # (texts, tokens)
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
         losses = cross_entropy(logits.mT.float(), ids[:, 1:], reduction="none")
         loss += float((losses * mask[:, 1:]).sum(dtype=torch.float64))
         count += int(mask[:, 1:].sum())
     return math.exp(loss / count)
-
-
-def _encoded(model: Any, tokenizer: Any, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Encodes texts.  # (texts, tokens) each."""
-    encoded = tokenizer(
-        list(texts),
-        padding=True,
-        padding_side="right",
-        truncation=True,
-        max_length=model.config.max_position_embeddings,
-        return_tensors="pt",
-    )
-    return encoded["input_ids"], encoded["attention_mask"]
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str) -> str:

@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Small pieces of text for messages.
-
-
 _MOST_LISTED = 12
 _DEEPEST = 100  # libraries that copy a config recurse into it
 
@@ -41,11 +38,8 @@ def first_line(error: BaseException) -> str:
 def read_json(path: Path, *, strict: bool = False, constants: bool = False) -> Any:
     """Read a JSON file.
 
-    Args:
-        path: The file.
-        strict: Refuse what other readers would understand in another way: keys that stand twice,
-            and numbers that JSON does not have.
-        constants: Let `Infinity` and `NaN` through all the same.
+    With `strict`, what other readers would understand in another way is refused: keys that stand
+    twice, and numbers that JSON does not have, unless these `constants` are let through.
 
     Raises:
         ValueError: It cannot be read; the message says why, in one line.
@@ -58,21 +52,16 @@ def read_json(path: Path, *, strict: bool = False, constants: bool = False) -> A
 
 def parse_json(text: bytes | str, *, strict: bool = False, constants: bool = False) -> Any:
     """Parse JSON as `read_json` does."""
-    options: dict[str, Any] = {}
-    if strict:
-        options["object_pairs_hook"] = _unique
-        if not constants:
-            options["parse_constant"] = _refuse_constant
+    refused = _refuse_constant if strict and not constants else None
     try:
-        value = json.loads(text, **options)
+        value = json.loads(
+            text, object_pairs_hook=_unique if strict else None, parse_constant=refused
+        )
+        if not _is_deep(value):
+            return value
     except RecursionError:
-        value = None
-        deep = True
-    else:
-        deep = _is_deep(value)
-    if deep:
-        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
-    return value
+        pass
+    raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,11 +93,8 @@ def _is_deep(value: Any) -> bool:
 def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """Read a `config.json`, of which what is used first is known to be of the right kind.
 
-    Transformers writes infinity there as it is, such as a limit of Mamba's time steps.
-
-    Args:
-        path: The file.
-        strict: Refuse keys that stand twice.
+    Transformers writes infinity there as it is, such as a limit of Mamba's time steps. With
+    `strict`, keys that stand twice are refused.
 
     Raises:
         ValueError: It cannot be read, or is none; the message is a predicate in one line.
@@ -153,27 +139,11 @@ def check_counts(settings: Mapping[str, Any]) -> None:
             )
 
 
-# Errors of tcompress.
-#
-# TCompressError
-# ├── InputError (ValueError)        bad option, recipe, model or data: exit code 2
-# │   ├── SourceError                the model to convert cannot be read
-# │   ├── RecipeError                a recipe or an option is wrong
-# │   ├── PlanError                  the recipe does not fit the model
-# │   ├── DataError                  data to calibrate, train or measure with cannot be used
-# │   └── ArtifactError              a converted model is damaged or too new
-# ├── WriteError                     what was written is not what was fitted: exit code 1
-# ├── DiskError (OSError)             a disk is full, or refuses a file
-# ├── FitError (ArithmeticError)     a factorisation failed: names the layer
-# └── TrainingError (ArithmeticError) training diverged, or cannot go on
-
-
 class TCompressError(Exception):
     """Base of every error that tcompress raises on purpose.
 
-    Args:
-        message: One sentence: what was found, where, and what is allowed.
-        hint: What to do next.
+    The message is one sentence: what was found, where, and what is allowed; the hint says what to
+    do next.
     """
 
     exit_code = 1

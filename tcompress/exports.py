@@ -91,10 +91,6 @@ def export_dense(
 def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
     """Multiplies out the weight of one rewritten layer, in float64.
 
-    Args:
-        artifact: The converted model.
-        entry: One of its layers.
-
     Returns:
         The weight as the dense model stores it, in the dtype of the structured tensors: (out, in),
         transposed for GPT-2's kind of layer, stacked for experts, with axes of 1 for convolutions.
@@ -103,14 +99,18 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
         FitError: It is not finite in that dtype.
     """
     names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
-    owner = None if entry.input_of is None else _sides(artifact, names[entry.input_of])
+    owner = None if entry.input_of is None else _shared_input(artifact, names[entry.input_of])
     banks = {bank: _bank(artifact, names[name], bank) for bank, name in entry.bank_of.items()}
     own = _tensors(artifact, entry)
     dtype = next(iter(own.values())).dtype
-    weights = [
-        _multiplied(entry, _of_expert(entry, own, index), owner, banks).to(dtype)
-        for index in range(entry.copies)
-    ]
+    weights = []
+    for index in range(entry.copies):
+        layer = _layer(entry, input_of=owner, banks=banks)
+        # What all experts share has a dot in its name.
+        stacked = {n: t if entry.experts is None or "." in n else t[index] for n, t in own.items()}
+        _assign(layer, stacked)
+        with torch.no_grad():
+            weights.append(layer.dense_weight(torch.float64).to(dtype))
     weight = torch.stack(weights) if entry.experts else weights[0]
     if not bool(torch.isfinite(weight).all()):
         raise FitError(
@@ -120,30 +120,20 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
     return entry.as_stored(weight).contiguous()
 
 
-def _multiplied(
-    entry: LayerPlan,
-    tensors: Mapping[str, Tensor],
-    owner: StructuredLinear | None,
-    banks: Mapping[str, BankModule],
-) -> Tensor:
-    layer = StructuredLinear(
-        entry.parts, input_of=owner, banks=banks, dtype=torch.float64, device="meta"
-    )
-    _assign(layer, tensors)
-    with torch.no_grad():
-        return layer.dense_weight(torch.float64)
+def _layer(entry: LayerPlan, **shared: Any) -> StructuredLinear:
+    return StructuredLinear(entry.parts, dtype=torch.float64, device="meta", **shared)
 
 
-def _sides(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
-    """Builds a layer of which only the shared input sides hold numbers."""
-    layer = StructuredLinear(entry.parts, dtype=torch.float64, device="meta")
+def _shared_input(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
+    """Builds a layer of which only the shared input transforms hold numbers."""
+    layer = _layer(entry)
     shared = {name for name, _ in layer.named_parameters() if name.partition(".")[2]}
     _assign(layer, _tensors(artifact, entry, shared))
     return layer
 
 
 def _bank(artifact: Artifact, entry: LayerPlan, name: str) -> BankModule:
-    """Builds a bank of a layer."""
+    """Builds the shared factors that a layer stores."""
     module = BankModule(entry.own_banks[name], torch.float64, "meta")
     prefix = f"{bank_module(name)}."
     wanted = {prefix + key for key in module()}
@@ -161,13 +151,6 @@ def _tensors(
         for name in entry.tensor_shapes
         if wanted is None or name in wanted
     }
-
-
-def _of_expert(entry: LayerPlan, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Gives one expert's own tensors, and those of the sides that all experts share."""
-    if entry.experts is None:
-        return dict(tensors)
-    return {name: t if "." in name else t[index] for name, t in tensors.items()}
 
 
 def _assign(layer: StructuredLinear, tensors: Mapping[str, Tensor]) -> None:
@@ -200,26 +183,20 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
         for entry in artifact.layers
         for name in entry.tensor_shapes
     }
-    names = store.keys()
-    for key in sorted(names, key=lambda key: (store.file_of(key), key)):
+    for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
         if key in made:
             entry = made[key]
+            lead = () if entry.experts is None else (entry.experts,)
+            empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
             first = f"{entry.name}.{stored_name(entry, next(iter(entry.tensor_shapes)))}"
-            yield Stored(key, _dense_shape(entry), store.dtype(first))
+            yield Stored(key, tuple(entry.as_stored(empty).shape), store.dtype(first))
         elif key not in dropped:
             yield Stored(key, tuple(store.shape(key)), store.dtype(key))
 
 
-def _dense_shape(entry: LayerPlan) -> tuple[int, ...]:
-    lead = () if entry.experts is None else (entry.experts,)
-    empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
-    return tuple(entry.as_stored(empty).shape)
-
-
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-    carries_code = bool(artifact.config.get("auto_map"))
-    names = companion_files(artifact.folder, with_code=carries_code)
+    names = companion_files(artifact.folder, with_code=bool(artifact.config.get("auto_map")))
     carry_files(artifact.folder, names, folder)
     write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
@@ -261,19 +238,17 @@ def stands_alone(config: Mapping[str, Any]) -> bool:
 
 
 def _card(artifact: Artifact) -> str:
-    manifest = artifact.manifest
     layers = artifact.layers
     before = sum(entry.dense_parameters for entry in layers)
     kept = sum(entry.parameters for entry in layers) / max(1, before)
     base, origin, method = "", "a model", ""
-    if manifest is not None:
-        source = manifest.source.id
-        origin, method = f"`{Path(source).name}`", f" with `{manifest.plan.method}`"
+    if artifact.manifest is not None:
+        source, method = artifact.manifest.source.id, f" with `{artifact.manifest.plan.method}`"
+        origin = f"`{Path(source).name}`"
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = f"base_model: {source}\n", f"`{source}`"
-    alone = stands_alone(artifact.config)
     needs, first = "Transformers", ""
-    if not alone:
+    if not stands_alone(artifact.config):
         needs, first = "tcompress' own host", "import tcompress\n"
     return f"""---
 library_name: transformers

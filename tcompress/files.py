@@ -19,17 +19,8 @@ from tcompress.errors import DiskError, InputError, TCompressError
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _HERE = -100  # AT_FDCWD
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (
-    *_FULL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.EFBIG,
-    errno.ENAMETOOLONG,
-    errno.EXDEV,
-    errno.EBUSY,
-)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+_REFUSED = (*_FULL, *_FORBIDDEN, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.EXDEV)
 _NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _KINDS = (
     (stat.S_ISREG, "a file"),
@@ -54,10 +45,8 @@ def kind_of(path: Path) -> str | None:
 def beside(path: Path) -> Iterator[Path]:
     """Gives a place to write to, which takes the place of a file when all is on the disk.
 
-    A kill leaves the file as it was, and at most something that ends in `.tmp`.
-
-    Args:
-        path: The file; a link is replaced, not followed.
+    A kill leaves the file as it was, and at most something that ends in `.tmp`. A link is replaced,
+    not followed.
 
     Raises:
         OSError: The disk is full, or refuses the file, which is as it was.
@@ -129,10 +118,8 @@ def number_of(folder: Path) -> int | None:
 def swap(new: Path, old: Path, aside: Path) -> None:
     """Puts a folder in the place of another one, at once where the system can do that.
 
-    Args:
-        new: Folder that is wanted; then the other one, or nothing.
-        old: Where it is wanted.
-        aside: Where the other one goes if the system needs two steps.
+    Then `new` is the other one; or nothing, and the other one is `aside`, where two steps are
+    needed.
     """
     if _exchange(new, old):
         return
@@ -163,17 +150,14 @@ def disk_error(
 ) -> DiskError | None:
     """Puts what a disk refuses into words; None for what has other reasons.
 
-    Args:
-        error: What was raised; other libraries wrap it in errors of their own.
-        place: What was being written, if that is known.
-        needed: Bytes that are still to be written, if that is known.
+    Place and number of the bytes that are still to be written may be unknown.
     """
-    number = error.errno if isinstance(error, OSError) else None
+    number, named = getattr(error, "errno", None), getattr(error, "filename", None)
+    # Other libraries wrap it in errors of their own.
     if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])
     if isinstance(error, TCompressError) or number not in _REFUSED:
         return None
-    named = error.filename if isinstance(error, OSError) else None
     if number in _FULL:
         return full_disk(place or Path(named or "."), needed)
     return DiskError(
@@ -183,12 +167,7 @@ def disk_error(
 
 
 def full_disk(place: Path, needed: int | None = None) -> DiskError:
-    """Makes the error of a full disk.
-
-    Args:
-        place: What cannot be written.
-        needed: Bytes that are needed, if that is known.
-    """
+    """Makes the error of a full disk, with the bytes that are needed, if they are known."""
     free = free_bytes(place)
     lacking = "" if needed is None else f" of {_size(needed)} that are needed"
     if needed is not None and needed > free:
@@ -256,11 +235,7 @@ def check_file(path: Path) -> None:
 
 
 def try_folder(folder: Path) -> None:
-    """Makes a folder and removes it if it is empty: nothing else tells whether that is possible.
-
-    Raises:
-        OSError: It is not, or nothing can be written beside it.
-    """
+    """Makes a folder and removes it if it is empty: nothing else tells whether that is possible."""
     made = [folder, *(place for place in folder.parents if not place.exists())]
     try:
         for place in reversed(made):
@@ -274,21 +249,15 @@ def try_folder(folder: Path) -> None:
 
 
 def owner_given(folder: Path) -> int:
-    """Says to whom new things in a folder belong: some disks have no owners, or map ours to others.
-
-    Raises:
-        OSError: Nothing can be made there.
-    """
+    """To whom new things in a folder belong: some disks have no owners, or map ours to others."""
     with TemporaryDirectory(prefix=".tcompress-", dir=folder) as made:
         return Path(made).lstat().st_uid
 
 
 def close_to_others(folder: Path) -> bool:
-    """Takes all rights from others; a bit that hands the folder's group down stays.
+    """Takes all rights from others, and tells whether they could write there until now.
 
-    Returns:
-        Whether others could write there until now. A disk without modes, where nothing changes,
-        does not tell: False.
+    A bit that hands the folder's group down stays. A disk without modes does not tell: False.
     """
     before = stat.S_IMODE(folder.stat().st_mode)
     with suppress(OSError):  # some disks refuse other modes

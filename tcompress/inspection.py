@@ -24,7 +24,6 @@ from tcompress.roles.stored import Shapes, parameters_among, stored_blocks, stor
 if TYPE_CHECKING:
     from tcompress.artifact.reader import Artifact
     from tcompress.models import SourceModel
-    from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
 
 
 class _Facts(BaseModel):
@@ -32,33 +31,19 @@ class _Facts(BaseModel):
 
 
 class LayerFacts(_Facts):
-    """One layer that can be, or has been, rewritten.
+    """One layer that can be, or has been, rewritten."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        block: Name of its block.
-        role: What it does, such as `q` or `down`.
-        kind: How the dense weight is stored.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        parts: Roles of the runs of output features, where they are fused.
-        experts: Number of stacked weights, if any.
-        dense_parameters: Parameters of the dense weight.
-        parameters: Parameters that are stored, without the bias.
-        structure: Terms that replace the weight, None in a dense model.
-    """
-
-    name: str
+    name: str  # in the checkpoint
     block: str
-    role: str
-    kind: str
+    role: str  # such as `q` or `down`
+    kind: str  # how the dense weight is stored
     in_features: int
     out_features: int
-    parts: tuple[str, ...]
-    experts: int | None
+    parts: tuple[str, ...]  # roles of output splits, where they are fused
+    experts: int | None  # number of stacked weights, if any
     dense_parameters: int
-    parameters: int
-    structure: str | None
+    parameters: int  # stored ones, without the bias
+    structure: str | None  # summands that replace the weight, None in a dense model
 
 
 class RefusedFacts(_Facts):
@@ -69,31 +54,18 @@ class RefusedFacts(_Facts):
 
 
 class Inspection(_Facts):
-    """What was found in a model.
+    """What was found in a model."""
 
-    Attributes:
-        model: Name as it was given.
-        model_class: Class of the model.
-        family: Its model type.
-        converted: Whether tcompress has converted it.
-        parameters: Parameters that are stored.
-        blocks: Names of the blocks that have such layers, or another attention.
-        layers: Layers that can be, or have been, rewritten.
-        refused: Layers that stay dense.
-        warnings: What a user should know.
-        attention: Mechanisms that mix tokens in place of the family's own, in words.
-    """
-
-    model: str
+    model: str  # name as it was given
     model_class: str
     family: str
     converted: bool
-    parameters: int
-    blocks: tuple[str, ...]
-    layers: tuple[LayerFacts, ...]
+    parameters: int  # stored ones
+    blocks: tuple[str, ...]  # those with such layers, or another attention
+    layers: tuple[LayerFacts, ...]  # those that can be, or have been, rewritten
     refused: tuple[RefusedFacts, ...]
     warnings: tuple[str, ...]
-    attention: str = ""
+    attention: str = ""  # what replaces the family's own, in words
 
 
 _FLOATS = {"float32", "float16", "bfloat16", "float64"}
@@ -149,7 +121,10 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
             return _from_headers(name, config, WeightStore.open(folder))
         known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION
         if known and manifest and looks_whole(folder, manifest):
-            return _from_manifest(name, config, manifest, WeightStore.open(folder))
+            # The plan as plain data: digests say that it is as it was written.
+            plan, store = manifest["plan"], WeightStore.open(folder)
+            count = plan["parameters"] - plan["dropped_parameters"]
+            return _from_plan(name, config, section["plan"], store, count, plan)
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full
     return None
@@ -169,7 +144,6 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
     if bare and not named.endswith("Model"):
         return None
-    layers = [(layer, block.name) for block in blocks for layer in block.layers]
     return Inspection(
         model=name,
         model_class=named,
@@ -178,20 +152,9 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         parameters=count,
         blocks=tuple(block.name for block in blocks),
         layers=tuple(
-            LayerFacts(
-                name=layer.name,
-                block=block,
-                role=layer.role,
-                kind=layer.kind,
-                in_features=layer.in_features,
-                out_features=layer.out_features,
-                parts=tuple(part.name for part in layer.parts) if len(layer.parts) > 1 else (),
-                experts=None,
-                dense_parameters=layer.in_features * layer.out_features,
-                parameters=layer.in_features * layer.out_features,
-                structure=None,
-            )
-            for layer, block in layers
+            _dense_layer(layer, block.name, layer.name)
+            for block in blocks
+            for layer in block.layers
         ),
         refused=(),
         warnings=(),
@@ -206,26 +169,29 @@ def _is_described(config: Mapping[str, Any], floats: Shapes, named: str) -> bool
     return wanted <= found and named.lower().startswith(family)
 
 
-def _from_manifest(
-    name: str, config: Mapping[str, Any], manifest: Mapping[str, Any], store: WeightStore
+def _from_plan(
+    name: str,
+    config: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    store: WeightStore,
+    dense_parameters: int,
+    plan: Mapping[str, Any],
 ) -> Inspection:
-    """Reads the plan as plain data: digests say that it is as it was written."""
-    entries, plan = config["quantization_config"]["plan"], manifest["plan"]
+    """Reads what the config says of layers, and the manifest of the rest, as plain data."""
     sizes = {key: prod(store.shape(key)) for key in store.keys()}  # noqa: SIM118 - not a mapping
-    layers = tuple(_planned(entry, sizes, plan["method"]) for entry in entries["layers"])
+    layers = tuple(_rewritten(entry, sizes, plan["method"]) for entry in entries["layers"])
     attention = entries.get("attention", [])
     saved = sum(layer.dense_parameters - layer.parameters for layer in layers)
     for entry in attention:
-        unused = entry.get("unused", ())
-        saved += sum(
-            item["out_features"] * (item["in_features"] + item["bias"]) for item in unused
-        ) - _stored(sizes, f"{entry['name']}.tc_")
+        saved -= _stored(sizes, f"{entry['name']}.tc_")
+        for item in entry.get("unused", ()):
+            saved += item["out_features"] * (item["in_features"] + item["bias"])
     return Inspection(
         model=name,
         model_class=next(iter(config.get("architectures") or ()), "unknown"),
         family=str(config.get("model_type", "unknown")),
         converted=True,
-        parameters=plan["parameters"] - saved - plan["dropped_parameters"],
+        parameters=dense_parameters - saved,
         blocks=tuple(dict.fromkeys(entry["block"] for entry in (*attention, *entries["layers"]))),
         layers=layers,
         refused=tuple(RefusedFacts(name=i["name"], reason=i["reason"]) for i in plan["left"]),
@@ -234,7 +200,7 @@ def _from_manifest(
     )
 
 
-def _planned(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) -> LayerFacts:
+def _rewritten(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) -> LayerFacts:
     name, parts, experts = entry["name"], entry["parts"], entry.get("experts")
     parameter = entry.get("parameter", "weight")
     inside = f"{name}.tc_"
@@ -261,6 +227,24 @@ def _stored(sizes: Mapping[str, int], inside: str) -> int:
     return sum(size for key, size in sizes.items() if key.startswith(inside))
 
 
+def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) -> LayerFacts:
+    """Facts of a layer as roles or a plan describe it."""
+    count = layer.in_features * layer.out_features * (experts or 1)
+    return LayerFacts(
+        name=name,
+        block=block,
+        role=layer.role,
+        kind=layer.kind,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        parts=tuple(part.name for part in layer.parts) if len(layer.parts) > 1 else (),
+        experts=experts,
+        dense_parameters=count,
+        parameters=count,
+        structure=None,
+    )
+
+
 def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
@@ -270,14 +254,18 @@ def _dense(name: str, source: SourceModel) -> Inspection:
 
     model = source.meta_model()
     anatomy = anatomy_of(model)
-    layers: tuple[LayerPlan, ...] = ()
-    left = tuple(RefusedFacts(name=item.name, reason=item.reason) for item in anatomy.refused)
+    layers: list[LayerFacts] = []
+    left: Sequence[Any] = anatomy.refused
     warnings = (*source.notes, *anatomy.warnings)
     # What even the smallest structure is refused for, every method is refused for.
     smallest = Convert(method=LowRankSpec(rank=1), calibration=Calibration(source="none"))
     try:
         plan = make_plan(smallest, source)
-        layers, left = plan.layers, _refused(plan.left)
+        left = plan.left
+        for entry in plan.layers:
+            single = entry.parameter == "weight"
+            whole = entry.name if single else f"{entry.name}.{entry.parameter}"
+            layers.append(_dense_layer(entry, entry.block, whole, entry.experts))
     except PlanError as error:
         warnings = (*warnings, error.message)
     return Inspection(
@@ -286,57 +274,25 @@ def _dense(name: str, source: SourceModel) -> Inspection:
         family=anatomy.family,
         converted=False,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        blocks=_blocks(layers),
-        layers=tuple(_facts(entry, converted=False) for entry in layers),
-        refused=left,
+        blocks=tuple(dict.fromkeys(layer.block for layer in layers)),
+        layers=tuple(layers),
+        refused=tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left),
         warnings=warnings,
     )
 
 
 def _converted(name: str, artifact: Artifact) -> Inspection:
+    """Counts the dense model, where a manifest is missing or not wanted."""
     from tcompress.models import SourceModel
 
-    manifest = artifact.manifest
     dense = SourceModel.open(str(artifact.folder), converted=True).meta_model()
-    saved = sum(entry.dense_parameters - entry.parameters for entry in artifact.layers)
-    saved += sum(entry.saved for entry in artifact.attention)
-    return Inspection(
-        model=name,
-        model_class=next(iter(artifact.config.get("architectures") or ()), "unknown"),
-        family=str(artifact.config.get("model_type", "unknown")),
-        converted=True,
-        parameters=sum(parameter.numel() for parameter in dense.parameters()) - saved,
-        blocks=_blocks((*artifact.attention, *artifact.layers)),
-        layers=tuple(
-            _facts(entry, manifest.plan.method if manifest else "", converted=True)
-            for entry in artifact.layers
-        ),
-        refused=_refused(manifest.plan.left) if manifest else (),
-        warnings=manifest.plan.warnings if manifest else (),
-        attention=describe_attention(artifact.attention),
-    )
-
-
-def _blocks(layers: Sequence[AttentionPlan | LayerPlan]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(entry.block for entry in layers))
-
-
-def _refused(left: tuple[Left, ...]) -> tuple[RefusedFacts, ...]:
-    return tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left)
-
-
-def _facts(entry: LayerPlan, method: str = "", *, converted: bool) -> LayerFacts:
-    single = entry.parameter == "weight"
-    return LayerFacts(
-        name=entry.name if single else f"{entry.name}.{entry.parameter}",
-        block=entry.block,
-        role=entry.role,
-        kind=entry.kind,
-        in_features=entry.in_features,
-        out_features=entry.out_features,
-        parts=tuple(part.name for part in entry.parts) if len(entry.parts) > 1 else (),
-        experts=entry.experts,
-        dense_parameters=entry.dense_parameters,
-        parameters=entry.parameters if converted else entry.dense_parameters,
-        structure=describe_entry(entry, method) if converted else None,
-    )
+    count = sum(parameter.numel() for parameter in dense.parameters())
+    plan: dict[str, Any] = {"method": "", "left": (), "warnings": ()}
+    if artifact.manifest is not None:
+        plan = artifact.manifest.plan.model_dump(mode="json")
+    kinds = {"layers": artifact.layers, "attention": artifact.attention}
+    entries = {
+        kind: [entry.model_dump(mode="json", exclude_defaults=True) for entry in found]
+        for kind, found in kinds.items()
+    }
+    return _from_plan(name, artifact.config, entries, artifact.store, count, plan)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcompress.artifact.manifest import Manifest, read_manifest
+from tcompress.artifact.manifest import Manifest, Metric, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
 from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement, evaluate
-from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
+from tcompress.evaluation.scores import ModelScores, Threshold, document
 from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
@@ -30,32 +30,19 @@ from tcompress.training.teacher import find_teacher
 
 Say = Callable[[str], None]
 
-_AGAIN = "; `--force` does it again"
-
 
 @dataclass
 class Outcome:
-    """What a recipe has produced.
-
-    Attributes:
-        folder: The finished model.
-        converted: The model before training; the same if nothing was trained.
-        reports: Reports on the dense model, the converted one, and the trained one.
-        scores: Numbers by measurement, in the order of the recipe.
-        benches: Times.
-        page: The HTML report, if one was asked for.
-        missed: Measurements whose threshold was missed, in words.
-        skipped: Stages that were already done.
-    """
+    """What a recipe has produced."""
 
     folder: Path
-    converted: Path
-    reports: list[ModelReport] = field(default_factory=list)
-    scores: list[list[ModelScores]] = field(default_factory=list)
+    converted: Path  # the model before training; the same if nothing was trained
+    reports: list[ModelReport] = field(default_factory=list)  # dense, converted, trained
+    scores: list[list[ModelScores]] = field(default_factory=list)  # by measurement
     benches: tuple[Bench, ...] = ()
-    page: Path | None = None
-    missed: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    page: Path | None = None  # the HTML report, if one was asked for
+    missed: list[str] = field(default_factory=list)  # thresholds, in words
+    skipped: list[str] = field(default_factory=list)  # stages that were already done
 
     @property
     def kept(self) -> bool:
@@ -63,9 +50,6 @@ class Outcome:
         return ("convert" if self.converted == self.folder else "finetune") in self.skipped
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        from tcompress.evaluation.scores import document
-
         return {
             "output": str(self.folder),
             "converted": str(self.converted),
@@ -88,23 +72,13 @@ def run_recipe(
     again: bool = False,
     token: str | None = None,
     progress: Progress | None = None,
-    say: Say | None = None,
+    say: Say = lambda text: None,
 ) -> Outcome:
     """Does everything that a recipe says.
 
-    Where something is trained, the converted model is kept beside the result. Run again, finished
-    stages are not repeated.
-
-    Args:
-        recipe: What to do.
-        source: The dense model.
-        output: Folder of the finished model.
-        converted: Folder of the model before training; default the output's name and `-converted`.
-        force: Replace folders that hold something else.
-        again: Do finished stages again.
-        token: Access token for the hub.
-        progress: Hears how far it is.
-        say: Hears of what the user should know.
+    Where something is trained, the converted model is kept beside the result; by default its folder
+    has the output's name and `-converted`. Run again, finished stages are not repeated, unless
+    `again` says so. With `force`, folders that hold something else are replaced.
 
     Raises:
         InputError: Something in the recipe cannot be used; the message says what to do.
@@ -114,29 +88,19 @@ def run_recipe(
     if recipe.finetune is not None:
         before = converted or output.with_name(f"{output.name}-converted")
     outcome = Outcome(output, before)
-    run = _Run(recipe, source, outcome, force, again, token, progress or Silent(), say or _mute)
+    run = _Run(recipe, source, outcome, force, again, token, progress or Silent(), say)
     run.check()
     run.convert()
     run.finetune()
     run.measure()
-    trained = [] if outcome.converted == outcome.folder else [outcome.folder]
-    models = [str(source.folder), str(outcome.converted), *map(str, trained)]
-    if source.seed is not None:  # there was nothing before the training
-        models = models[-1:]
-    outcome.reports = reports_of(models, trust_remote_code=source.trust_remote_code)
+    outcome.reports = reports_of(run.models, trust_remote_code=source.trust_remote_code)
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
     return outcome
 
 
 def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
-    """Lists the names of all data that a recipe reads.
-
-    Args:
-        recipe: The recipe.
-        converts: Whether the conversion is still to be done.
-        trains: Whether the training is.
-    """
+    """Lists the names of all data that a recipe reads in the stages that are still to be done."""
     names = [recipe.convert.calibration.source] if converts else []
     if recipe.finetune is not None and trains:
         data = recipe.finetune.data
@@ -147,11 +111,6 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
 def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
     """Opens the model that will be imitated, before there is one that imitates it.
 
-    Args:
-        recipe: What will be done.
-        source: The dense model.
-        token: Access token for the hub.
-
     Raises:
         SourceError: There is no such model.
     """
@@ -159,6 +118,24 @@ def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> Source
     if name == "source":
         return source if source.seed is None else None
     return find_teacher(name, None, token, trust=source.trust_remote_code)
+
+
+def missed(item: Evaluate, main: Metric) -> str | None:
+    """Says how a number misses the threshold of its measurement, if it does."""
+    bound = None if item.threshold is None else Threshold.parse(item.threshold)
+    if bound is None or not bound.missed(main):
+        return None
+    return f"{item.task} {main.name} {main.value:.4f}, not {bound}"
+
+
+def time_passes(
+    wanted: BenchOptions, folder: Path, source: SourceModel, progress: Progress | None = None
+) -> Bench:
+    """Times a model beside its dense source, as a recipe says."""
+    against = str(source.folder) if source.seed is None else None
+    trust = source.trust_remote_code
+    found = bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)
+    return found[0]
 
 
 @dataclass
@@ -172,27 +149,29 @@ class _Run:
     progress: Progress
     say: Say
 
+    @property
+    def models(self) -> list[Path]:
+        """All models; of one that began at random only the trained one knows anything."""
+        made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
+        return made[-1:] if self.source.seed is not None else [self.source.folder, *made]
+
     def check(self) -> None:
         """Refuses, before any work, what would fail in the end; names all problems."""
         problems, recipe = Problems(), self.recipe
-        converted = self._is_converted()
-        trains = recipe.finetune is not None and not self._is_trained()
+        converts = not self._is_made(self.outcome.converted)
+        trains = recipe.finetune is not None and not self._is_made(self.outcome.folder)
         if recipe.report is not None:
             with problems.collected():
                 check_target(Path(recipe.report).expanduser())
         for item in recipe.evaluate:
             with problems.collected():
-                if item.threshold is not None:
-                    self._check_bound(Threshold.parse(item.threshold), item.threshold)
+                self._check_threshold(item.threshold)
         with problems.collected():
-            check_data(data_of(recipe, converts=not converted, trains=trains))
-        for folder, wanted in (
-            (self.outcome.converted, not converted),
-            (self.outcome.folder, trains),
-        ):
+            check_data(data_of(recipe, converts=converts, trains=trains))
+        written = [self.outcome.converted] if converts else []
+        for folder in [*written, *([self.outcome.folder] if trains else [])]:
             with problems.collected():
-                if wanted:
-                    check_output(folder, force=self.force)
+                check_output(folder, force=self.force)
         teacher = None
         with problems.collected():
             pick_device(recipe.convert.device)
@@ -207,8 +186,8 @@ class _Run:
                 check_measurement(item, self.source, heads=self.source.seed is None)
         problems.report()
 
-    def _check_bound(self, bound: Threshold, text: str) -> None:
-        if bound.relative and self.source.seed is not None:
+    def _check_threshold(self, text: str | None) -> None:
+        if text is not None and Threshold.parse(text).relative and self.source.seed is not None:
             raise InputError(
                 f"`threshold: {text}` compares with the dense model, but a model that begins at "
                 "random has none",
@@ -217,129 +196,71 @@ class _Run:
 
     def convert(self) -> None:
         """Converts, unless that is done."""
-        if self._is_converted():
-            self.outcome.skipped.append("convert")
-            tidy(self.outcome.converted)
-            self.say(f"`{self.outcome.converted.name}` is already converted{_AGAIN}")
-            return
-        convert(
-            self.source,
-            self.recipe.convert,
-            self.outcome.converted,
-            force=self.force,
-            progress=self.progress,
-            paper=self.recipe.paper,
-        )
+        folder = self.outcome.converted
+        if not self._is_done("convert", folder, "converted"):
+            convert(
+                self.source,
+                self.recipe.convert,
+                folder,
+                force=self.force,
+                progress=self.progress,
+                paper=self.recipe.paper,
+            )
 
     def finetune(self) -> None:
         """Trains, unless that is done or not asked for."""
-        options = self.recipe.finetune
-        if options is None:
-            return
-        if self._is_trained():
-            self.outcome.skipped.append("finetune")
-            tidy(self.outcome.folder)
-            self.say(f"`{self.outcome.folder.name}` is already trained{_AGAIN}")
-            return
-        finetune(
-            self._open(self.outcome.converted),
-            options,
-            self.outcome.folder,
-            force=self.force,
-            token=self.token,
-            progress=self.progress,
-            say=self.say,
-        )
+        options, folder = self.recipe.finetune, self.outcome.folder
+        if options is not None and not self._is_done("finetune", folder, "trained"):
+            finetune(
+                open_checked(str(self.outcome.converted), trust=self.source.trust_remote_code),
+                options,
+                folder,
+                force=self.force,
+                token=self.token,
+                progress=self.progress,
+                say=self.say,
+            )
 
     def measure(self) -> None:
         """Measures all models on all tasks, then their speed."""
-        made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
-        # Of a model that began at random only the trained one knows anything.
-        models = made[-1:] if self.source.seed is not None else [self.source.folder, *made]
         for item in self.recipe.evaluate:
-            scores = measure(
-                item, models, token=self.token, trust=self._trusts, progress=self.progress
+            scores = evaluate(
+                self.models,
+                item,
+                token=self.token,
+                trust_remote_code=self.source.trust_remote_code,
+                progress=self.progress,
             )
             self.outcome.scores.append(scores)
-            self._check_threshold(item, scores[-1])
+            words = missed(item, scores[-1].metrics[0])
+            self.outcome.missed += [] if words is None else [words]
         if self.recipe.bench is not None:
             folder = self.outcome.folder
             found = time_passes(self.recipe.bench, folder, self.source, self.progress)
             self.outcome.benches = (found,)
 
-    def _check_threshold(self, item: Evaluate, scores: ModelScores) -> None:
-        if item.threshold is None:
-            return
-        bound, main = Threshold.parse(item.threshold), scores.metrics[0]
-        if bound.missed(main):
-            self.outcome.missed.append(f"{item.task} {main.name} {main.value:.4f}, not {bound}")
+    def _is_done(self, stage: str, folder: Path, word: str) -> bool:
+        """Tells of a model that is made, and removes what an interrupted run left beside it."""
+        done = self._is_made(folder)
+        if done:
+            self.outcome.skipped.append(stage)
+            tidy(folder)
+            self.say(f"`{folder.name}` is already {word}; `--force` does it again")
+        return done
 
-    @property
-    def _trusts(self) -> bool:
-        return self.source.trust_remote_code
-
-    def _open(self, folder: Path) -> SourceModel:
-        return open_checked(str(folder), trust=self._trusts)
-
-    def _is_converted(self) -> bool:
-        manifest = None if self.again else _manifest(self.outcome.converted)
-        return (
-            manifest is not None
-            and not manifest.training  # a trained model is no conversion
-            and manifest.recipe == self.recipe.convert.model_dump(mode="json")
-            and manifest.source.fingerprint == self.source.store.fingerprint()
-        )
-
-    def _is_trained(self) -> bool:
-        options = self.recipe.finetune
-        manifest = None if self.again else _manifest(self.outcome.folder)
-        if options is None or manifest is None or not manifest.training:
+    def _is_made(self, folder: Path) -> bool:
+        """Whether a folder holds what this recipe makes there, of the same weights."""
+        manifest = None if self.again else _manifest(folder)
+        if manifest is None:
             return False
-        wanted = options.model_dump(mode="json", exclude_defaults=True)
+        options = self.recipe.finetune if folder != self.outcome.converted else None
+        trained = [run.settings for run in manifest.training[-1:]]
+        wanted = [] if options is None else [options.model_dump(mode="json", exclude_defaults=True)]
         return (
-            manifest.training[-1].settings == wanted
+            trained == wanted  # a trained model is no conversion
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")
             and manifest.source.fingerprint == self.source.store.fingerprint()
         )
-
-
-def measure(
-    item: Evaluate,
-    models: Sequence[Path],
-    baseline: Baseline | None = None,
-    *,
-    token: str | None = None,
-    trust: bool = False,
-    progress: Progress | None = None,
-) -> list[ModelScores]:
-    """Does one measurement of a recipe.
-
-    Args:
-        item: What is measured.
-        models: Folders; the first one is what others are compared with.
-        baseline: What they are compared with instead, if it was measured before.
-        token: Access token for the hub.
-        trust: Whether code that comes with a model may run.
-        progress: Hears how far it is.
-    """
-    return evaluate(
-        models,
-        item,
-        baseline=baseline,
-        token=token,
-        trust_remote_code=trust,
-        progress=progress,
-    )
-
-
-def time_passes(
-    wanted: BenchOptions, folder: Path, source: SourceModel, progress: Progress | None = None
-) -> Bench:
-    """Times a model beside its dense source, as a recipe says."""
-    against = str(source.folder) if source.seed is None else None
-    trust = source.trust_remote_code
-    found = bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)
-    return found[0]
 
 
 def _manifest(folder: Path) -> Manifest | None:
@@ -347,7 +268,3 @@ def _manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except InputError:
         return None
-
-
-def _mute(text: str) -> None:
-    pass

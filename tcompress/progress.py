@@ -24,14 +24,7 @@ class Progress(Protocol):
 class Silent:
     """Says nothing."""
 
-    def stage(self, name: str, total: int, unit: str) -> None:
-        """Ignores the stage."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """Ignores the step."""
-
-    def shorten(self, total: int) -> None:
-        """Ignores it."""
-
-    def part(self, name: str, number: int, total: int) -> None:
-        """Ignores the job."""
+    def stage(self, name: str, total: int, unit: str) -> None: ...
+    def advance(self, amount: int = 1, note: str = "") -> None: ...
+    def shorten(self, total: int) -> None: ...
+    def part(self, name: str, number: int, total: int) -> None: ...

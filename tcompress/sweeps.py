@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 from filelock import FileLock, Timeout
@@ -30,14 +31,15 @@ from tcompress.errors import (
     TrainingError,
     first_line,
 )
-from tcompress.evaluation.scores import Baseline, Threshold
+from tcompress.evaluation.measuring import evaluate
+from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
 from tcompress.files import write_text
 from tcompress.models import SourceModel
-from tcompress.options import Bench, Convert, Evaluate, Finetune, Recipe, Sweep
+from tcompress.options import Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.schema import short_name
-from tcompress.pipeline import data_of, measure, run_recipe, teacher_of, time_passes
+from tcompress.pipeline import Say, data_of, missed, run_recipe, teacher_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
@@ -48,29 +50,23 @@ from tcompress.reporting.tree import ModelReport
 from tcompress.structures import structures
 from tcompress.training.setup import check_run
 
+STATE = ".sweep"
+"""Folder inside the output with what is known so far."""
+
 # The cells of a sweep: an ordinary recipe for each method and target.
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method with one target.
+    """One method with one target: what is done and what that will take, or why it is refused."""
 
-    Attributes:
-        name: Short name, such as `svd-25`; also its folder's.
-        recipe: What is done.
-        plan: What the conversion will do, unless it is refused.
-        costs: What that will take.
-        refusal: Why it cannot be done, if so.
-    """
-
-    name: str
+    name: str  # such as `svd-25`; also its folder's
     recipe: Recipe
     plan: Plan | None = None
     costs: Estimate | None = None
     refusal: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what is planned as plain data."""
         if self.plan is None or self.costs is None:
             return {"name": self.name, "refused": self.refusal}
         return {
@@ -87,18 +83,11 @@ class Cell:
 
 def default_methods() -> tuple[str, ...]:
     """Names one method of each structure: all of them are fitted to data and take a target."""
-    names: list[str] = []
-    for item in structures():
-        names.append(item.spec.model_fields["name"].annotation.__args__[0])
-    return tuple(names)
+    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
 
 
 def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
     """Lists the cells of a recipe with `sweep`; what cannot be planned is refused.
-
-    Args:
-        recipe: The recipe.
-        source: The dense model; its weights are not read.
 
     Raises:
         PlanError: No cell can be planned.
@@ -107,8 +96,19 @@ def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
     for convert in _conversions(recipe, source):
         if any(cell.recipe.convert == convert for cell in cells):
             continue
-        name = _distinct(short_name(convert), [cell.name for cell in cells])
-        cells.append(_planned(name, _recipe(recipe, convert, name, source), source))
+        short, taken = short_name(convert), {cell.name for cell in cells}
+        # Conversions may differ in what short names leave out.
+        names = chain([short], (f"{short}-{number}" for number in count(2)))
+        name = next(name for name in names if name not in taken)
+        own = {"convert": convert, "name": name, "description": None, "model": source.id}
+        own |= {"revision": source.revision, "output": name, "sweep": None, "report": None}
+        said = recipe.model_copy(update=own)
+        try:
+            plan = make_plan(convert, source)
+        except PlanError as error:
+            cells.append(Cell(name, said, refusal=error.message))
+        else:
+            cells.append(Cell(name, said, plan, estimate(plan, source, convert)))
     if all(cell.refusal is not None for cell in cells):
         lines = "".join(f"\n  - {cell.name}: {cell.refusal}" for cell in cells)
         raise PlanError(
@@ -133,36 +133,14 @@ def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> 
     assert spec is not None
     if isinstance(spec, AutoSpec):
         return spec
-    specs = spec.alone(target)
-    return min(specs, key=lambda item: _left(convert.at(target, item), source))
 
+    def dense_layers(item: Any) -> float:
+        try:
+            return len(make_plan(convert.at(target, item), source).left)
+        except PlanError:
+            return inf
 
-def _left(convert: Convert, source: SourceModel) -> float:
-    """How many layers stay dense; infinity where it is refused."""
-    try:
-        return len(make_plan(convert, source).left)
-    except PlanError:
-        return inf
-
-
-def _distinct(name: str, taken: list[str]) -> str:
-    """Numbers conversions that differ in what short names leave out."""
-    names = [name, *(f"{name}-{count}" for count in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
-
-
-def _recipe(recipe: Recipe, convert: Convert, name: str, source: SourceModel) -> Recipe:
-    own = {"convert": convert, "name": name, "description": None, "model": source.id}
-    own |= {"revision": source.revision, "output": name, "sweep": None, "report": None}
-    return recipe.model_copy(update=own)
-
-
-def _planned(name: str, recipe: Recipe, source: SourceModel) -> Cell:
-    try:
-        plan = make_plan(recipe.convert, source)
-    except PlanError as error:
-        return Cell(name, recipe, refusal=error.message)
-    return Cell(name, recipe, plan, estimate(plan, source, recipe.convert))
+    return min(spec.alone(target), key=dense_layers)
 
 
 # What a sweep has found: the models beside the dense one, and what could not be done.
@@ -170,22 +148,14 @@ def _planned(name: str, recipe: Recipe, source: SourceModel) -> Cell:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished cell.
-
-    Attributes:
-        cell: The cell.
-        reports: Its models: as converted and, if it was trained, as trained.
-        seconds: How long each took.
-        missed: Thresholds that it misses, in words.
-    """
+    """A finished cell: its model as converted and, if it was trained, as trained."""
 
     cell: Cell
     reports: tuple[ModelReport, ...]
-    seconds: tuple[float, ...]
-    missed: tuple[str, ...] = ()
+    seconds: tuple[float, ...]  # that each model took
+    missed: tuple[str, ...] = ()  # thresholds, in words
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "name": self.cell.name,
             "status": "done",
@@ -198,13 +168,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A cell without a result.
-
-    Attributes:
-        name: Its name.
-        status: `refused` if the method does not fit the model; `failed` if something went wrong.
-        reason: What, in words.
-    """
+    """A cell without a result: `refused` by the model, or `failed`; and why, in words."""
 
     name: str
     status: Literal["refused", "failed"]
@@ -233,32 +197,7 @@ class Swept:
     front: FrontReport
     dense: ModelReport
     cells: tuple[Done, ...]
-    stopped: tuple[Stopped, ...] = field(default=())
-
-    @classmethod
-    def of(
-        cls,
-        recipe: Recipe,
-        source: SourceModel,
-        folder: Path,
-        dense: ModelReport,
-        cells: Sequence[Done],
-        stopped: Sequence[Stopped],
-    ) -> Swept:
-        """Compares what was found."""
-        dense = _comparable(dense, cells)
-        candidates = [
-            Candidate(
-                name=done.cell.name,
-                report=done.reports[-1],
-                converted=done.reports[0].metrics[0] if len(done.reports) > 1 else None,
-                seconds=sum(done.seconds),
-            )
-            for done in cells
-        ]
-        front = front_of([Candidate("dense", dense), *candidates])
-        page = folder / "sweep.html" if recipe.report is None else Path(recipe.report).expanduser()
-        return cls(folder, page, source.id, recipe, front, dense, tuple(cells), tuple(stopped))
+    stopped: tuple[Stopped, ...] = ()
 
     @property
     def missed(self) -> bool:
@@ -270,11 +209,6 @@ class Swept:
     def failed(self) -> bool:
         """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
         return not self.cells or any(item.status == "failed" for item in self.stopped)
-
-    def write_page(self) -> Path:
-        """Writes the HTML report, the models in the order of the table."""
-        reports = {"dense": self.dense} | {item.cell.name: item.reports[-1] for item in self.cells}
-        return write_html([reports[row.name] for row in self.front.rows], self.page)
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -309,14 +243,6 @@ def fallback_metric(report: ModelReport) -> Metric:
     return Metric(name=name, value=value, higher_is_better=False, protocol=protocol)
 
 
-def _comparable(dense: ModelReport, cells: Sequence[Done]) -> ModelReport:
-    """Gives the dense model the error that others are compared by: none."""
-    if dense.metrics or not cells:
-        return dense
-    metric = cells[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
-    return dense.model_copy(update={"metrics": (metric,)})
-
-
 def _sparse(recipe: Recipe) -> Any:
     """A recipe as plain data that `tcompress run` reads, without values that are defaults."""
     return yaml.safe_load(dump_recipe(recipe))
@@ -328,100 +254,69 @@ def _sparse(recipe: Recipe) -> Any:
 # that of a measurement the model too. A changed setting changes those behind it, and no others.
 
 
-_Kept = TypeVar("_Kept", bound=BaseModel)
+class Record(BaseModel):
+    """What is known of one model."""
 
-
-class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-
-class Stage(_Model):
-    """One model.
-
-    Attributes:
-        identity: What it comes from.
-        report: What is known without running it; None before it is made.
-        seconds: How long that took.
-        metrics: Numbers, by identity of their measurement.
-        speed: Times, likewise.
-        baselines: What others are compared with, likewise; of the dense model only.
-    """
-
-    identity: str
-    report: ModelReport | None = None
-    seconds: float | None = None
-    metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)
+    identity: str  # what it comes from
+    report: ModelReport | None = None  # what is known without running it; None before it is made
+    seconds: float | None = None  # that making it took
+    metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)  # by their key
     speed: dict[str, tuple[Speed, ...]] = Field(default_factory=dict)
-    baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of the dense model only
 
 
-class Record(_Model):
-    """A cell: the model as it was converted and, if it was trained, that one too."""
+@dataclass
+class Model:
+    """A model of a sweep: its folder, and its record with the place of that."""
 
-    converted: Stage
-    trained: Stage | None = None
+    folder: Path
+    path: Path
+    record: Record
+    is_new: bool
+
+    @classmethod
+    def at(cls, folder: Path, path: Path, identity: str) -> Model:
+        """Reads a record; one of other settings or another version counts as none."""
+        try:
+            record = Record.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError):
+            record = Record(identity="")
+        if record.identity == identity:
+            return cls(folder, path, record, is_new=False)
+        return cls(folder, path, Record(identity=identity), is_new=True)
+
+    def keep(self) -> None:
+        write_text(self.path, self.record.model_dump_json(indent=1))
+
+    def key(self, settings: BaseModel, *data: str) -> str:
+        """Identifies a measurement of this model."""
+        return identity_of(self.record.identity, settings, *data)
 
 
-def read_record(path: Path, kind: type[_Kept]) -> _Kept | None:
-    """Reads a record; one that another version wrote counts as none."""
-    try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
-
-
-def identity(*parts: Any) -> str:
-    """Shortens what determines a result."""
+def identity_of(origin: str, settings: BaseModel, *data: str) -> str:
+    """Identifies a result by the model or weights, the settings and the data that they name."""
+    # A threshold only judges a number, and the rest does not change it.
+    unseen = {"threshold", "batch_size", "device"} if isinstance(settings, Evaluate) else None
+    said = settings.model_dump(mode="json", exclude=unseen)
+    parts = (type(settings).__name__, origin, said, [*map(_stamp, data)])
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def of_conversion(weights: str, settings: Convert) -> str:
-    """Identifies a converted model by the dense weights and the settings."""
-    data = stamp(settings.calibration.source)
-    return identity("convert", weights, settings.model_dump(mode="json"), data)
-
-
-def of_training(model: str, settings: Finetune) -> str:
-    """Identifies a trained model by the one that it was and the settings."""
-    named = [*settings.data.source, settings.data.validation or "", settings.teacher]
-    return identity("finetune", model, settings.model_dump(mode="json"), [*map(stamp, named)])
-
-
-def of_evaluation(model: str, item: Evaluate) -> str:
-    """Identifies a measurement; a threshold only judges it, and the rest changes no number."""
-    settings = item.model_dump(mode="json", exclude={"threshold", "batch_size", "device"})
-    return identity("evaluate", model, settings, stamp(item.data))
-
-
-def of_bench(model: str, settings: Bench) -> str:
-    """Identifies times."""
-    return identity("bench", model, settings.model_dump(mode="json"))
-
-
-def stamp(name: str) -> Any:
+def _stamp(name: str) -> Any:
     """Changes with a local file or folder that is named; of all other names nothing is known."""
     path = Path(name).expanduser()
-    if not name:
-        return None
-    if path.is_file():
+    if name and path.is_file():
         return digest_of(path)
-    if path.is_dir():
-        files = sorted(item for item in path.rglob("*") if item.is_file())
-        return [
-            (str(item.relative_to(path)), item.stat().st_size, item.stat().st_mtime_ns)
-            for item in files
-        ]
-    return None
+    if not name or not path.is_dir():
+        return None
+    files = sorted(item for item in path.rglob("*") if item.is_file())
+    return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 # A sweep: every cell is converted, trained and measured; what is done is not done again.
-
-
-STATE = ".sweep"
-"""Folder inside the output with what is known so far."""
-
-Say = Callable[[str], None]
 
 
 def sweep(
@@ -432,22 +327,14 @@ def sweep(
     force: bool = False,
     token: str | None = None,
     progress: Progress | None = None,
-    say: Say | None = None,
+    say: Say = lambda text: None,
 ) -> Swept:
     """Converts, trains and measures a model in several ways, and compares the results.
 
     Every cell is an ordinary recipe with a folder of its own in the output, which holds
     `sweep.json` and `sweep.html` too. Run again, only what depends on changed settings is done
-    again. A cell that cannot be done is named with the reason and does not stop the others.
-
-    Args:
-        recipe: What to do, with `sweep`.
-        source: The dense model.
-        output: Folder to write.
-        force: Do all cells again, and write into a folder that holds something else.
-        token: Access token for the hub.
-        progress: Hears how far it is.
-        say: Hears of what the user should know.
+    again. A cell that cannot be done is named with the reason and does not stop the others. With
+    `force`, all cells are done again, also in a folder that holds something else.
 
     Raises:
         InputError: Something in the recipe cannot be used, or no cell can be done.
@@ -457,8 +344,7 @@ def sweep(
     cells = cells_of(recipe, source)
     folder = Path(output).expanduser().absolute()
     with _claimed(folder, force):
-        run = _Sweep(recipe, source, folder, cells, token, progress or Silent(), say or _mute)
-        return run.go()
+        return _Sweep(recipe, source, folder, cells, token, progress or Silent(), say).go()
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -516,10 +402,6 @@ def _claimed(folder: Path, force: bool) -> Iterator[None]:
         lock.release()
 
 
-class _Unmeasured(TCompressError):
-    """A model was made and cannot be measured."""
-
-
 @dataclass
 class _Sweep:
     recipe: Recipe
@@ -528,23 +410,23 @@ class _Sweep:
     cells: Sequence[Cell]
     token: str | None
     progress: Progress
-    say: Say
+    say: Callable[[str], None]
     done: dict[str, Done] = field(default_factory=dict)
     stopped: dict[str, Stopped] = field(default_factory=dict)
 
     def go(self) -> Swept:
-        self.weights = self.source.store.fingerprint()
         for cell in self.cells:
             if cell.refusal is not None:
                 self.stopped[cell.name] = Stopped(cell.name, "refused", cell.refusal)
+        self.dense = self._model("dense", self.source.store.fingerprint())
         work = [cell for cell in self.cells if cell.refusal is None]
-        lacking = [cell.name for cell in work if self._lacks(cell)]
+        lacking = [cell.name for cell in work if self._lacks(self._models(cell))]
         if lacking:
             check_data(data_of(self.recipe))
             if self.recipe.finetune is not None:
                 teacher = teacher_of(self.recipe, self.source, self.token)
                 check_run(self.source, teacher, self.recipe.finetune)
-        self.dense = self._dense()
+        self._measure_dense()
         for cell in work:
             if cell.name not in lacking:
                 self.say(f"`{cell.name}` is already done")
@@ -552,222 +434,177 @@ class _Sweep:
                 continue
             self.progress.part(cell.name, lacking.index(cell.name) + 1, len(lacking))
             self._do(cell)
-            self._swept()  # so that it can be looked at while the others are in work
-        return self._swept()
+            self._write()  # so that it can be looked at while the others are in work
+        return self._write()
 
-    # The dense model
+    def _model(self, name: str, identity: str) -> Model:
+        return Model.at(self.folder / name, self.folder / STATE / f"{name}.json", identity)
 
-    def _dense(self) -> Stage:
+    def _models(self, cell: Cell) -> list[Model]:
+        """The models of a cell: as converted and, if it is trained, as trained."""
+        convert, finetune = cell.recipe.convert, cell.recipe.finetune
+        weights = self.dense.record.identity
+        identity = identity_of(weights, convert, convert.calibration.source)
+        models = [self._model(cell.name, identity)]
+        if finetune is not None:
+            named = [*finetune.data.source, finetune.data.validation or "", finetune.teacher]
+            name = f"{cell.name}-{finetune.task or 'healed'}"
+            models.append(self._model(name, identity_of(identity, finetune, *named)))
+        return models
+
+    def _measure_dense(self) -> None:
         """Measures the dense model, unless that is done."""
-        path = self._record_path("dense")
-        stage = read_record(path, Stage)
-        if stage is None or stage.identity != self.weights:
-            found = report_of(self.source.folder, trust_remote_code=self.source.trust_remote_code)
-            found = found.model_copy(update={"name": self.source.id})
-            stage = Stage(identity=self.weights, report=found)
-        for item in self.recipe.evaluate:
-            key = of_evaluation(self.weights, item)
-            if key in stage.metrics:
-                continue
-            scores = measure(item, [self.source.folder], **self._access())
-            baseline = scores[0].baseline
-            assert baseline is not None
-            stage.metrics[key] = scores[0].metrics
-            stage.baselines[key] = replace(baseline, name=self.source.id).to_json()
-            write_text(path, stage.model_dump_json(indent=1))
-        return stage
-
-    def _baseline(self, item: Evaluate) -> Baseline:
-        key = of_evaluation(self.weights, item)
-        return Baseline.of_json(self.dense.baselines[key])
-
-    # Cells
+        model, trust = self.dense, self.source.trust_remote_code
+        if model.record.report is None:
+            found = report_of(self.source.folder, trust_remote_code=trust)
+            model.record.report = found.model_copy(update={"name": self.source.id})
+        for item, key in self._unmeasured(model):
+            scores = self._evaluate(item, self.source.folder)
+            assert scores.baseline is not None
+            model.record.metrics[key] = scores.metrics
+            model.record.baselines[key] = replace(scores.baseline, name=self.source.id).to_json()
+            model.keep()
 
     def _do(self, cell: Cell) -> None:
         """Does what a cell lacks; one that fails does not stop the others."""
+        models = self._models(cell)
         try:
-            record = self._record(cell)
-            if self._lacks(cell):
-                self._make(cell, record)
-                self._measure(cell, record)
-            self.done[cell.name] = self._finished(cell, record)
-        except PlanError as error:
-            self.stopped[cell.name] = Stopped(cell.name, "refused", error.message)
-        except (InputError, FitError, TrainingError, _Unmeasured) as error:
-            self.stopped[cell.name] = Stopped(cell.name, "failed", error.message)
-        except RuntimeError as error:  # of torch, such as memory that does not suffice
-            self.stopped[cell.name] = Stopped(cell.name, "failed", first_line(error))
+            for model in models:
+                if model.is_new:  # its folder may hold what other settings have made
+                    remove_model(model.folder)
+                    model.keep()
+            if self._lacks(models):
+                self._make(cell, models)
+                self._measure(cell, models)
+            self.done[cell.name] = self._finished(cell, models)
+        except (InputError, FitError, TrainingError, RuntimeError) as error:
+            # A `RuntimeError` is of torch, such as memory that does not suffice.
+            words = error.message if isinstance(error, TCompressError) else first_line(error)
+            status: Any = "refused" if isinstance(error, PlanError) else "failed"
+            self.stopped[cell.name] = Stopped(cell.name, status, words)
         if self.recipe.sweep is not None and not self.recipe.sweep.keep_models:
-            for folder in self._folders(cell):
+            for model in models:
                 with suppress(InputError):  # it holds something of the user's
-                    remove_model(folder)
+                    remove_model(model.folder)
 
-    def _record(self, cell: Cell) -> Record:
-        """Reads what is known; folders that other settings have made are removed."""
-        path, wanted = self._record_path(cell.name), self._wanted(cell)
-        record = read_record(path, Record)
-        folders = self._folders(cell)
-        if record is None or record.converted.identity != wanted[0].identity:
-            for folder in folders:
-                remove_model(folder)
-            record = Record(converted=wanted[0])
-        trained = record.trained
-        if len(wanted) > 1 and (trained is None or trained.identity != wanted[1].identity):
-            remove_model(folders[1])
-            record.trained = wanted[1]
-        self._keep(cell, record)
-        return record
-
-    def _wanted(self, cell: Cell) -> list[Stage]:
-        """The models of a cell with nothing known of them yet."""
-        convert, finetune = cell.recipe.convert, cell.recipe.finetune
-        identities = [of_conversion(self.weights, convert)]
-        if finetune is not None:
-            identities.append(of_training(identities[0], finetune))
-        return [Stage(identity=identity) for identity in identities]
-
-    def _lacks(self, cell: Cell) -> bool:
+    def _lacks(self, models: Sequence[Model]) -> bool:
         """Tells whether there is anything to do."""
-        record = read_record(self._record_path(cell.name), Record)
-        if record is None:
-            return True
-        stages, wanted = self._stages(cell, record), self._wanted(cell)
-        if [stage.identity for stage in stages] != [stage.identity for stage in wanted]:
-            return True
         keep = self.recipe.sweep is None or self.recipe.sweep.keep_models
-        gone = keep and not all((path / "config.json").is_file() for path in self._folders(cell))
-        unmade = any(stage.report is None for stage in stages)
-        unmeasured = any(self._unmeasured(stage) for stage in stages)
-        return gone or unmade or unmeasured or self._untimed(stages[-1]) is not None
+        gone = keep and not all((model.folder / "config.json").is_file() for model in models)
+        known = all(m.record.report is not None and not self._unmeasured(m) for m in models)
+        return gone or not known or self._untimed(models[-1]) is not None
 
-    def _unmeasured(self, stage: Stage) -> list[tuple[Evaluate, str]]:
-        keyed = [(item, of_evaluation(stage.identity, item)) for item in self.recipe.evaluate]
-        return [(item, key) for item, key in keyed if key not in stage.metrics]
+    def _unmeasured(self, model: Model) -> list[tuple[Evaluate, str]]:
+        keyed = [(item, model.key(item, item.data)) for item in self.recipe.evaluate]
+        return [(item, key) for item, key in keyed if key not in model.record.metrics]
 
-    def _untimed(self, stage: Stage) -> str | None:
-        if self.recipe.bench is None:
-            return None
-        key = of_bench(stage.identity, self.recipe.bench)
-        return None if key in stage.speed else key
+    def _untimed(self, model: Model) -> str | None:
+        key = None if self.recipe.bench is None else model.key(self.recipe.bench)
+        return None if key in model.record.speed else key
 
-    def _make(self, cell: Cell, record: Record) -> None:
+    def _make(self, cell: Cell, models: Sequence[Model]) -> None:
         """Converts and trains, as far as that is not done."""
-        folders = self._folders(cell)
-        plain = cell.recipe.model_copy(update={"evaluate": (), "bench": None})
         run_recipe(
-            plain,
+            cell.recipe.model_copy(update={"evaluate": (), "bench": None}),
             self.source,
-            folders[-1],
-            converted=folders[0],
+            models[-1].folder,
+            converted=models[0].folder,
             force=True,  # the folders are the sweep's own
             token=self.token,
             progress=self.progress,
             say=self.say,
         )
-        for stage, folder in zip(self._stages(cell, record), folders, strict=True):
-            found = report_of(folder, trust_remote_code=self.source.trust_remote_code)
-            stage.report = found.model_copy(update={"metrics": (), "speed": ()})
-            manifest = read_manifest(folder)
+        for model in models:
+            found = report_of(model.folder, trust_remote_code=self.source.trust_remote_code)
+            model.record.report = found.model_copy(update={"metrics": (), "speed": ()})
+            manifest = read_manifest(model.folder)
             assert manifest is not None  # the conversion wrote it
             training = manifest.training
-            stage.seconds = training[-1].seconds if training else manifest.seconds
-        self._keep(cell, record)
+            model.record.seconds = training[-1].seconds if training else manifest.seconds
+            model.keep()
 
-    def _measure(self, cell: Cell, record: Record) -> None:
-        """Measures what is not known yet, quality first.
-
-        Raises:
-            _Unmeasured: A measurement failed that the dense model has passed.
-        """
-        try:
-            self._measure_stages(cell, record)
-        except InputError as error:
-            raise _Unmeasured(error.message, error.hint) from error
-
-    def _access(self) -> dict[str, Any]:
-        trust = self.source.trust_remote_code
-        return {"token": self.token, "trust": trust, "progress": self.progress}
-
-    def _measure_stages(self, cell: Cell, record: Record) -> None:
-        stages, folders = self._stages(cell, record), self._folders(cell)
-        for stage, folder in zip(stages, folders, strict=True):
-            for item, key in self._unmeasured(stage):
-                scores = measure(item, [folder], self._baseline(item), **self._access())
-                self._tell(cell, scores[0].notes)
-                stage.metrics[key] = scores[0].metrics
-                self._keep(cell, record)
-        untimed = self._untimed(stages[-1])
+    def _measure(self, cell: Cell, models: Sequence[Model]) -> None:
+        """Measures what is not known yet, quality first."""
+        for model in models:
+            for item, key in self._unmeasured(model):
+                dense = self.dense.record.baselines[self.dense.key(item, item.data)]
+                scores = self._evaluate(item, model.folder, Baseline.of_json(dense))
+                self._tell(cell, scores.notes)
+                model.record.metrics[key] = scores.metrics
+                model.keep()
+        last = models[-1]
+        untimed = self._untimed(last)
         if self.recipe.bench is not None and untimed is not None:
-            timed = time_passes(self.recipe.bench, folders[-1], self.source, self.progress)
+            timed = time_passes(self.recipe.bench, last.folder, self.source, self.progress)
             self._tell(cell, timed.notes)
-            stages[-1].speed[untimed] = timed.speed
-            self._keep(cell, record)
+            last.record.speed[untimed] = timed.speed
+            last.keep()
+
+    def _evaluate(self, item: Evaluate, folder: Path, dense: Baseline | None = None) -> ModelScores:
+        found = evaluate(
+            [folder],
+            item,
+            baseline=dense,
+            token=self.token,
+            trust_remote_code=self.source.trust_remote_code,
+            progress=self.progress,
+        )
+        return found[0]
 
     def _tell(self, cell: Cell, notes: Sequence[str]) -> None:
         for note in notes:
             self.say(f"`{cell.name}`: {note}")
 
-    def _finished(self, cell: Cell, record: Record) -> Done:
-        stages = self._stages(cell, record)
-        reports = [self._report(stage) for stage in stages]
+    def _finished(self, cell: Cell, models: Sequence[Model]) -> Done:
+        wanted, last = self.recipe.evaluate, models[-1]
+        found = [(item, last.record.metrics[last.key(item, item.data)][0]) for item in wanted]
         return Done(
             cell=cell,
-            reports=tuple(reports),
-            seconds=tuple(stage.seconds or 0.0 for stage in stages),
-            missed=tuple(self._missed(stages[-1])),
+            reports=tuple(map(self._report, models)),
+            seconds=tuple(model.record.seconds or 0.0 for model in models),
+            missed=tuple(words for item, main in found if (words := missed(item, main))),
         )
 
-    def _report(self, stage: Stage) -> ModelReport:
+    def _report(self, model: Model) -> ModelReport:
         """The report of a model with the numbers that this recipe asks for, and no others."""
-        assert stage.report is not None
-        keys = [of_evaluation(stage.identity, item) for item in self.recipe.evaluate]
-        metrics = [metric for key in keys for metric in stage.metrics[key]]
-        if not metrics and stage.report.layers:
-            metrics = [fallback_metric(stage.report)]
-        bench = self.recipe.bench
-        times = () if bench is None else stage.speed.get(of_bench(stage.identity, bench), ())
-        return stage.report.model_copy(update={"metrics": tuple(metrics), "speed": times})
+        record, bench = model.record, self.recipe.bench
+        assert record.report is not None
+        keys = [model.key(item, item.data) for item in self.recipe.evaluate]
+        metrics = [metric for key in keys for metric in record.metrics[key]]
+        if not metrics and record.report.layers:
+            metrics = [fallback_metric(record.report)]
+        times = () if bench is None else record.speed.get(model.key(bench), ())
+        return record.report.model_copy(update={"metrics": tuple(metrics), "speed": times})
 
-    def _missed(self, stage: Stage) -> Iterator[str]:
-        for item in self.recipe.evaluate:
-            main: Metric = stage.metrics[of_evaluation(stage.identity, item)][0]
-            if item.threshold is not None and Threshold.parse(item.threshold).missed(main):
-                bound = Threshold.parse(item.threshold)
-                yield f"{item.task} {main.name} {main.value:.4f}, not {bound}"
-
-    def _swept(self) -> Swept:
-        """Writes what is known so far."""
+    def _write(self) -> Swept:
+        """Compares what is known so far, and writes it."""
         done = [self.done[cell.name] for cell in self.cells if cell.name in self.done]
         stopped = [self.stopped[cell.name] for cell in self.cells if cell.name in self.stopped]
-        swept = Swept.of(
-            self.recipe, self.source, self.folder, self._report(self.dense), done, stopped
+        dense = self._report(self.dense)
+        if done and not dense.metrics:  # the error that others are compared by: it has none
+            metric = done[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
+            dense = dense.model_copy(update={"metrics": (metric,)})
+        candidates = [Candidate(item.cell.name, *_compared(item)) for item in done]
+        front = front_of([Candidate("dense", dense), *candidates])
+        page = Path(self.recipe.report or self.folder / "sweep.html").expanduser()
+        found = Swept(
+            self.folder,
+            page,
+            self.source.id,
+            self.recipe,
+            front,
+            dense,
+            tuple(done),
+            tuple(stopped),
         )
-        write_text(
-            self.folder / "sweep.json",
-            json.dumps({"schema": 1, **swept.to_json()}, indent=2, ensure_ascii=False),
-        )
-        swept.write_page()
-        return swept
-
-    # Places
-
-    def _folders(self, cell: Cell) -> list[Path]:
-        """Folders of a cell's models: as converted and, if it is trained, as trained."""
-        finetune = cell.recipe.finetune
-        ends = ["", *([] if finetune is None else [f"-{finetune.task or 'healed'}"])]
-        return [self.folder / f"{cell.name}{end}" for end in ends]
-
-    def _stages(self, cell: Cell, record: Record) -> list[Stage]:
-        if cell.recipe.finetune is None or record.trained is None:
-            return [record.converted]
-        return [record.converted, record.trained]
-
-    def _record_path(self, name: str) -> Path:
-        return self.folder / STATE / f"{name}.json"
-
-    def _keep(self, cell: Cell, record: Record) -> None:
-        write_text(self._record_path(cell.name), record.model_dump_json(indent=1))
+        text = json.dumps({"schema": 1, **found.to_json()}, indent=2, ensure_ascii=False)
+        write_text(self.folder / "sweep.json", text)
+        reports = {"dense": dense} | {item.cell.name: item.reports[-1] for item in done}
+        write_html([reports[row.name] for row in front.rows], page)
+        return found
 
 
-def _mute(text: str) -> None:
-    pass
+def _compared(done: Done) -> tuple[ModelReport, Metric | None, float]:
+    """The report of a finished cell, its quality before training, and its seconds."""
+    before = done.reports[0].metrics[0] if len(done.reports) > 1 else None
+    return done.reports[-1], before, sum(done.seconds)

@@ -16,7 +16,7 @@ from tcompress.hf.opening import pick_device
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, save_speed
 from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
-from tcompress.latency.sizes import Cell, Feed, cells
+from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
 from tests.support.converted import converted
@@ -96,33 +96,33 @@ def test_medians_and_ratios(tmp_path: Path) -> None:
 
 def test_texts(tmp_path: Path) -> None:
     source = saved("bert", tmp_path)
-    feed = Feed.of(source, source)
-    made = feed.batch(3, 8, 0, torch.device("cpu"), torch.float32)
+    inputs = RandomInputs.of(source, source)
+    made = inputs.batch(3, 8, 0, torch.device("cpu"), torch.float32)
     assert set(made) == {"input_ids", "attention_mask"}
     assert made["input_ids"].shape == (3, 8)
     assert 2 <= int(made["input_ids"].min()) <= int(made["input_ids"].max()) < 100
     assert bool(made["attention_mask"].all())
-    again = feed.batch(3, 8, 0, torch.device("cpu"), torch.float32)
+    again = inputs.batch(3, 8, 0, torch.device("cpu"), torch.float32)
     assert torch.equal(made["input_ids"], again["input_ids"])
-    other = feed.batch(3, 8, 1, torch.device("cpu"), torch.float32)
+    other = inputs.batch(3, 8, 1, torch.device("cpu"), torch.float32)
     assert not torch.equal(made["input_ids"], other["input_ids"])
 
 
 def test_encoders_with_decoders(tmp_path: Path) -> None:
     source = saved("t5", tmp_path)
-    made = Feed.of(source, source).batch(2, 5, 0, torch.device("cpu"), torch.float32)
+    made = RandomInputs.of(source, source).batch(2, 5, 0, torch.device("cpu"), torch.float32)
     assert made["decoder_input_ids"].shape == made["input_ids"].shape == (2, 5)
 
 
 def test_pictures(tmp_path: Path) -> None:
     source = saved("vit", tmp_path)
-    feed = Feed.of(source, source)
-    made = feed.batch(2, 5, 0, torch.device("cpu"), torch.bfloat16)
+    inputs = RandomInputs.of(source, source)
+    made = inputs.batch(2, 5, 0, torch.device("cpu"), torch.bfloat16)
     assert {name: tensor.shape for name, tensor in made.items()} == {
         "pixel_values": (2, 3, IMAGE, IMAGE)
     }
     assert made["pixel_values"].dtype == torch.bfloat16
-    assert not feed.has_length
+    assert not inputs.has_length
 
 
 def test_volumes_and_series(tmp_path: Path) -> None:
@@ -131,26 +131,26 @@ def test_volumes_and_series(tmp_path: Path) -> None:
         ("tcompress_grid-series", "past_values", (2, *SERIES[::-1]), "random series of 16 x 3"),
     ):
         source = saved(family, tmp_path)
-        feed = Feed.of(source, source)
-        made = feed.batch(2, 5, 0, torch.device("cpu"), torch.float32)
+        inputs = RandomInputs.of(source, source)
+        made = inputs.batch(2, 5, 0, torch.device("cpu"), torch.float32)
         assert {key: tuple(value.shape) for key, value in made.items()} == {name: shape}
-        assert (feed.words(), feed.has_length) == (words, False)
+        assert (inputs.words(), inputs.has_length) == (words, False)
 
 
 def test_models_with_other_inputs_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        Feed.of(saved("vit", tmp_path), saved("bert", tmp_path))
+        RandomInputs.of(saved("vit", tmp_path), saved("bert", tmp_path))
     assert f"/vit` takes pictures of 3 x {IMAGE} x {IMAGE}, `" in caught.value.message
     assert caught.value.message.endswith("/bert` takes token ids under a full mask")
 
 
 def test_lengths_beyond_the_models(tmp_path: Path) -> None:
     source = saved("bert", tmp_path)
-    feed = Feed.of(source, source)
-    assert feed.fitting((32, 128)) == (32,)
-    assert feed.fitting((100, 200)) == (64,)
+    inputs = RandomInputs.of(source, source)
+    assert inputs.fitting((32, 128)) == (32,)
+    assert inputs.fitting((100, 200)) == (64,)
     with pytest.raises(InputError, match="length 65 was asked for, the models have 64 positions"):
-        feed.allowed((8, 65))
+        inputs.allowed((8, 65))
 
 
 # -- whole runs
@@ -205,14 +205,14 @@ def test_what_was_measured_before_an_error_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = converted("bert", tmp_path).folder
-    measure = paired_timing.Duel.measure
+    measure = paired_timing.PairedTiming.measure
 
-    def failing(self: paired_timing.Duel, cell: Cell) -> Speed:
+    def failing(self: paired_timing.PairedTiming, cell: Cell) -> Speed:
         if cell.batch == 2:
             raise InputError("too large")
         return measure(self, cell)
 
-    monkeypatch.setattr(paired_timing.Duel, "measure", failing)
+    monkeypatch.setattr(paired_timing.PairedTiming, "measure", failing)
     with pytest.raises(InputError, match="too large"):
         bench([str(folder)], settings=Bench(**FEW))
     manifest = read_manifest(folder)
@@ -340,14 +340,14 @@ def test_compiled_passes_are_compiled_for_every_size(
 ) -> None:
     log: list[str] = []
 
-    def compiled(model: torch.nn.Module) -> Callable[..., object]:
+    def compiled(model: torch.nn.Module, **_: Any) -> Callable[..., object]:
         log.append("compiled")
         return model
 
     folder = converted("bert", tmp_path).folder
     monkeypatch.setattr(paired_timing, "require_compiler", lambda _: log.append("tried"))
-    monkeypatch.setattr(paired_timing, "compiled", compiled)
-    monkeypatch.setattr(paired_timing, "forget", lambda: log.append("forgot"))
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: log.append("forgot"))
     settings = Bench(**FEW, mode=("eager", "compiled"))
     done = bench([str(folder)], settings=settings, save=False)[0]
     assert [item.mode for item in done.speed] == ["eager", "eager", "compiled", "compiled"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tcompress import pipeline
+from tcompress import pipeline, sweeps
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, FitError, InputError
 from tcompress.models import SourceModel
@@ -97,7 +97,7 @@ def test_model_that_cannot_be_measured_does_not_stop_others(
             raise InputError("`spearman` is not defined")
         return quick_evaluate(models, *args, **options)
 
-    monkeypatch.setattr(pipeline, "evaluate", fail)
+    monkeypatch.setattr(sweeps, "evaluate", fail)
     found = run(recipe())
     assert [(item.name, item.status) for item in found.stopped] == [("svd-50", "failed")]
     assert [row.name for row in found.front.rows] == ["dense", "svd-25"]

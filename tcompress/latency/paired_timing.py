@@ -19,15 +19,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from tcompress.artifact.manifest import Speed, environment
 from tcompress.errors import InputError, TCompressError, first_line
-from tcompress.latency.sizes import Cell, Feed, sequence_length
+from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
 from tcompress.models import SourceModel
-
-# Timing two things in turn, so that whatever slows the machine down slows both.
-
+from tcompress.options import Bench
 
 Pass = Callable[[], object]
 Clock = Callable[[], float]
 Seconds = tuple[list[float], list[float]]
+
+WARM_UPS = 2
+
+# Timing two passes in turn, so that whatever slows the machine down slows both.
 
 
 def spread(times: Sequence[float]) -> float | None:
@@ -45,28 +47,20 @@ def alternate(
     clock: Clock = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
 ) -> Seconds:
-    """Times two passes in turn; who goes first changes with every repeat.
+    """Times two passes in turn, in seconds; who goes first changes with every repeat.
 
-    Args:
-        one: The first.
-        other: The second.
-        repeats: How often each runs.
-        clock: Tells the time in seconds.
-        wait: Returns when the device has done all its work.
-
-    Returns:
-        Seconds of every run of the first, and of the second.
+    `wait` returns when the device has done all its work.
     """
     times: Seconds = ([], [])
-    sides = list(zip((one, other), times, strict=True))
+    passes = list(zip((one, other), times, strict=True))
     for _ in range(repeats):
-        for run, seconds in sides:
+        for run, seconds in passes:
             wait()
             start = clock()
             run()
             wait()
             seconds.append(clock() - start)
-        sides.reverse()
+        passes.reverse()
     return times
 
 
@@ -77,18 +71,12 @@ def alternate(
 # system itself, without PyTorch, is not seen. On other devices it is unknown.
 
 
-WHAT = "allocated during the pass, without weights and inputs"
-"""How the number is defined, for protocols."""
-
-
 def peak_bytes(run: Pass, device: torch.device) -> int | None:
     """Runs a pass once and returns its peak memory, or None where that cannot be known."""
-    if device.type == "cuda":
-        return _on_cuda(run, device)
-    return _on_cpu(run) if device.type == "cpu" else None
-
-
-def _on_cuda(run: Pass, device: torch.device) -> int:
+    if device.type == "cpu":
+        return _peak_on_cpu(run)
+    if device.type != "cuda":
+        return None
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -97,7 +85,7 @@ def _on_cuda(run: Pass, device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated(device) - before)
 
 
-def _on_cpu(run: Pass) -> int:
+def _peak_on_cpu(run: Pass) -> int:
     # Read when the profiler first starts, which otherwise talks on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -119,16 +107,19 @@ def device_name(device: torch.device) -> str:
     """Names the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return _processor() if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(named), "") or platform.processor() or platform.machine()
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:
     """Returns what waits until the device has done all its work."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    if device.type == "mps":
-        return torch.mps.synchronize
-    return lambda: None
+    return torch.mps.synchronize if device.type == "mps" else lambda: None
 
 
 @contextmanager
@@ -143,14 +134,7 @@ def threads(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _processor() -> str:
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(named), "") or platform.processor() or platform.machine()
-
-
-# `torch.compile`, and saying in one line that it cannot run here.
+# Errors of passes and of compilers, which may be anything, in one line.
 
 
 def require_compiler(device: torch.device) -> None:
@@ -163,31 +147,19 @@ def require_compiler(device: torch.device) -> None:
     def small(x: Tensor) -> Tensor:
         return (x + 1).relu()
 
-    with explained("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
+    with _compiling("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
         torch.compile(small)(torch.zeros(8, device=device))
     torch.compiler.reset()
 
 
-def compiled(model: nn.Module) -> Callable[..., object]:
-    """Returns the compiled model; it compiles at the first call, for the shapes of that call."""
-    forward: Callable[..., object] = torch.compile(model, dynamic=False)
-    return forward
-
-
-def forget() -> None:
-    """Drops all compiled code: past a few shapes the compiler silently falls back to eager."""
-    torch.compiler.reset()
-
-
 @contextmanager
-def explained(where: str, why: str) -> Iterator[None]:
+def _compiling(where: str, why: str) -> Iterator[None]:
     """Turns whatever the compiler raises into an `InputError`."""
     try:
         yield
     except (TCompressError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        # Compilers, linkers and backends raise errors of unrelated classes.
         cause = getattr(error, "inner_exception", error)  # what the backend raised
         raise InputError(
             f"`torch.compile` cannot run {where} ({type(cause).__name__}: {first_line(cause)})",
@@ -195,60 +167,48 @@ def explained(where: str, why: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _running(what: str) -> Iterator[None]:
+    """Turns whatever a model raises into an `InputError`."""
+    hint = "give a smaller `--batch` or `--length`, or another `--device`"
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise InputError(f"{what}: the memory is too small", hint) from error
+    except Exception as error:
+        raise InputError(f"{what} ({type(error).__name__}: {first_line(error)})", hint) from error
+
+
 # A model beside its baseline, both loaded: one cell of the grid at a time.
 
 
-WARM_UPS = 2
+@dataclass(frozen=True)
+class TimedModel:
+    """A loaded model, in evaluation mode."""
 
-
-@dataclass(frozen=True, eq=False)
-class Side:
-    """One of the two.
-
-    Attributes:
-        name: Name for people.
-        source: What it was loaded from.
-        model: The model, in evaluation mode.
-        kept_bytes: Memory that its kept weights take, if it keeps them.
-    """
-
-    name: str
+    name: str  # for people
     source: SourceModel
     model: nn.Module = field(repr=False)
-    kept_bytes: int | None = None
+    kept_bytes: int | None = None  # memory that its cached dense weights take, if it keeps them
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that parameters and buffers take, and kept weights."""
+        """Memory that parameters and buffers take, and cached dense weights."""
         held = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in held) + (self.kept_bytes or 0)
 
 
 @dataclass(frozen=True, eq=False)
-class Duel:
-    """Times a model and its baseline in turn.
+class PairedTiming:
+    """Times a model and its baseline in turn."""
 
-    Attributes:
-        model: The model.
-        baseline: What it is compared with.
-        feed: Makes inputs that both take.
-        device: Where both are.
-        dtype: What both compute in.
-        threads: Threads that PyTorch uses.
-        repeats: Timed passes of each.
-        seed: Seed of the inputs.
-        clock: Tells the time in seconds.
-    """
-
-    model: Side
-    baseline: Side
-    feed: Feed
+    model: TimedModel
+    baseline: TimedModel
+    inputs: RandomInputs
     device: torch.device
-    dtype: torch.dtype
-    threads: int
-    repeats: int
-    seed: int
-    clock: Clock = time.perf_counter
+    dtype: torch.dtype  # what both compute in
+    settings: Bench  # repeats and seed
+    clock: Clock
 
     def own_length(self) -> int:
         """Tokens of a picture or sound, whose length cannot be chosen.
@@ -256,8 +216,8 @@ class Duel:
         Raises:
             InputError: The model cannot run.
         """
-        inputs = self._inputs(1, 1)
-        with _explained(f"`{self.model.name}` cannot run a batch of 1"):
+        inputs = self._batch(1, 1)
+        with _running(f"`{self.model.name}` cannot run a batch of 1"):
             return sequence_length(self.model.source, self.model.model, inputs)
 
     def measure(self, cell: Cell) -> Speed:
@@ -267,14 +227,15 @@ class Duel:
             InputError: One of them cannot run at this size, or cannot be compiled.
         """
         if cell.mode == "compiled":
-            forget()
-        inputs = self._inputs(cell.batch, cell.length)
+            torch.compiler.reset()  # past a few shapes the compiler silently falls back to eager
+        inputs = self._batch(cell.batch, cell.length)
         with torch.inference_mode():
-            passes = [self._ready(side, cell, inputs) for side in (self.model, self.baseline)]
+            one = self._warmed(self.model, cell, inputs)
+            other = self._warmed(self.baseline, cell, inputs)
             wait = waiting_for(self.device)
-            times = alternate(passes[0], passes[1], self.repeats, self.clock, wait)
-            peaks = [peak_bytes(run, self.device) for run in passes]
-        seconds, reference = median(times[0]), median(times[1])
+            times = alternate(one, other, self.settings.repeats, self.clock, wait)
+            peaks = [peak_bytes(run, self.device) for run in (one, other)]
+        seconds, reference = map(median, times)
         return Speed(
             batch=cell.batch,
             length=cell.length,
@@ -290,10 +251,10 @@ class Duel:
             baseline_spread=spread(times[1]),
             weight_bytes=self.model.weight_bytes,
             baseline_weight_bytes=self.baseline.weight_bytes,
-            protocol=self.protocol(),
+            protocol=self._protocol(),
         )
 
-    def protocol(self) -> dict[str, Any]:
+    def _protocol(self) -> dict[str, Any]:
         """Says how the times were measured."""
         kept = self.model.kept_bytes
         return {
@@ -301,53 +262,37 @@ class Duel:
             "device": self.device.type,
             "device_name": device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "threads": self.threads,
-            "repeats": self.repeats,
+            "threads": torch.get_num_threads(),
+            "repeats": self.settings.repeats,
             "warm_ups": WARM_UPS,
             "statistic": "median; model and baseline in turn, the first one changing",
             "spread": "distance of the quartiles over the median",
-            "memory": WHAT,
-            "inputs": self.feed.words(),
-            "seed": self.seed,
+            "memory": "allocated during the pass, without weights and inputs",
+            "inputs": self.inputs.words(),
+            "seed": self.settings.seed,
             "date": datetime.now(UTC).date().isoformat(),
             **environment(),
         }
 
-    def _inputs(self, batch: int, length: int) -> dict[str, Tensor]:
-        return self.feed.batch(batch, length, self.seed, self.device, self.dtype)
+    def _batch(self, batch: int, length: int) -> dict[str, Tensor]:
+        return self.inputs.batch(batch, length, self.settings.seed, self.device, self.dtype)
 
-    def _ready(self, side: Side, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
+    def _warmed(self, timed: TimedModel, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
         """Returns a pass that was run before: compiled, and with warm caches."""
         options: dict[str, Any] = dict(inputs)
-        if "use_cache" in self.feed.inputs.names:
+        if "use_cache" in self.inputs.inputs.names:
             options["use_cache"] = False  # nothing is generated
-        forward: Callable[..., object] = side.model
+        forward: Callable[..., object] = timed.model
 
         def run() -> object:
             return forward(**options)
 
-        with _explained(f"`{side.name}` cannot run batch {cell.batch}, length {cell.length}"):
+        with _running(f"`{timed.name}` cannot run batch {cell.batch}, length {cell.length}"):
             run()
         if cell.mode == "compiled":
-            forward = compiled(side.model)
-            with explained(f"on `{side.name}`", "that needs no compiler"):
+            forward = torch.compile(timed.model, dynamic=False)
+            with _compiling(f"on `{timed.name}`", "that needs no compiler"):
                 run()
         for _ in range(WARM_UPS - 1):
             run()
         return run
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns whatever a model raises into an `InputError`."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise InputError(f"{what}: the memory is too small", _SMALLER) from error
-    except Exception as error:
-        # A forward pass may raise anything.
-        words = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{what} ({words})", _SMALLER) from error
-
-
-_SMALLER = "give a smaller `--batch` or `--length`, or another `--device`"

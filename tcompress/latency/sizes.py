@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tcompress.data.inputs import (
     SERIES,
+    VOLUMES,
     Inputs,
     frames_of,
     grid_shape,
@@ -27,19 +28,19 @@ from tcompress.models import SourceModel
 from tcompress.roles import anatomy_of
 
 Mode = Literal["eager", "compiled"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 LENGTHS = (32, 128)
 
+_LEAST_VOCABULARY = 16  # known of every model whose config does not say
+_WORDS = {
+    "pixel_values": "pictures",
+    "input_features": "spectrograms",
+    SERIES: "series",
+    VOLUMES: "volumes",
+}
 
-@dataclass(frozen=True)
-class Cell:
-    """One point of the grid.
 
-    Attributes:
-        batch: Sequences or pictures in a batch.
-        length: Tokens in a sequence.
-        mode: How the pass runs.
-    """
+class Cell(NamedTuple):
+    """One point of the grid: sequences or pictures in a batch, tokens in a sequence, and how."""
 
     batch: int
     length: int
@@ -48,63 +49,45 @@ class Cell:
 
 def cells(batches: Sequence[int], lengths: Sequence[int], modes: Sequence[Mode]) -> list[Cell]:
     """Lists the grid without repetitions, eager passes first: they cost no compilation."""
-    ordered = [mode for mode in MODES if mode in modes]
+    ordered = [mode for mode in get_args(Mode) if mode in modes]
     grid = product(ordered, dict.fromkeys(lengths), dict.fromkeys(batches))
     return [Cell(batch, length, mode) for mode, length, batch in grid]
 
 
-# Random inputs that a model and its baseline both take.
-
-
-_LEAST_VOCABULARY = 16  # known of every model whose config does not say
-
-
 @dataclass(frozen=True)
-class Feed:
-    """Makes inputs. Use `Feed.of`.
-
-    Attributes:
-        inputs: Which inputs the models take.
-        tokens: Token ids to draw from.
-        last: Token that ends every sequence, if the models have one.
-        longest: Most tokens that both have positions for; None if there is no limit.
-        image: Channels, height and width of a picture; before them the pictures of a clip.
-        sound: Bands and frames of a spectrogram.
-        grid: Shape of an input on a grid.
-    """
+class RandomInputs:
+    """Random inputs that a model and its baseline both take. Use `RandomInputs.of`."""
 
     inputs: Inputs
+    shapes: dict[str, tuple[int, ...]]  # of pictures, sounds and grids by name, without the batch
     tokens: Tensor  # (tokens,)
-    last: int | None
-    longest: int | None
-    image: tuple[int, ...] | None
-    sound: tuple[int, int] | None
-    grid: tuple[int, ...] | None = None
+    last: int | None  # token that ends every sequence, if the models have one
+    longest: int | None  # most tokens that both have positions for; None if there is no limit
 
     @classmethod
-    def of(cls, model: SourceModel, baseline: SourceModel) -> Feed:
+    def of(cls, model: SourceModel, baseline: SourceModel) -> RandomInputs:
         """Finds out what two models take.
 
         Raises:
             InputError: They do not take the same, or nothing that is known.
         """
         both = (model, baseline)
-        inputs, other = (inputs_of(source) for source in both)
-        sizes = [
-            _shapes(source, found) for source, found in zip(both, (inputs, other), strict=True)
-        ]
-        if _kinds(inputs) != _kinds(other) or sizes[0] != sizes[1]:
-            described = [
-                f"`{source.id}` takes {_words(found, shapes)}"
-                for source, found, shapes in zip(both, (inputs, other), sizes, strict=True)
-            ]
-            raise InputError(", ".join(described), "give a baseline that takes the same inputs")
+        inputs, other = map(inputs_of, both)
+        shapes, others = _shapes(model, inputs), _shapes(baseline, other)
+        if (inputs.text, inputs.decoder, shapes) != (other.text, other.decoder, others):
+            raise InputError(
+                f"`{model.id}` takes {_words(inputs, shapes)}, "
+                f"`{baseline.id}` takes {_words(other, others)}",
+                "give a baseline that takes the same inputs",
+            )
+        last = getattr(model.config, "eos_token_id", None)
+        limits = (longest_text(source, inputs) for source in both)
         return cls(
             inputs,
+            shapes,
             _ordinary_tokens(both, inputs),
-            _token(model.config, "eos_token_id"),
-            min(_known(longest_text(source, inputs) for source in both), default=None),
-            *sizes[0],
+            last if isinstance(last, int) else None,
+            min((limit for limit in limits if limit is not None), default=None),
         )
 
     @property
@@ -135,46 +118,31 @@ class Feed:
     ) -> dict[str, Tensor]:
         """Draws the inputs of one pass; they depend on the sizes and the seed only."""
         generator = torch.Generator().manual_seed(seed)
-        drawn: dict[str, Tensor] = {}
+        made: dict[str, Tensor] = {}
         if self.inputs.text:
-            drawn["input_ids"] = self._ids(batch, length, generator)
-            drawn["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
+            made["input_ids"] = self._ids(batch, length, generator)
+            if "attention_mask" in self.inputs.names:
+                made["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
         if self.inputs.decoder:
-            drawn["decoder_input_ids"] = self._ids(batch, length, generator)
-        if self.image is not None:
-            drawn["pixel_values"] = torch.randn(batch, *self.image, generator=generator).to(dtype)
-        if self.sound is not None:
-            drawn["input_features"] = torch.randn(batch, *self.sound, generator=generator).to(dtype)
-        if self.grid is not None and self.inputs.grid is not None:
-            values = torch.randn(batch, *self.grid, generator=generator)
-            drawn[self.inputs.grid] = values.to(dtype)
-        return {
-            name: tensor.to(device)
-            for name, tensor in drawn.items()
-            if name != "attention_mask" or name in self.inputs.names
-        }
+            made["decoder_input_ids"] = self._ids(batch, length, generator)
+        for name, shape in self.shapes.items():
+            made[name] = torch.randn(batch, *shape, generator=generator).to(dtype)
+        return {name: tensor.to(device) for name, tensor in made.items()}
 
     def words(self) -> str:
         """Describes the inputs, for protocols."""
-        return "random " + _words(self.inputs, (self.image, self.sound, self.grid))
+        return f"random {_words(self.inputs, self.shapes)}"
 
     def _ids(self, batch: int, length: int, generator: torch.Generator) -> Tensor:
         """Draws token ids.  # (batch, length)."""
-        chosen = torch.randint(len(self.tokens), (batch, length), generator=generator)
-        ids = self.tokens[chosen]
+        ids = self.tokens[torch.randint(len(self.tokens), (batch, length), generator=generator)]
         if self.last is not None and length > 1:
             ids[:, -1] = self.last  # some classifiers read the state at this token
         return ids
 
 
 def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Counts the tokens that the first block of a model gets; pictures have as many as they have.
-
-    Args:
-        source: What the model was loaded from.
-        model: The model.
-        inputs: Inputs of a pass.
-    """
+    """Counts the tokens that the first block of a model gets, whatever they stand for."""
     first = model.get_submodule(anatomy_of(source.meta_model()).blocks[0].name)
     lengths: list[int] = []
 
@@ -191,54 +159,35 @@ def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Ten
     return lengths[0]
 
 
-def _kinds(inputs: Inputs) -> tuple[bool, ...]:
-    return (inputs.text, inputs.image, inputs.audio, inputs.decoder, inputs.grid is not None)
-
-
-def _shapes(
-    source: SourceModel, inputs: Inputs
-) -> tuple[tuple[int, ...] | None, tuple[int, int] | None, tuple[int, ...] | None]:
-    image: tuple[int, ...] | None = None
+def _shapes(source: SourceModel, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     if inputs.image:
         frames = frames_of(source.config)
-        image = (*([frames] if frames else []), *image_shape(source.config))
-    sound = spectrogram_shape(source) if inputs.audio else None
-    return image, sound, grid_shape(source, inputs) if inputs.grid else None
+        shapes["pixel_values"] = (*([frames] if frames else []), *image_shape(source.config))
+    if inputs.audio:
+        shapes["input_features"] = spectrogram_shape(source)
+    if inputs.grid:
+        shapes[inputs.grid] = grid_shape(source, inputs)
+    return shapes
 
 
-def _words(inputs: Inputs, shapes: Sequence[tuple[int, ...] | None]) -> str:
-    image, sound, grid = ("" if s is None else " x ".join(map(str, s)) for s in shapes)
+def _words(inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> str:
     words = ["token ids under a full mask"] if inputs.text else []
-    words += [f"pictures of {image}"] if image else []
-    words += [f"spectrograms of {sound}"] if sound else []
-    words += [f"{'series' if inputs.grid == SERIES else 'volumes'} of {grid}"] if grid else []
+    words += [f"{_WORDS[name]} of {' x '.join(map(str, s))}" for name, s in shapes.items()]
     words += ["as many decoder ids" if inputs.text else "decoder ids"] if inputs.decoder else []
     return " and ".join(words)
 
 
 def _ordinary_tokens(sources: Sequence[SourceModel], inputs: Inputs) -> Tensor:
     """Lists tokens that all models know and that mean nothing special to any."""
-    sizes = _known(vocabulary_size(source, inputs) for source in sources)
-    count = min(sizes, default=_LEAST_VOCABULARY)
-    special = {token for source in sources for token in _special(source.config)}
-    ordinary = [token for token in range(count) if token not in special]
-    return torch.tensor(ordinary or list(range(count)))
-
-
-def _special(config: Any) -> set[int]:
-    """Tokens that a config names: those for padding, ends, places of pictures."""
-    found: set[int] = set()
-    for part in (config, getattr(config, "text_config", None)):
-        for name, value in vars(part).items() if part is not None else ():
-            if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
-                found.add(value)
-    return found
-
-
-def _token(config: Any, name: str) -> int | None:
-    found = getattr(config, name, None)
-    return found if isinstance(found, int) else None
-
-
-def _known(values: Any) -> list[int]:
-    return [value for value in values if value is not None]
+    sizes = [vocabulary_size(source, inputs) or _LEAST_VOCABULARY for source in sources]
+    configs = [source.config for source in sources]
+    configs += [part for c in configs if (part := getattr(c, "text_config", None)) is not None]
+    special = {  # tokens for padding, ends, places of pictures
+        value
+        for config in configs
+        for name, value in vars(config).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    ordinary = [token for token in range(min(sizes)) if token not in special]
+    return torch.tensor(ordinary or list(range(min(sizes))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from rich import box
@@ -42,22 +41,36 @@ from tcompress.reporting.table_rows import (
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
-# The table of times.
+MOST_LAYERS = 40
+"""Above this many layers a table shows them by role, unless all are asked for."""
+
+_COLUMN = 26  # width that one model takes in a comparison
+_LABELS = 20
 
 
-def speed_table(speeds: Sequence[Speed]) -> Table:
-    """Lists times; a ratio above 1 means that the model is faster than the dense one."""
-    machines = list(dict.fromkeys(machine_text(speed) for speed in speeds))
-    notes = [", ".join(machines)] if len(machines) == 1 else []
-    table = Table(
-        caption="\n".join([*notes, *speed_notes(speeds)]) or None,
+def empty_table(title: str = "") -> Table:
+    """Makes a table in the style of all others."""
+    return Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
         header_style="bold",
     )
+
+
+# The table of times.
+
+
+def speed_table(speeds: Sequence[Speed]) -> Table:
+    """Lists times; a ratio above 1 means that the model is faster than the dense one."""
+    machines = list(dict.fromkeys(map(machine_text, speeds)))
     several = len(machines) > 1
+    table = empty_table()
+    table.caption = "\n".join([*([] if several else machines), *speed_notes(speeds)]) or None
     for name in ("batch", "length", "mode", *(("machine",) if several else ())):
         table.add_column(name, justify="right" if name in ("batch", "length") else "left")
     for name in ("time", "dense", "ratio", "tokens/s", "memory", "dense"):
@@ -80,17 +93,18 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Says how times and memory are to be read."""
-    notes = []
-    if any(speed.spread is not None for speed in speeds):
-        notes.append("times are medians; ± is half the distance of the quartiles")
-    if any(speed.is_noisy for speed in speeds):
-        notes.append("? the machine was busy: give more --repeats when it is not")
     counted = [speed.weight_bytes is not None for speed in speeds]
-    if any(counted):
-        notes.append("memory is that of the weights and the peak of the pass on top")
-    if not all(counted):
-        notes.append("(pass) memory is the peak of the pass alone, without weights")
-    return notes
+    notes = {
+        "times are medians; ± is half the distance of the quartiles": any(
+            speed.spread is not None for speed in speeds
+        ),
+        "? the machine was busy: give more --repeats when it is not": any(
+            speed.is_noisy for speed in speeds
+        ),
+        "memory is that of the weights and the peak of the pass on top": any(counted),
+        "(pass) memory is the peak of the pass alone, without weights": not all(counted),
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def median_text(milliseconds: float, spread: float | None) -> str:
@@ -105,37 +119,27 @@ def memory_text(peak: int | None, weights: int | None = None) -> str:
     return f"{bytes_text(weights)} (weights)" if peak is None else bytes_text(weights + peak)
 
 
-# Tables for the terminal; their rows are those of the JSON.
-
-
-MOST_LAYERS = 40
-"""Above this many layers a table shows them by role, unless all are asked for."""
-
-_COLUMN = 26  # width that one model takes in a comparison
-_LABELS = 20
+# Models, and what a conversion would do.
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
-    """Renders models: one with its layers, several side by side.
-
-    Args:
-        reports: The models.
-        per_layer: Show every layer, of every model.
-    """
-    parts: list[RenderableType] = [_single(reports[0])]
-    if len(reports) > 1:
-        parts = [Comparison(reports), *error_notes(reports)]
+    """Renders models: one with its layers, several side by side; `per_layer` shows all layers."""
+    alone = len(reports) == 1
+    kinds = dict.fromkeys(kind for report in reports for kind in report.errors)
+    note = errors_note(kinds)
+    parts: list[RenderableType] = _single(reports[0]) if alone else [Comparison(reports)]
+    parts += [Text(note, style="dim")] if note else []
     for report in reports:
-        if report.layers and (per_layer or len(reports) == 1):
-            title = short_name(report, reports) if len(reports) > 1 else ""
+        if report.layers and (per_layer or alone):
+            title = "" if alone else short_name(report, reports)
             parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
-        if report.left and len(reports) == 1:
-            parts.append(left_table(report.left))
+        if report.left and alone:
+            parts.append(_left_table(report.left))
     for report in reports:
-        name = f" of {short_name(report, reports)}" if len(reports) > 1 else ""
+        name = "" if alone else f" of {short_name(report, reports)}"
         parts += [warning_text(f"warning{name}: {text}") for text in report.warnings]
     if rows := published(reports):
-        parts.append(paper_table(rows))
+        parts.append(_paper_table(rows))
     return Group(*parts)
 
 
@@ -145,14 +149,7 @@ def render_plan(
     source_bytes: int | None = None,
     per_layer: bool = False,
 ) -> RenderableType:
-    """Renders what a conversion would do.
-
-    Args:
-        plan: The plan.
-        estimate: What it would cost, see `tcompress.conversion.estimate`.
-        source_bytes: Bytes of the source's tensors.
-        per_layer: Show every layer.
-    """
+    """Renders what a conversion would do, and what that would cost where it is estimated."""
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
         ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
@@ -167,16 +164,15 @@ def render_plan(
         rows.append(Row("peak memory", f"about {bytes_text(estimate.memory_bytes)}"))
         rows.append(Row("time", f"roughly {time_text(estimate.seconds)}"))
     rows += budget_rows(plan.budget)
-    table = _amount_table(rows, "now", "after")
-    layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
-    parts: list[RenderableType] = [title, table]
+    parts: list[RenderableType] = [title, _amount_table(rows, "now", "after")]
     if plan.coverage is not None:
         parts.append(Text(coverage_text(plan.coverage)))
-    if layers:
+    if plan.layers:
+        layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
         parts.append(layer_table(layers, per_layer=per_layer))
     if plan.left:
-        parts.append(left_table(plan.left))
+        parts.append(_left_table(plan.left))
     parts += [warning_text(f"warning: {text}") for text in plan.warnings]
     return Group(*parts)
 
@@ -187,38 +183,25 @@ def warning_text(text: str) -> Text:
 
 
 class Comparison:
-    """Models side by side, as many in one table as the terminal is wide.
-
-    Args:
-        reports: The models.
-    """
+    """Models side by side, as many in one table as the terminal is wide."""
 
     def __init__(self, reports: Sequence[ModelReport]) -> None:
         self.reports = tuple(reports)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yields one table or several."""
         count = max(1, (options.max_width - _LABELS) // _COLUMN)
         for start in range(0, len(self.reports), count):
             yield self._table(self.reports[start : start + count])
 
     def _table(self, reports: Sequence[ModelReport]) -> Table:
         table = empty_table()
-        table.add_column("", ratio=None)
+        table.add_column("")
+        rows: list[dict[str, Row]] = []
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
             table.add_column(name, justify="right", overflow="fold")
-        rows = [
-            {
-                row.label: row
-                for row in (
-                    *rows_of(report, self.reports, facts=True),
-                    *budget_rows(report.budget),
-                )
-                if row.label
-            }
-            for report in reports
-        ]
+            own = [*rows_of(report, self.reports, facts=True), *budget_rows(report.budget)]
+            rows.append({row.label: row for row in own if row.label})
         for label in dict.fromkeys(label for row in rows for label in row):
             cells = [row.get(label, Row(label)) for row in rows]
             table.add_row(label, *(f"{cell.value}  {cell.kept:>6}".rstrip() for cell in cells))
@@ -238,11 +221,6 @@ def layer_table(
     """Lists layers one by one, or by role and structure where there are many.
 
     Of several kinds of error the most telling one is shown.
-
-    Args:
-        layers: The layers.
-        per_layer: List them one by one in any case.
-        title: Heading.
     """
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)
@@ -250,34 +228,52 @@ def layer_table(
     table.add_column("block" if one_by_one else "layers", overflow="fold")
     table.add_column("role")
     table.add_column("structure", overflow="fold")
-    for name in ("in → out", "params", "kept"):
+    right = ["in → out", "params", "kept"]
+    right += [] if kind is None else [error_name(kind).replace(" ", "\n")]
+    for name in right:
         table.add_column(name, justify="right", no_wrap=True)
-    if kind is not None:
-        heading = error_name(kind).replace(" ", "\n")
-        table.add_column(heading, justify="right", no_wrap=True)
-    groups = [[layer] for layer in layers] if one_by_one else _by_role(layers)
+    groups: dict[object, list[LayerReport]] = {}
+    for number, layer in enumerate(layers):
+        alike = (layer.role, layer.structure, layer.in_features, layer.out_features)
+        groups.setdefault(number if one_by_one else alike, []).append(layer)
     names = short_blocks(layers)
     before = ""
-    for group in groups:
+    for group in groups.values():
         block = names[group[0].block] if one_by_one else str(len(group))
         table.add_row("" if one_by_one and block == before else block, *_cells(group, kind))
         before = block
     return table
 
 
-def paper_table(rows: Sequence[Published]) -> Table:
+def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
+    first = group[0]
+    dense = sum(layer.parameters.dense for layer in group)
+    now = sum(layer.parameters.now for layer in group)
+    widths = f"{first.in_features} → {first.out_features}"
+    error = mean_errors(group).get(kind or "")
+    return [
+        first.role,
+        first.structure,
+        widths if first.experts is None else f"{first.experts} x ({widths})",
+        f"{now:,}",
+        f"{Amount.of(dense, now).kept:.1%}",
+        *([] if error is None else [error_text(error)]),
+    ]
+
+
+def _paper_table(rows: Sequence[Published]) -> Table:
     """Lists published numbers, with ours beside them."""
     table = empty_table("published")
     for name in ("row", "metric", "where", "comparable"):
         table.add_column(name, overflow="fold")
-    table.add_column("paper", justify="right")
-    table.add_column("ours", justify="right")
+    for name in ("paper", "ours"):
+        table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row.row, row.metric, row.source, row.comparable, row.paper, row.ours)
+        table.add_row(*row)
     return table
 
 
-def left_table(left: Sequence[Left]) -> Table:
+def _left_table(left: Sequence[Left]) -> Table:
     """Says how many layers stay dense for which reason."""
     table = empty_table()
     table.add_column("left dense", justify="right")
@@ -291,7 +287,7 @@ def left_table(left: Sequence[Left]) -> Table:
     return table
 
 
-def _single(report: ModelReport) -> RenderableType:
+def _single(report: ModelReport) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(short_name(report), style="bold")]
     facts = [report.family, report.method]
     if report.init == "random":
@@ -304,14 +300,7 @@ def _single(report: ModelReport) -> RenderableType:
     parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
     if report.coverage is not None:
         parts.append(Text(coverage_text(report.coverage)))
-    parts += error_notes([report])
-    return Group(*parts)
-
-
-def error_notes(reports: Sequence[ModelReport]) -> list[Text]:
-    """Says of what errors are a fraction, where there are any."""
-    text = errors_note(dict.fromkeys(kind for report in reports for kind in report.errors))
-    return [Text(text, style="dim")] if text else []
+    return parts
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
@@ -322,41 +311,3 @@ def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
     for row in rows:
         table.add_row(row.label, row.dense, row.value, row.kept)
     return table
-
-
-def _by_role(layers: Sequence[LayerReport]) -> list[list[LayerReport]]:
-    def key(layer: LayerReport) -> tuple[str, str, int, int]:
-        return (layer.role, layer.structure, layer.in_features, layer.out_features)
-
-    order = {value: index for index, value in enumerate(dict.fromkeys(map(key, layers)))}
-    ranked = sorted(layers, key=lambda layer: order[key(layer)])
-    return [list(group) for _, group in groupby(ranked, key)]
-
-
-def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
-    first = group[0]
-    dense = sum(layer.parameters.dense for layer in group)
-    now = sum(layer.parameters.now for layer in group)
-    widths = f"{first.in_features} → {first.out_features}"
-    error = [] if kind is None else [mean_errors(group).get(kind)]
-    return [
-        first.role,
-        first.structure,
-        widths if first.experts is None else f"{first.experts} x ({widths})",
-        f"{now:,}",
-        f"{Amount.of(dense, now).kept:.1%}",
-        *("" if value is None else error_text(value) for value in error),
-    ]
-
-
-def empty_table(title: str = "") -> Table:
-    """Makes a table in the style of all others."""
-    return Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-    )

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from tcompress.structures.base import Layout
     from tcompress.structures.modules.linear import PartLayout
 
-# Numbers and names as people read them, the same in tables and on the page.
+# Names and numbers.
 
 
-_ERROR_NAMES = {
-    "held_out": "held-out error",
-    "calibration": "calibration error",
-    "weight": "weight error",
+_ERRORS = {
+    "held_out": ("held-out error", "of what layers put out for data that the fit did not see"),
+    "calibration": (
+        "calibration error",
+        "of what layers put out for the data that they were fitted to",
+    ),
+    "weight": ("weight error", "of the weights themselves, whatever data does with them"),
 }
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
@@ -28,25 +31,17 @@ _MOST_DENSE = 6  # kinds of dense weights that one line names
 
 def error_name(kind: str) -> str:
     """Names a kind of error."""
-    return _ERROR_NAMES.get(kind, kind)
-
-
-_OF = {
-    "held_out": "of what layers put out for data that the fit did not see",
-    "calibration": "of what layers put out for the data that they were fitted to",
-    "weight": "of the weights themselves, whatever data does with them",
-}
+    return _ERRORS[kind][0] if kind in _ERRORS else kind
 
 
 def errors_note(kinds: Iterable[str]) -> str:
     """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
-    named = [
-        f"{error_name(kind)}: squared, as a fraction {_OF[kind]}" for kind in kinds if kind in _OF
-    ]
-    if not named:
+    known = [_ERRORS[kind] for kind in kinds if kind in _ERRORS]
+    if not known:
         return ""
+    named = "; ".join(f"{name}: squared, as a fraction {whole}" for name, whole in known)
     return (
-        f"{'; '.join(named)}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
+        f"{named}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
         "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
     )
 
@@ -58,10 +53,12 @@ def error_text(value: float) -> str:
 
 def bytes_text(size: int) -> str:
     """Writes a number of bytes, such as `70.5 kB`."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < (1000 if unit == "B" else 999.95):  # which would be written as 1000.0
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+    if size < 1000:
+        return f"{size} B"
+    value = size / 1000
+    for unit in ("kB", "MB", "GB"):
+        if value < 999.95:  # which would be written as 1000.0
+            return f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.2f} TB"
 
@@ -78,16 +75,13 @@ def coverage_text(coverage: Coverage) -> str:
     """Says in a line how much of a whole model is rewritten, and what the rest of it is."""
     whole = max(1, coverage.total)
     share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
-    parts = [
-        f"{name} {count_text(number)}"
-        for name, number in (
-            ("dropped with blocks", coverage.dropped),
-            ("replaced by another attention", coverage.replaced),
-            ("embeddings", coverage.embeddings),
-            ("norms and biases", coverage.norms),
-        )
-        if number
-    ]
+    named = {
+        "dropped with blocks": coverage.dropped,
+        "replaced by another attention": coverage.replaced,
+        "embeddings": coverage.embeddings,
+        "norms and biases": coverage.norms,
+    }
+    parts = [f"{name} {count_text(number)}" for name, number in named.items() if number]
     sizes: dict[str, int] = {}
     for item in coverage.left:
         sizes[item.name] = sizes.get(item.name, 0) + item.parameters
@@ -95,19 +89,16 @@ def coverage_text(coverage: Coverage) -> str:
     if rest := sum(list(sizes.values())[_MOST_DENSE:]):
         dense.append(f"others {count_text(rest)}")
     parts += [f"left dense: {', '.join(dense)}"] if dense else []
-    return (
-        f"rewritten: {count_text(coverage.rewritten)} of {count_text(whole)} parameters ({share})"
-        + (f"; {', '.join(parts)}" if parts else "")
-    )
+    more = f"; {', '.join(parts)}" if parts else ""
+    rewritten = count_text(coverage.rewritten)
+    return f"rewritten: {rewritten} of {count_text(whole)} parameters ({share}){more}"
 
 
 def time_text(seconds: float) -> str:
     """Writes a duration roughly, such as `14 min`."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
-    if seconds < 6000:
-        return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def milliseconds_text(value: float) -> str:
@@ -192,6 +183,12 @@ def machine_text(speed: Speed) -> str:
     return ", ".join(map(str, words))
 
 
+def pass_text(speed: Speed) -> str:
+    """Says which pass was timed, such as `batch 8, length 32, cpu, 2 threads, float32`."""
+    mode = "" if speed.mode == "eager" else f"{speed.mode}, "
+    return f"batch {speed.batch}, length {speed.length}, {mode}{machine_text(speed)}"
+
+
 def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
     """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
     blocks = list(dict.fromkeys(layer.block for layer in layers))
@@ -209,26 +206,35 @@ def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
 Stored = Mapping[str, Any]
 """An entry, part or layout as `config.json` holds it: without what has its default."""
 
-_MECHANISM_WORDS = {
-    "fold": "rows of ",
-    "kernel": "",
-    "filter_order": "order ",
-    "core": "",
-    "length": "up to ",
-}
-
 
 def _stored(item: Any) -> Stored:
-    found: Stored = (
-        item if isinstance(item, Mapping) else item.model_dump(mode="json", exclude_defaults=True)
-    )
+    if isinstance(item, Mapping):
+        return item
+    found: Stored = item.model_dump(mode="json", exclude_defaults=True)
     return found
+
+
+def describe_entry(entry: LayerPlan | Stored, method: str) -> str:
+    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
+
+    Args:
+        entry: The layer.
+        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
+    """
+    if isinstance(entry, Mapping):
+        kind, parts = entry["kind"], entry["parts"]
+    else:
+        kind, parts = entry.kind, entry.parts
+    words = method.split(" + ")
+    own = kind == "embedding" and not {"lowrank", "auto"} & {*words}
+    text = describe_parts(parts)
+    return text.replace("lowrank", "svd") if own or "svd" in words else text
 
 
 def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
     """Describes a layer, such as `lprod p=16 dct + lowrank r=77`.
 
-    Parts of a fused projection are told apart where their layouts differ.
+    Output splits of a fused projection are told apart where their layouts differ.
     """
     names: dict[str, list[str]] = {}
     for part in map(_stored, parts):
@@ -239,54 +245,24 @@ def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
     return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
 
 
-def describe_entry(entry: LayerPlan | Stored, method: str) -> str:
-    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
-
-    Args:
-        entry: The layer.
-        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
-    """
-    words = method.split(" + ")
-    if isinstance(entry, Mapping):
-        kind, parts = entry["kind"], entry["parts"]
-    else:
-        kind, parts = entry.kind, entry.parts
-    own = kind == "embedding" and not {"lowrank", "auto"} & {*words}
-    text = describe_parts(parts)
-    return text.replace("lowrank", "svd") if own or "svd" in words else text
-
-
 def describe_layout(layout: Layout | Stored) -> str:
-    """Describes one term, such as `lprod p=4 fitted b=32x2`: block size and number of stages."""
+    """Describes one summand, such as `lprod p=4 fitted b=32x2`: block size, number of stages."""
     options = _stored(layout)
-    known = _KNOWN.get(options["structure"])
-    if known is not None:
-        return known(options)
+    name = options["structure"]
+    if name == "lprod":
+        return _describe_lprod(options)
+    if name == "lowrank":
+        return f"lowrank r={options['rank']}"
+    if name == "tt":  # modes and inner ranks
+        ranks = [str(rank) for rank in options["ranks"]]
+        inner = ranks[0] if len(set(ranks)) == 1 else ",".join(ranks)
+        apply = options.get("apply", "auto")
+        way = "" if apply == "auto" else f" {apply}"
+        return f"tt {_modes(options['in_modes'])} to {_modes(options['out_modes'])} r={inner}{way}"
+    if name == "tucker":
+        return _describe_tucker(options)
     left_out = ("structure", "in_features", "out_features")
-    rest = [f"{name}={value}" for name, value in options.items() if name not in left_out]
-    return " ".join([options["structure"], *rest])
-
-
-def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> str:
-    """Describes the mechanisms of a model, such as `kronecker 8x8 in 4 blocks`."""
-    counts: dict[str, int] = {}
-    for entry in map(_stored, entries):
-        text = describe_mechanism(entry["layout"])
-        counts[text] = counts.get(text, 0) + 1
-    words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
-    return "; ".join(words)
-
-
-def describe_mechanism(layout: MechanismLayout | Stored) -> str:
-    """Describes a mechanism, such as `kronecker 8x8` or `graph order 3`."""
-    options = _stored(layout)
-    words = [options["mechanism"]]
-    if grid := options.get("grid"):
-        words.append(_modes(grid))
-    for field, text in _MECHANISM_WORDS.items():
-        if field in options:
-            words.append(f"{text}{options[field]}")
-    return " ".join(words)
+    return " ".join([name, *(f"{k}={value}" for k, value in options.items() if k not in left_out)])
 
 
 def _describe_lprod(layout: Stored) -> str:
@@ -299,18 +275,6 @@ def _describe_lprod(layout: Stored) -> str:
     return " ".join(words)
 
 
-def _describe_lowrank(layout: Stored) -> str:
-    return f"lowrank r={layout['rank']}"
-
-
-def _describe_tt(layout: Stored) -> str:
-    """Describes a tensor train, such as `tt 32x24 to 24x32 r=96`: modes and inner ranks."""
-    ranks = [str(rank) for rank in layout["ranks"]]
-    words = [f"r={ranks[0] if len(set(ranks)) == 1 else ','.join(ranks)}"]
-    words += [layout["apply"]] if layout.get("apply", "auto") != "auto" else []
-    return " ".join(["tt", _modes(layout["in_modes"]), "to", _modes(layout["out_modes"]), *words])
-
-
 def _describe_tucker(layout: Stored) -> str:
     """Describes a Tucker form, such as `tucker r=45` or `tucker model 72 of 768x768 r=384`."""
     left, right = layout["ranks"]
@@ -321,12 +285,31 @@ def _describe_tucker(layout: Stored) -> str:
     return f"tucker {layout['share']} {layout.get('cores', 1)} of {rows}x{columns} {ranks}"
 
 
-_KNOWN = {
-    "lprod": _describe_lprod,
-    "lowrank": _describe_lowrank,
-    "tt": _describe_tt,
-    "tucker": _describe_tucker,
+_ATTENTION_WORDS = {
+    "fold": "rows of ",
+    "kernel": "",
+    "filter_order": "order ",
+    "core": "",
+    "length": "up to ",
 }
+
+
+def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> str:
+    """Describes the replaced attentions of a model, such as `kronecker 8x8 in 4 blocks`."""
+    counts: dict[str, int] = {}
+    for entry in map(_stored, entries):
+        text = describe_mechanism(entry["layout"])
+        counts[text] = counts.get(text, 0) + 1
+    words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
+    return "; ".join(words)
+
+
+def describe_mechanism(layout: MechanismLayout | Stored) -> str:
+    """Describes an attention replacement, such as `kronecker 8x8` or `graph order 3`."""
+    options = _stored(layout)
+    words = [options["mechanism"], *([_modes(options["grid"])] if options.get("grid") else [])]
+    words += [f"{text}{options[key]}" for key, text in _ATTENTION_WORDS.items() if key in options]
+    return " ".join(words)
 
 
 def _modes(modes: Sequence[int]) -> str:

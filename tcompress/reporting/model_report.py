@@ -1,31 +1,25 @@
-"""What a model weighs, what a conversion lost, and what was measured since."""
+"""What a model weighs, what a conversion lost, and what was measured since.
+
+No weight is read: numbers follow from the config, the plan and the headers of files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest, Metric, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
+from tcompress.attention.replacement import mechanism
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
-from tcompress.models.store import WeightStore
-from tcompress.planning.entries import LayerPlan, Left
-from tcompress.reporting.count import (
-    Exchanged,
-    Planned,
-    all_parameters,
-    block_parameters,
-    embedding_parameters,
-    experts_per_token,
-    layer_macs,
-    macs_per_token,
-    usual_tokens,
-)
+from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
 from tcompress.reporting.formatting import describe_entry
 from tcompress.reporting.tree import (
     Amount,
@@ -36,15 +30,11 @@ from tcompress.reporting.tree import (
     mean_errors,
     metric_key,
 )
-from tcompress.roles import Anatomy, anatomy_of
-
-# Nothing here reads a weight: numbers follow from the config, the plan and the headers of files.
-
+from tcompress.roles import Anatomy, Block, anatomy_of, attentions_of
+from tcompress.structures.capabilities import macs_of
 
 LENGTH = 128
 """Tokens in the sequence for the multiply-adds, unless it is chosen."""
-
-NOTHING: Exchanged = {}
 
 
 def report_of(
@@ -63,11 +53,46 @@ def report_of(
     """
     if length < 1:
         raise InputError(f"length is {length}, expected 1 or more")
-    folder = resolve(str(name))
-    artifact = check_files(folder)
-    if artifact is not None:
-        return _converted(str(name), artifact, length, trust_remote_code)
-    return _dense(str(name), length, trust_remote_code)
+    artifact = check_files(resolve(str(name)))
+    opened, trust = str(name if artifact is None else artifact.folder), trust_remote_code
+    source = SourceModel.open(opened, trust_remote_code=trust, converted=artifact is not None)
+    manifest = read_manifest(source.folder) if artifact is None else artifact.manifest
+    now = _Counted.of(source, artifact)
+    dense = _Counted(now.model, now.anatomy)
+    if manifest is not None and manifest.source.config is not None:  # it had more blocks
+        dense = _Counted.of(source.with_settings(manifest.source.config))
+    length = now.usual_tokens(length)
+    size = sum((source.store.folder / file).stat().st_size for file in source.store.files)
+    macs = dense.macs_per_token(length), now.macs_per_token(length)
+    facts: dict[str, Any] = {
+        "name": str(name),
+        "family": now.anatomy.family,
+        "parameters": _parameters(dense, now),
+        "macs_per_token": Macs.of(*macs, length=length),
+        **_recorded(manifest),
+    }
+    if artifact is None:
+        # A dense model may have been trained by tcompress, or have lost blocks to it.
+        cut = manifest is not None and manifest.plan.depth is not None
+        return ModelReport(
+            method=manifest.plan.method if manifest is not None and cut else "dense",
+            source=source.id if manifest is None else manifest.source.id,
+            bytes_on_disk=Amount.of(manifest.source.bytes if manifest and cut else size, size),
+            **facts,
+        )
+    layers = _layers(artifact, now, length)
+    first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
+    return ModelReport(
+        method=first if manifest is None else manifest.plan.method,
+        source=None if manifest is None else manifest.source.id,
+        bytes_on_disk=Amount.of(_dense_bytes(artifact), size),
+        layers=layers,
+        attention=artifact.attention,
+        left=_left(now) if manifest is None else manifest.plan.left,
+        errors=mean_errors(layers),
+        calibration=None if manifest is None else manifest.calibration,
+        **facts,
+    )
 
 
 def layer_report(
@@ -78,15 +103,9 @@ def layer_report(
     length: int = LENGTH,
     method: str = "",
 ) -> LayerReport:
-    """Reports on one layer of a plan.
+    """Reports on one layer of a plan, with its errors if it was fitted.
 
-    Args:
-        entry: The layer.
-        errors: Its errors, if it was fitted.
-        runs: Experts that one token passes.
-        itemsize: Bytes of a stored number, if there is a file.
-        length: Tokens in the sequence for the multiply-adds.
-        method: What the conversion was asked for.
+    A token passes `runs` experts; numbers take `itemsize` bytes if there is a file.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
@@ -112,57 +131,12 @@ def layer_report(
     )
 
 
-def bytes_of_files(store: WeightStore) -> int:
-    """Sizes of the weight files."""
-    return sum((store.folder / file).stat().st_size for file in store.files)
-
-
-def _dense(name: str, length: int, trust: bool) -> ModelReport:
-    source = SourceModel.open(name, trust_remote_code=trust)
-    # Of a dense model that tcompress trained, or from which it dropped blocks.
-    manifest = read_manifest(source.folder)
-    now = _Counted.of(source)
-    dense = _before(source, manifest) or now
-    length = usual_tokens(*now, length)
-    size = bytes_of_files(source.store)
-    cut = manifest is not None and manifest.plan.depth is not None
-    return ModelReport(
-        name=name,
-        family=now.anatomy.family,
-        method=manifest.plan.method if manifest is not None and cut else "dense",
-        source=source.id if manifest is None else manifest.source.id,
-        created=None if manifest is None else manifest.created,
-        parameters=_parameters(dense, now),
-        bytes_on_disk=Amount.of(manifest.source.bytes if manifest and cut else size, size),
-        macs_per_token=_macs(dense, now, {}, length),
-        **_recorded(manifest),
-    )
-
-
-class _Counted(NamedTuple):
-    """A model without weights, to count."""
-
-    model: PreTrainedModel
-    anatomy: Anatomy
-
-    @classmethod
-    def of(cls, source: SourceModel) -> _Counted:
-        model = source.meta_model()
-        return cls(model, anatomy_of(model))
-
-
-def _before(source: SourceModel, manifest: Manifest | None) -> _Counted | None:
-    """The dense model, where one that has all its layers dense has fewer blocks."""
-    if manifest is None or manifest.source.config is None:
-        return None
-    return _Counted.of(source.with_settings(manifest.source.config))
-
-
 def _recorded(manifest: Manifest | None) -> dict[str, Any]:
     """What the manifest says of the model's life; converted and dense ones alike."""
     if manifest is None:
-        return {}
+        return {"created": None}
     return {
+        "created": manifest.created,
         "metrics": tuple(manifest.metrics),
         "training": tuple(manifest.training),
         "speed": tuple(manifest.speed),
@@ -178,130 +152,41 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
     }
 
 
-def _converted(name: str, artifact: Artifact, length: int, trust: bool) -> ModelReport:
-    source = SourceModel.open(str(artifact.folder), trust_remote_code=trust, converted=True)
-    manifest = artifact.manifest
-    now = _Counted.of(source)
-    dense = _before(source, manifest) or now
-    planned, exchanged = _planned(artifact, now.model), _exchanged(artifact, now.model)
-    length = usual_tokens(*now, length, exchanged)
-    layers = tuple(
+def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerReport, ...]:
+    """Reports on all layers; the manifest knows errors by the names of the conversion."""
+    manifest, config = artifact.manifest, counted.model.config
+    errors: list[Mapping[str, float]] = [{} for _ in artifact.layers]
+    if manifest is not None:
+        keys = (f"{entry.name}.{entry.parameter}" for entry in manifest.plan.entries)
+        errors = [manifest.fit.get(key, {}) for key in keys]
+    return tuple(
         layer_report(
             entry,
-            errors,
-            experts_per_token(now.model.config, entry.experts),
-            _dtype(artifact, entry).itemsize,
+            error,
+            experts_per_token(config, entry.experts),
+            artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize,
             length,
             "" if manifest is None else manifest.plan.method,
         )
-        for entry, errors in zip(artifact.layers, _errors(artifact), strict=True)
-    )
-    first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
-    return ModelReport(
-        name=name,
-        family=now.anatomy.family,
-        method=first if manifest is None else manifest.plan.method,
-        source=None if manifest is None else manifest.source.id,
-        created=None if manifest is None else manifest.created,
-        parameters=_parameters(dense, now, artifact),
-        bytes_on_disk=_bytes(artifact),
-        macs_per_token=_macs(dense, now, planned, length, exchanged),
-        layers=layers,
-        attention=artifact.attention,
-        left=_left(now.anatomy, planned) if manifest is None else manifest.plan.left,
-        errors=mean_errors(layers),
-        calibration=None if manifest is None else manifest.calibration,
-        **_recorded(manifest),
+        for entry, error in zip(artifact.layers, errors, strict=True)
     )
 
 
-def _dtype(artifact: Artifact, entry: LayerPlan) -> torch.dtype:
-    return artifact.store.dtype(f"{entry.name}.{entry.parameter}")
-
-
-def _planned(artifact: Artifact, model: PreTrainedModel) -> Planned:
-    """Finds the rewritten layers in the model."""
-    keymap = KeyMap(model, ())
-    names = {entry.name: keymap.runtime_name(entry.name) for entry in artifact.layers}
-    lost = [name for name, path in names.items() if path is None]
-    if lost:
-        raise ArtifactError(
-            f"the plan names `{lost[0]}`, which a `{type(model).__name__}` does not have"
-            + (f", and {len(lost) - 1} more such layers" if lost[1:] else ""),
-            "`architectures` in `config.json` must name the class that the weights belong to",
-        )
-    return {(names[entry.name] or "", entry.parameter): entry for entry in artifact.layers}
-
-
-def _errors(artifact: Artifact) -> list[dict[str, float]]:
-    """Gives the errors of each layer; the manifest has the names of the conversion."""
-    manifest = artifact.manifest
-    if manifest is None:
-        return [{} for _ in artifact.layers]
-    keys = [f"{entry.name}.{entry.parameter}" for entry in manifest.plan.entries]
-    return [manifest.fit.get(key, {}) for key in keys]
-
-
-def _parameters(dense: _Counted, now: _Counted, artifact: Artifact | None = None) -> Parameters:
-    """Counts a model and the dense one that it was, which may have had more blocks."""
-    entries = () if artifact is None else artifact.layers
-    exchanged = () if artifact is None else artifact.attention
-    layers = [entry for entry in entries if entry.kind != "embedding"]
-    shrunk = sum(
-        entry.dense_parameters - entry.parameters for entry in entries if entry.kind == "embedding"
-    )
-    rewritten = Amount.of(
-        sum(entry.dense_parameters for entry in layers),
-        sum(entry.parameters for entry in layers),
-    )
-    saved = rewritten.dense - rewritten.now + sum(entry.saved for entry in exchanged)
-    total = Amount.of(all_parameters(dense.model), all_parameters(now.model) - saved - shrunk)
-    blocks = Amount.of(block_parameters(*dense), block_parameters(*now) - saved)
-    embeddings = Amount.of(embedding_parameters(*dense), embedding_parameters(*now) - shrunk)
-    return Parameters(
-        embeddings=embeddings,
-        blocks=blocks,
-        rewritten=rewritten,
-        other=Amount.of(
-            total.dense - blocks.dense - embeddings.dense, total.now - blocks.now - embeddings.now
-        ),
-        total=total,
-    )
-
-
-def _exchanged(artifact: Artifact, model: PreTrainedModel) -> Exchanged:
-    """Finds the blocks whose attention has another mechanism."""
-    keymap = KeyMap(model, ())
-    named = ((keymap.runtime_name(entry.block), entry) for entry in artifact.attention)
-    return {path: entry for path, entry in named if path is not None}
-
-
-def _macs(
-    dense: _Counted, now: _Counted, planned: Planned, length: int, exchanged: Exchanged = NOTHING
-) -> Macs:
-    before, _ = macs_per_token(*dense, {}, length)
-    _, after = macs_per_token(*now, planned, length, exchanged)
-    macs: Macs = Macs.of(before, after, length=length)
-    return macs
-
-
-def _bytes(artifact: Artifact) -> Amount:
-    """Bytes before are those of the source, or follow from the shapes and the dtype stored now."""
-    store = artifact.store
+def _dense_bytes(artifact: Artifact) -> int:
+    """Bytes of the source, or those that follow from the shapes and the dtype stored now."""
     if artifact.manifest is not None:
-        dense = artifact.manifest.source.bytes
-    else:
-        dense = store.total_bytes
-        for other in artifact.attention:
-            dense += other.saved * artifact.store.dtype(next(iter(other.tensor_shapes))).itemsize
-        for entry in artifact.layers:
-            saved = entry.dense_parameters - entry.parameters
-            dense += saved * _dtype(artifact, entry).itemsize
-    amount: Amount = Amount.of(dense, bytes_of_files(store))
-    return amount
+        return artifact.manifest.source.bytes
+    store = artifact.store
+    bytes_ = store.total_bytes
+    for other in artifact.attention:
+        bytes_ += other.saved * store.dtype(next(iter(other.tensor_shapes))).itemsize
+    for entry in artifact.layers:
+        saved = entry.dense_parameters - entry.parameters
+        bytes_ += saved * store.dtype(f"{entry.name}.{entry.parameter}").itemsize
+    return bytes_
 
 
-def _left(anatomy: Anatomy, planned: Planned) -> tuple[Left, ...]:
+def _left(now: _Counted) -> tuple[Left, ...]:
     """Says what stayed dense where no manifest does."""
     layers = [
         Left(
@@ -311,34 +196,234 @@ def _left(anatomy: Anatomy, planned: Planned) -> tuple[Left, ...]:
             parameters=layer.in_features * layer.out_features * (layer.experts or 1),
             reason="not part of the plan",
         )
-        for block in anatomy.blocks
+        for block in now.anatomy.blocks
         for layer in block.layers
-        if (layer.name, layer.parameter) not in planned
+        if (layer.name, layer.parameter) not in now.layers
     ]
     refused = [
         Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
-        for item in anatomy.refused
+        for item in now.anatomy.refused
     ]
     return (*layers, *refused)
+
+
+# Parameters and multiply-adds of a model, from its shapes alone.
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A dense model without weights, to count with what is rewritten in it."""
+
+    model: PreTrainedModel  # on the meta device
+    anatomy: Anatomy
+    # By module path and parameter, and by the module path of the block.
+    layers: Mapping[tuple[str, str], LayerPlan] = field(default_factory=dict)
+    attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: SourceModel, artifact: Artifact | None = None) -> _Counted:
+        """Finds what is rewritten in the model.
+
+        Raises:
+            ArtifactError: The model lacks some of it.
+        """
+        model = source.meta_model()
+        if artifact is None:
+            return cls(model, anatomy_of(model))
+        keymap = KeyMap(model, ())
+        paths = {entry.name: keymap.runtime_name(entry.name) for entry in artifact.layers}
+        lost = [name for name, path in paths.items() if path is None]
+        if lost:
+            raise ArtifactError(
+                f"the plan names `{lost[0]}`, which a `{type(model).__name__}` does not have"
+                + (f", and {len(lost) - 1} more such layers" if lost[1:] else ""),
+                "`architectures` in `config.json` must name the class that the weights belong to",
+            )
+        layers = {(paths[entry.name] or "", entry.parameter): entry for entry in artifact.layers}
+        named = ((keymap.runtime_name(entry.block), entry) for entry in artifact.attention)
+        attention = {path: entry for path, entry in named if path is not None}
+        return cls(model, anatomy_of(model), layers, attention)
+
+    def usual_tokens(self, length: int) -> int:
+        """Number of tokens: what is asked for, unless every attention has the same fixed one."""
+        fixed = {_fixed_tokens(entry) for entry in self.attention.values()}
+        found = attentions_of(self.model, self.anatomy)
+        fixed |= {item.tokens for item in found if item.block not in self.attention}
+        (first, *others) = fixed or {None}
+        return length if others or not first else first
+
+    def macs_per_token(self, length: int) -> int:
+        """Counts the multiply-adds of one token in a sequence of T that passes every block once.
+
+        In models with an encoder and a decoder, or with two towers, one token of each. The sum is
+
+            linear layers of the blocks   in x out; of experts, only those a token is routed to
+            + attention, per attention    2 T d   (query times keys, weights times values; d =
+                                          heads x head size, the input width of the output
+                                          projection); what replaces it does, where something does
+            + output head                 d x vocabulary, if the class of the model has one
+
+        What a rewritten layer does once per pass (rebuilding a weight) is shared out among the
+        tokens. T is chosen, but for models whose inputs all have the same number of tokens, such as
+        most image models. Embeddings are look-ups and count nothing, but for what a rewritten one
+        builds a row with. Left out are norms, activations and biases, projections outside the
+        blocks other than the output head, what runs once per sequence (poolers, classifiers, tables
+        of relative positions), and patch projections. Windows and causal masks are not subtracted:
+        the number is that of the last of T tokens under full attention. In families without a
+        table of roles every block is taken to hold one attention of the width that the config
+        calls `hidden_size`.
+        """
+        config = self.model.config
+        total = self._head_macs(length)
+        total += sum(_router_macs(self, item.name) for item in self.anatomy.refused) * length
+        tables = (entry for entry in self.layers.values() if entry.kind == "embedding")
+        total += sum(entry.row_macs for entry in tables) * length
+        for block in self.anatomy.blocks:
+            replaced = self.attention.get(block.name)
+            if replaced is None:
+                total += 2 * length * length * sum(_attention_widths(block, config))
+                unused = set()
+            else:
+                tokens = _fixed_tokens(replaced) or length
+                macs = mechanism(replaced.layout.mechanism).macs(replaced.layout, tokens)
+                total += macs * length // tokens
+                unused = {layer.role for layer in replaced.unused}
+            for layer in (layer for layer in block.layers if layer.role not in unused):
+                runs = experts_per_token(config, layer.experts)
+                entry = self.layers.get((layer.name, layer.parameter))
+                if entry is not None:
+                    total += layer_macs(entry, runs, length)
+                else:
+                    total += layer.in_features * layer.out_features * runs * length
+        return -(-total // length)
+
+    def _head_macs(self, length: int) -> int:
+        """Multiply-adds of the output head; a rewritten word embedding may be tied to it."""
+        if self.anatomy.output_head is None:
+            return 0
+        head = self.model.get_submodule(self.anatomy.output_head)
+        weight = getattr(head, "weight", None)
+        if weight is None:
+            return 0
+        for (path, _), entry in self.layers.items():
+            if entry.kind == "embedding" and self.model.get_submodule(path).weight is weight:
+                return entry.macs(length)
+        return int(weight.numel()) * length
+
+
+def _parameters(dense: _Counted, now: _Counted) -> Parameters:
+    """Counts a model and the dense one that it was, which may have had more blocks."""
+    tables = [entry for entry in now.layers.values() if entry.kind == "embedding"]
+    layers = [entry for entry in now.layers.values() if entry.kind != "embedding"]
+    shrunk = sum(entry.dense_parameters - entry.parameters for entry in tables)
+    rewritten = Amount.of(
+        sum(entry.dense_parameters for entry in layers), sum(entry.parameters for entry in layers)
+    )
+    saved = rewritten.dense - rewritten.now
+    saved += sum(entry.saved for entry in now.attention.values())
+    (all_before, blocks_before, tables_before), (whole, blocks, embeddings) = map(
+        _sizes, (dense, now)
+    )
+    total = Amount.of(all_before, whole - saved - shrunk)
+    return Parameters(
+        embeddings=Amount.of(tables_before, embeddings - shrunk),
+        blocks=Amount.of(blocks_before, blocks - saved),
+        rewritten=rewritten,
+        other=Amount.of(all_before - blocks_before - tables_before, whole - blocks - embeddings),
+        total=total,
+    )
+
+
+def _sizes(counted: _Counted) -> tuple[int, int, int]:
+    """Parameters of a dense model, of its blocks, and of its embeddings outside of them."""
+    model, names = counted.model, [block.name for block in counted.anatomy.blocks]
+    inside = tuple(f"{name}." for name in names)
+    blocks = (p for name in names for p in model.get_submodule(name).parameters())
+    tables = (
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not name.startswith(inside)
+    )
+    return _distinct(model.parameters()), _distinct(blocks), _distinct(tables)
+
+
+def _distinct(parameters: Iterable[Tensor]) -> int:
+    """Counts parameters; tied ones count once."""
+    return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
+
+
+def experts_per_token(config: Any, experts: int | None) -> int:
+    """Experts that one token passes: all of them where the config does not say."""
+    if experts is None:
+        return 1
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = (getattr(text, name, None) for name in _ROUTED)
+    return next((number for number in found if isinstance(number, int)), experts)
+
+
+_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
+    """Multiply-adds of a rewritten layer for a sequence.
+
+    Of experts a token passes `runs`, all of them equally often. What they share runs once: the
+    input transform of their first weight, the output transform of their second unless biases come
+    after it. Of experts that route tokens in a way of their own nothing is shared.
+    """
+    if entry.kind != "experts":
+        return entry.macs(length)
+    once = {"experts_gate_up": "in", "experts_down": "" if entry.bias else "out"}.get(entry.role)
+    total = 0
+    for index, part in enumerate(entry.parts):
+        for layout in part.terms:
+            rows, more = divmod(length * runs, entry.copies)  # some experts get one more
+            total += (entry.copies - more) * macs_of(layout, rows).apply
+            total += more * macs_of(layout, rows + 1).apply
+            macs = macs_of(layout, length)
+            total += macs.decode * (1 if once == "out" else runs)
+            if not index:
+                total += macs.encode * (1 if once == "in" else runs)
+    return total
+
+
+def _router_macs(counted: _Counted, path: str) -> int:
+    """Multiply-adds of a projection that is never rewritten, such as a router, for one token."""
+    total = 0
+    for parameter in counted.model.get_submodule(path).parameters(recurse=False):
+        if parameter.ndim == 2:
+            total += parameter.numel()
+        elif parameter.ndim == 3:
+            experts = parameter.shape[0]
+            runs = experts_per_token(counted.model.config, experts)
+            total += parameter.numel() // experts * runs
+    return total
+
+
+def _fixed_tokens(entry: AttentionPlan) -> int | None:
+    """Number of tokens that a replaced attention is tied to."""
+    layout: Any = entry.layout
+    if getattr(layout, "grid", ()):
+        return int(prod(layout.grid)) + int(layout.special)
+    return getattr(layout, "length", None)
+
+
+def _attention_widths(block: Block, config: Any) -> list[int]:
+    """Heads x head size of each attention of a block."""
+    widths = [layer.in_features for layer in block.layers if layer.role in ("o", "cross_o")]
+    if not widths and all(layer.role == "linear" for layer in block.layers):
+        size = getattr(config, "hidden_size", None)
+        widths = [size if isinstance(size, int) else block.layers[0].in_features]
+    return widths
 
 
 # Reports on several models, in which a dense model shows what others were compared with.
 
 
 def reports_of(
-    names: Sequence[str | Path], length: int = 128, *, trust_remote_code: bool = False
+    names: Sequence[str | Path], length: int = LENGTH, *, trust_remote_code: bool = False
 ) -> list[ModelReport]:
-    """Reports on models that are shown side by side.
-
-    Args:
-        names: Local folders, short names or hub ids.
-        length: Tokens in the sequence for the multiply-adds.
-        trust_remote_code: Whether Python code that comes with a model may run.
-
-    Raises:
-        SourceError: There is no such model, or it cannot be read.
-        ArtifactError: It is a converted model that is damaged.
-    """
+    """Reports on models that are shown side by side; see `report_of`."""
     trust = trust_remote_code
     return with_baselines([report_of(name, length, trust_remote_code=trust) for name in names])
 
@@ -349,25 +434,23 @@ def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.
     """
-    return [report if report.is_smaller else _filled(report, reports) for report in reports]
-
-
-def _filled(dense: ModelReport, reports: Sequence[ModelReport]) -> ModelReport:
-    found = {metric_key(metric): metric for metric in dense.metrics}
-    for metric in _baselines(dense, reports):
-        found.setdefault(metric_key(metric), metric)
-    return dense.model_copy(update={"metrics": tuple(found.values())})
+    found = []
+    for report in reports:
+        metrics = {metric_key(metric): metric for metric in report.metrics}
+        for metric in () if report.is_smaller else _baselines(report, reports):
+            metrics.setdefault(metric_key(metric), metric)
+        if not report.is_smaller:
+            report = report.model_copy(update={"metrics": tuple(metrics.values())})
+        found.append(report)
+    return found
 
 
 def _baselines(dense: ModelReport, reports: Sequence[ModelReport]) -> Iterator[Metric]:
     """Numbers of a dense model in the comparisons of others; their intervals were not kept."""
+    names = {dense.name, str(Path(dense.name).absolute())}
     for report in reports:
         for metric in report.metrics:
             found = metric.difference
-            if found is not None and _same(found.baseline, dense):
-                lent = {"value": found.baseline_value, "interval": None, "difference": None}
-                yield metric.model_copy(update=lent)
-
-
-def _same(name: str, dense: ModelReport) -> bool:
-    return name == dense.name or Path(name).absolute() == Path(dense.name).absolute()
+            if found and names & {found.baseline, str(Path(found.baseline).absolute())}:
+                own = {"value": found.baseline_value, "interval": None, "difference": None}
+                yield metric.model_copy(update=own)

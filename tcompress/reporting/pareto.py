@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Group, RenderableType
@@ -18,9 +17,9 @@ from tcompress.planning.entries import Plan
 from tcompress.reporting.console import empty_table
 from tcompress.reporting.formatting import (
     bytes_text,
-    machine_text,
     metric_ratio,
     milliseconds_text,
+    pass_text,
     ratio_text,
     time_text,
     value_text,
@@ -31,16 +30,8 @@ Front = Literal["size", "time"]
 _MARKS: dict[Front, str] = {"size": "*", "time": "t"}
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A finished model.
-
-    Attributes:
-        name: Its short name.
-        report: What is known of it.
-        converted: Its quality before it was trained, if it was.
-        seconds: Duration of conversion and training, if it was made here.
-    """
+class Candidate(NamedTuple):
+    """A finished model: its quality before it was trained, and how long it took, if known."""
 
     name: str
     report: ModelReport
@@ -49,82 +40,60 @@ class Candidate:
 
 
 class FrontRow(BaseModel):
-    """One model beside the others.
-
-    Attributes:
-        name: Short name; `dense` for the model that all were made from.
-        kept: Kept fraction of the rewritten layers' parameters.
-        left: Layers of the blocks that stay dense.
-        parameters: Parameters of the whole model.
-        bytes: Size of the weight files.
-        quality: The main number.
-        interval: Its bootstrap interval.
-        ratio: The number as a multiple of the dense model's.
-        converted: The number before training, if the model was trained.
-        milliseconds: Time of a forward pass, if it was measured.
-        speed: Time of the dense model over that; above 1 the model is faster.
-        seconds: Duration of conversion and training.
-        front: Costs at which no other model beats this one: `size` (parameters), `time`.
-    """
+    """One model beside the others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
-    kept: float
-    left: int = 0
-    parameters: int
-    bytes: int
+    name: str  # `dense` for the model that all were made from
+    kept: float  # fraction of the rewritten layers' parameters
+    left: int = 0  # layers of the blocks that stay dense
+    parameters: int  # of the whole model
+    bytes: int  # of the weight files
     quality: float | None = None
     interval: Interval | None = None
-    ratio: float | None = None
-    converted: float | None = None
+    ratio: float | None = None  # multiple of the dense model's
+    converted: float | None = None  # before training, if the model was trained
     milliseconds: float | None = None
-    speed: float | None = None
-    seconds: float | None = None
-    front: tuple[Front, ...] = ()
+    speed: float | None = None  # above 1 the model is faster
+    seconds: float | None = None  # conversion and training
+    front: tuple[Front, ...] = ()  # costs at which no other model beats this one
 
 
 class FrontReport(BaseModel):
-    """All models, the largest one first.
-
-    Attributes:
-        metric: Name of the main number.
-        higher_is_better: Its direction.
-        timed: The pass whose time is shown, such as `batch 32, length 128, cpu, ...`.
-        rows: The models.
-    """
+    """All models, the largest one first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: str | None
     higher_is_better: bool = True
-    timed: str | None = None
+    timed: str | None = None  # the pass whose time is shown, such as `batch 32, length 128, cpu`
     rows: tuple[FrontRow, ...]
 
 
 def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     """Compares models; the first one is the dense one."""
     reports = [item.report for item in candidates]
-    metrics, speeds = main_metrics(reports), _with_dense(main_speeds(reports))
-    rows = [
-        _row(item, metric, speed)
-        for item, metric, speed in zip(candidates, metrics, speeds, strict=True)
-    ]
+    metrics, speeds = main_metrics(reports), main_speeds(reports)
     metric = next((metric for metric in metrics if metric is not None), None)
+    timed = next((speed for speed in speeds if speed is not None), None)
+    if timed is not None and speeds[0] is None:  # the dense model ran beside all others
+        middle = median(speed.baseline_milliseconds for speed in speeds if speed is not None)
+        speeds[0] = timed.model_copy(update={"milliseconds": middle, "ratio": 1.0})
+    rows = list(map(_row, candidates, metrics, speeds))
     higher = metric is None or metric.higher_is_better
-    best = {
+    best: dict[Front, set[str]] = {
         "size": _best(rows, lambda row: row.parameters, higher),
         "time": _best(rows, lambda row: row.milliseconds, higher),
     }
     marked = [
-        row.model_copy(update={"front": tuple(cost for cost in _MARKS if row.name in best[cost])})
+        row.model_copy(update={"front": tuple(cost for cost in best if row.name in best[cost])})
         for row in rows
     ]
     sign = -1 if higher else 1
     return FrontReport(
         metric=None if metric is None else metric.name,
         higher_is_better=higher,
-        timed=next((_timed(speed) for speed in speeds if speed is not None), None),
+        timed=None if timed is None else pass_text(timed),
         rows=tuple(sorted(marked, key=lambda row: (-row.parameters, sign * (row.quality or 0)))),
     )
 
@@ -147,69 +116,44 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
     )
 
 
-def _with_dense(speeds: Sequence[Speed | None]) -> list[Speed | None]:
-    """Gives the dense model the median of its times beside the others."""
-    found = [speed for speed in speeds[1:] if speed is not None]
-    if not found or speeds[0] is not None:
-        return list(speeds)
-    middle = median(speed.baseline_milliseconds for speed in found)
-    return [found[0].model_copy(update={"milliseconds": middle, "ratio": 1.0}), *speeds[1:]]
-
-
 def _best(
     rows: Sequence[FrontRow], cost: Callable[[FrontRow], float | None], higher: bool
 ) -> set[str]:
-    places = [
-        (row.name, (float(value), row.quality))
+    places = {
+        row.name: (value, row.quality)
         for row in rows
         if (value := cost(row)) is not None and row.quality is not None
-    ]
-    return {name for name, _ in unbeaten(places, lambda item: item[1], higher)}
-
-
-def _timed(speed: Speed) -> str:
-    mode = "" if speed.mode == "eager" else f"{speed.mode}, "
-    return f"batch {speed.batch}, length {speed.length}, {mode}{machine_text(speed)}"
+    }
+    return set(unbeaten(list(places), lambda name: places[name], higher))
 
 
 def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """Renders models, and why others are missing.
-
-    Args:
-        found: The models.
-        stopped: Names of the others, and reasons.
-    """
-    rows, metric = found.rows, found.metric or "quality"
-    columns: list[tuple[str, Callable[[FrontRow], str]]] = [
-        ("kept", lambda row: f"{row.kept:.1%}"),
-        ("params", lambda row: f"{row.parameters:,}"),
-        ("bytes", lambda row: bytes_text(row.bytes)),
-        (metric, _quality),
-        ("ratio", lambda row: ratio_text(row.ratio)),
-        ("before", lambda row: _number(row.converted)),
-        ("time", lambda row: _optional(row.milliseconds, milliseconds_text)),
-        ("seconds", lambda row: _optional(row.seconds, lambda value: f"{value:,.1f}")),
-    ]
+    """Renders models, and names and reasons of those that are missing."""
+    columns: dict[str, Callable[[FrontRow], str]] = {
+        "kept": lambda row: f"{row.kept:.1%}",
+        "params": lambda row: f"{row.parameters:,}",
+        "bytes": lambda row: bytes_text(row.bytes),
+        found.metric or "quality": _quality,
+        "ratio": lambda row: ratio_text(row.ratio),
+        "before": lambda row: _optional(row.converted, value_text),
+        "time": lambda row: _optional(row.milliseconds, milliseconds_text),
+        "seconds": lambda row: _optional(row.seconds, lambda value: f"{value:,.1f}"),
+    }
+    shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}
     table = _table("model")
-    timed: tuple[Front, ...] = ("size", "time") if found.timed else ("size",)
-    shown = [item for item in columns if any(item[1](row) for row in rows)]
-    for name, _ in shown:
+    for name in shown:
         table.add_column(name, justify="right", overflow="fold")
-    for row in rows:
-        marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in timed)
-        table.add_row(f"{marks} {row.name}", *(write(row) for _, write in shown))
+    costs = [cost for cost in _MARKS if cost == "size" or found.timed]
+    for row in found.rows:
+        marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in costs)
+        table.add_row(f"{marks} {row.name}", *(write(row) for write in shown.values()))
     return Group(table, *_legend(found), *_stopped(stopped))
 
 
 def plan_table(
     planned: Sequence[tuple[str, Plan, Estimate]], stopped: Sequence[tuple[str, str]] = ()
 ) -> RenderableType:
-    """Renders what conversions would do, one in each row.
-
-    Args:
-        planned: Names, plans and costs.
-        stopped: Names of what cannot be planned, and reasons.
-    """
+    """Renders what conversions would do, and names and reasons of those that cannot be planned."""
     table = _table("model")
     for name in ("kept", "parameters", "bytes", "left dense", "peak memory", "conversion"):
         table.add_column(name, justify="right")
@@ -227,10 +171,10 @@ def plan_table(
 
 
 def _quality(row: FrontRow) -> str:
+    value = _optional(row.quality, value_text)
     if row.interval is None:
-        return _number(row.quality)
-    ends = ", ".join(_end(value) for value in (row.interval.low, row.interval.high))
-    return f"{_number(row.quality)} [{ends}]"
+        return value
+    return f"{value} [{_end(row.interval.low)}, {_end(row.interval.high)}]"
 
 
 def _end(value: float) -> str:
@@ -238,10 +182,6 @@ def _end(value: float) -> str:
     if abs(value) < 1:
         return f"{value:.3f}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-
-
-def _number(value: float | None) -> str:
-    return _optional(value, value_text)
 
 
 def _optional(value: float | None, write: Callable[[float], str]) -> str:
@@ -263,19 +203,13 @@ def _legend(found: FrontReport) -> list[RenderableType]:
 
 
 def _stopped(stopped: Sequence[tuple[str, str]]) -> list[RenderableType]:
-    if not stopped:
-        return []
+    """Says why models are missing: the first of several reasons; the JSON has all of them."""
     table = _table("not done", "because")
     for name, reason in stopped:
-        table.add_row(name, _brief(reason))
-    return [table]
-
-
-def _brief(reason: str) -> str:
-    """The first of several reasons; the JSON has all of them."""
-    first, *others = reason.splitlines()
-    more = f"\n  and {len(others) - 1} more" if len(others) > 1 else ""
-    return "\n".join([first, *others[:1]]) + more
+        lines = reason.splitlines()
+        more = [f"  and {len(lines) - 2} more"] if len(lines) > 2 else []
+        table.add_row(name, "\n".join([*lines[:2], *more]))
+    return [table] if stopped else []
 
 
 def _table(*names: str) -> Table:

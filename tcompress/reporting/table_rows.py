@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean
+from typing import NamedTuple
 
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.options.method_options import Budget
@@ -29,7 +29,6 @@ from tcompress.reporting.formatting import (
 from tcompress.reporting.tree import (
     Amount,
     ModelReport,
-    best_speed,
     main_metrics,
     metric_key,
     other_baseline,
@@ -38,8 +37,7 @@ from tcompress.reporting.tree import (
 # Lines about a model: a label with what was before, what is now, and their ratio.
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line about a model: a quantity before and after, or a single value."""
 
     label: str
@@ -51,46 +49,47 @@ class Row:
 def rows_of(
     report: ModelReport, others: Sequence[ModelReport] = (), facts: bool = False
 ) -> list[Row]:
-    """Lists the lines about one model.
+    """Lists the lines about one model that is shown beside others.
 
-    Args:
-        report: The model.
-        others: Models shown beside it.
-        facts: Say too what a title says otherwise.
+    With `facts`, say too what a title says otherwise, and leave room for lines of other models.
     """
+    shown, parts = (report, *others), report.parameters
     rows = []
     if facts:
         rows += [Row("family", report.family), Row("method", report.method)]
-        if any(item.init == "random" for item in (report, *others)):
+        if any(item.init == "random" for item in shown):
             rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
-    parts = report.parameters
     if report.depth is not None:
         rows += depth_rows(report.depth)
     elif facts and any(other.depth is not None for other in others):
-        rows.append(Row("blocks"))  # keeps its place beside models that lack some
+        rows.append(Row("blocks"))
     if report.attention:
         rows.append(attention_row(report.attention))
     elif facts and any(other.attention for other in others):
         rows.append(Row("attention"))
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
-    elif facts:  # keeps its place beside models that have some
+    elif facts:
         rows.append(Row("rewritten layers"))
+    disk, macs = report.bytes_on_disk, report.macs_per_token
     rows += [
         amount("all blocks", parts.blocks),
         amount("embeddings", parts.embeddings),
         amount("other", parts.other),
         amount("whole model", parts.total),
+        size("bytes on disk", disk.dense, disk.now),
+        amount(f"MACs/token, T={macs.length}", macs),
     ]
-    disk, macs = report.bytes_on_disk, report.macs_per_token
-    rows.append(size("bytes on disk", disk.dense, disk.now))
-    rows.append(amount(f"MACs/token, T={macs.length}", macs))
     # Errors are those of the fit: training changes layers without measuring them again.
     when = ", before training" if report.training else ""
-    for kind, error in report.errors.items():
-        rows.append(Row(error_name(kind) + when, error_text(error)))
-    return rows + _records(report, (report, *others))
+    rows += [Row(error_name(kind) + when, error_text(e)) for kind, e in report.errors.items()]
+    if any(item.training or item.speed for item in shown) and healed_text(report):
+        healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
+        rows.append(Row("healed" if healed else "trained", healed_text(report)))
+    rows += _metrics(report, shown)
+    machines = {machine_text(speed) for item in shown for speed in item.speed}
+    return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
 
 
 def depth_rows(depth: DepthPlan) -> list[Row]:
@@ -106,7 +105,7 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
 
 
 def attention_row(entries: Sequence[AttentionPlan]) -> Row:
-    """A line about attentions with another mechanism."""
+    """A line about attentions that are replaced."""
     return Row("attention", describe_attention(entries))
 
 
@@ -115,9 +114,7 @@ def calibration_text(report: ModelReport) -> str:
     facts = report.calibration
     if facts is None or report.init == "random":
         return ""
-    if facts.name == "none":
-        return "none"
-    return f"{facts.name}, {facts.samples:,} samples"
+    return "none" if facts.name == "none" else f"{facts.name}, {facts.samples:,} samples"
 
 
 def start_text(report: ModelReport) -> str:
@@ -147,42 +144,28 @@ def size(label: str, dense: int | None, now: int) -> Row:
     return Row(label, bytes_text(now), bytes_text(dense), f"{now / max(1, dense):.1%}")
 
 
-def _records(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
-    """What was done and measured after the conversion."""
-    rows = []
-    if any(item.training or item.speed for item in shown) and healed_text(report):
-        healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
-        label = "healed" if healed else "trained"
-        rows.append(Row(label, healed_text(report)))
-    labels = _labels(shown)
-    for metric in report.metrics:
-        rows += _metric(labels[metric_key(metric)], metric, other_baseline(report, metric))
-    machines = {machine_text(speed) for item in shown for speed in item.speed}
-    return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
-
-
-def _labels(shown: Sequence[ModelReport]) -> dict[tuple[str, ...], str]:
-    """Names of metrics; those that cannot be compared do not share one."""
+def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
+    """Lines about metrics; those that cannot be compared do not share a name."""
     found = {metric_key(metric): metric for item in shown for metric in item.metrics}
     keys = sorted(found)  # the same names whichever model is asked about
-    return dict(zip(keys, metric_labels(found[key] for key in keys), strict=True))
-
-
-def _metric(label: str, metric: Metric, against: str | None) -> list[Row]:
-    label = label if against is None else f"{label}, against {against}"
-    found, ratio = metric.difference, ratio_text(metric_ratio(metric))
-    dense = "" if found is None else value_text(found.baseline_value)
-    rows = [Row(label, value_text(metric.value), dense, ratio)]
-    if metric.interval is not None:
-        level = f"{metric.interval.level:.0%} interval"
-        rows.append(Row(f"  {level} of {label}", interval_text(metric.interval)))
+    labels = dict(zip(keys, metric_labels(found[key] for key in keys), strict=True))
+    rows = []
+    for metric in report.metrics:
+        label, other = labels[metric_key(metric)], other_baseline(report, metric)
+        label = label if other is None else f"{label}, against {other}"
+        dense = metric.difference and value_text(metric.difference.baseline_value)
+        ratio = ratio_text(metric_ratio(metric))
+        rows.append(Row(label, value_text(metric.value), dense or "", ratio))
+        if metric.interval is not None:
+            level = f"  {metric.interval.level:.0%} interval of {label}"
+            rows.append(Row(level, interval_text(metric.interval)))
     return rows
 
 
 def _speed(speed: Speed, several: bool) -> Row:
-    words = ["time" if speed.mode == "eager" else speed.mode]
-    words.append(f"B={speed.batch} T={speed.length}")
-    label = " ".join(words) + (f", {machine_text(speed)}" if several else "")
+    mode = "time" if speed.mode == "eager" else speed.mode
+    machine = f", {machine_text(speed)}" if several else ""
+    label = f"{mode} B={speed.batch} T={speed.length}{machine}"
     now, dense = map(milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
     return Row(label, now, dense, ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""))
 
@@ -197,11 +180,6 @@ _SHARED = {
 }
 
 
-def budget_text(budget: BudgetPlan) -> str:
-    """Says what may be kept, such as `--target 0.25, by predicted loss`."""
-    return f"{Budget(budget.kind, budget.limit)}, {_SHARED[budget.chosen]}"
-
-
 def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     """Lines about a budget; none where there is none, or where other lines say it all."""
     if budget is None or (budget.kind == "target" and budget.chosen == "uniform"):
@@ -209,10 +187,8 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     rows = [Row("budget", str(Budget(budget.kind, budget.limit))), Row("", _SHARED[budget.chosen])]
     if budget.error is not None:
         rows.append(Row("predicted error", error_text(budget.error)))
-    if budget.uniform_error is not None and budget.chosen == "loss":
-        rows.append(Row("  shared out alike", error_text(budget.uniform_error)))
-    for name, error in budget.single_errors.items():
-        rows.append(Row(f"  {name} alone", error_text(error)))
+    others = _other_errors(budget).items()
+    rows += [Row(f"  {name}", error_text(error)) for name, error in others]
     least = budget.tried.get(budget.taken or "")
     for name, change in budget.tried.items():
         label = "  change of output, " + ("as predicted" if name == "auto" else f"{name} alone")
@@ -221,36 +197,28 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     return rows
 
 
-def error_note(budget: BudgetPlan) -> str:
-    """Says in a few words what else the same budget would have come to."""
-    others = dict(budget.single_errors)
-    words = [f"{name} alone {error_text(error)}" for name, error in others.items()]
+def _other_errors(budget: BudgetPlan) -> dict[str, float]:
+    """What else the same budget would have come to."""
+    errors = {f"{name} alone": error for name, error in budget.single_errors.items()}
     if budget.uniform_error is not None and budget.chosen == "loss":
-        words.insert(0, f"shared out alike {error_text(budget.uniform_error)}")
-    return "; ".join(words)
+        errors = {"shared out alike": budget.uniform_error, **errors}
+    return errors
 
 
 # Published numbers with ours beside them.
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published number.
+class Published(NamedTuple):
+    """A published number: of which model, what was measured, and where it stands.
 
-    Attributes:
-        row: The model that it is of.
-        metric: What was measured.
-        source: Where it stands.
-        comparable: Whether ours is measured alike, or why it is not.
-        paper: The number.
-        ours: That of our model of this kind, where one was measured; of several each with its
-            name, or their mean where the published number is one.
+    Ours is that of our model of this kind, where one was measured; of several each with its name,
+    or their mean where the published number is one.
     """
 
     row: str
     metric: str
     source: str
-    comparable: str
+    comparable: str  # or why ours is not measured alike
     paper: str
     ours: str
 
@@ -261,11 +229,11 @@ def published(reports: Sequence[ModelReport]) -> list[Published]:
     A recipe cites rows of its own model and of those that its paper compares it with. The latter
     get a number where another of the models was made by a recipe that has the row as its own.
     """
-    own: dict[tuple[str, str, str], list[tuple[PaperRow, ModelReport]]] = {}
+    cited: dict[tuple[str, str, str], list[tuple[PaperRow, ModelReport]]] = {}
     for report in reports:
         for row in report.paper:
-            own.setdefault((row.row, row.metric, row.source), []).append((row, report))
-    return [_beside(cited) for cited in own.values()]
+            cited.setdefault((row.row, row.metric, row.source), []).append((row, report))
+    return [_beside(group) for group in cited.values()]
 
 
 def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
@@ -295,20 +263,18 @@ def _ours(row: PaperRow, report: ModelReport) -> float | None:
 # The models of a page side by side.
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A number, and in small letters what belongs to it."""
 
     value: str = ""
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A quantity of every model."""
 
     label: str
-    cells: tuple[Cell, ...]
+    cells: list[Cell]
 
 
 def shows_dense(reports: Sequence[ModelReport]) -> bool:
@@ -316,48 +282,62 @@ def shows_dense(reports: Sequence[ModelReport]) -> bool:
     return len(reports) == 1 and reports[0].is_smaller and reports[0].init == "pretrained"
 
 
-def summary_of(reports: Sequence[ModelReport]) -> tuple[Line, ...]:
+def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     """Lists the quantities that at least one model has; see `shows_dense`."""
-    length = reports[0].macs_per_token.length
-    kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     metrics = main_metrics(reports)
-    name = next((metric.name for metric in metrics if metric is not None), "")
+    quality = next((metric.name for metric in metrics if metric is not None), "")
+    macs = f"multiply-adds per token, T={reports[0].macs_per_token.length}"
     when = ", before training" if any(report.training for report in reports) else ""
-    lines = [
-        Line("method", _cells(reports, _method)),
-        Line("parameters", _cells(reports, lambda r: _amount(r.parameters.total))),
-        *(Line(f"  {name}", _cells(reports, _part(name))) for name in parts_of(reports[0])),
-        Line("blocks", _cells(reports, _blocks)),
-        Line("bytes on disk", _cells(reports, _bytes)),
-        Line(f"multiply-adds per token, T={length}", _cells(reports, _macs)),
-        Line("budget", _cells(reports, _budget)),
-        Line("predicted error", _cells(reports, _predicted)),
-        *(Line(f"mean {error_name(kind)}{when}", _errors(reports, kind)) for kind in kinds),
-        Line("trained", _cells(reports, lambda r: Cell(healed_text(r)))),
-        Line(name, tuple(map(_metric_cell, metrics))),
-        Line("difference to dense", tuple(map(_difference, reports, metrics))),
-        Line("best speed", _cells(reports, _speed_cell)),
+    kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
+    errors = {kind: f"mean {error_name(kind)}{when}" for kind in kinds}
+    columns = [
+        _column(report, metric, macs, errors, quality)
+        for report, metric in zip(reports, metrics, strict=True)
     ]
-    lines = [line for line in lines if any(cell.value for cell in line.cells)]
-    if not shows_dense(reports):
-        return tuple(lines)
-    dense = _dense(reports[0], metrics[0])
-    return tuple(
-        replace(line, cells=(dense.get(line.label, Cell()), *line.cells)) for line in lines
-    )
+    labels = [label for label in columns[0] if any(column[label].value for column in columns)]
+    if shows_dense(reports):
+        columns.insert(0, _dense_column(reports[0], metrics[0], macs))
+    return [Line(label, [column.get(label, Cell()) for column in columns]) for label in labels]
 
 
-def _dense(report: ModelReport, metric: Metric | None) -> dict[str, Cell]:
-    """What is known of the dense model, by label."""
-    found = {"method": Cell("dense", report.source or "")}
+def _column(
+    report: ModelReport, metric: Metric | None, macs: str, errors: dict[str, str], quality: str
+) -> dict[str, Cell]:
+    """All quantities of a model by label, the same for each model."""
+    calibration, start = calibration_text(report), start_text(report)
+    facts = [report.family, *([start] if start else [])]
+    facts += [f"calibration {calibration}"] if calibration else []
+    disk = report.bytes_on_disk
+    most_telling = next(iter(report.errors), None)
+    return {
+        "method": Cell(report.method, "; ".join(facts)),
+        "parameters": _amount(report.parameters.total),
+        **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
+        "blocks": _blocks(report),
+        "bytes on disk": Cell(bytes_text(disk.now), f"{disk.kept:.1%}" if disk.kept != 1 else ""),
+        macs: _amount(report.macs_per_token),
+        **_budget(report.budget),
+        **{
+            label: Cell(error_text(report.errors[kind]) if kind == most_telling else "")
+            for kind, label in errors.items()
+        },
+        "trained": Cell(healed_text(report)),
+        quality: _quality(metric),
+        "difference to dense": _difference(report, metric),
+        "best speed": _best_speed(report),
+    }
+
+
+def _dense_column(report: ModelReport, metric: Metric | None, macs: str) -> dict[str, Cell]:
+    """What is known of the dense model that a model was made from, by label."""
     total = report.parameters.total.dense
+    found = {"method": Cell("dense", report.source or "")}
     for name, part in parts_of(report).items():
         note = f"{part.dense / max(1, total):.1%} of the model" if part.dense else ""
         found[f"  {name}"] = Cell(f"{part.dense:,}", note)
     found["parameters"] = Cell(f"{total:,}")
     found["bytes on disk"] = Cell(bytes_text(report.bytes_on_disk.dense))
-    macs = report.macs_per_token
-    found[f"multiply-adds per token, T={macs.length}"] = Cell(f"{macs.dense:,}")
+    found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
     if metric is not None and metric.difference is not None and not other_baseline(report, metric):
@@ -368,41 +348,18 @@ def _dense(report: ModelReport, metric: Metric | None) -> dict[str, Cell]:
 def parts_of(report: ModelReport) -> dict[str, Amount]:
     """Splits the parameters of a model into parts that add up to all of them."""
     parts = report.parameters
-    rest = {"dense": parts.blocks.dense, "now": parts.blocks.now}
-    for name in rest:
-        rest[name] -= getattr(parts.rewritten, name)
+    dense = parts.blocks.dense - parts.rewritten.dense
     return {
         "rewritten layers": parts.rewritten,
-        "rest of the blocks": Amount.of(**rest),
+        "rest of the blocks": Amount.of(dense, parts.blocks.now - parts.rewritten.now),
         "embeddings": parts.embeddings,
         "elsewhere": parts.other,
     }
 
 
-def _part(name: str) -> Callable[[ModelReport], Cell]:
-    def cell(report: ModelReport) -> Cell:
-        part = parts_of(report)[name]
-        return _amount(part) if part.dense or part.now else Cell()
-
-    return cell
-
-
-def _cells(reports: Sequence[ModelReport], cell: object) -> tuple[Cell, ...]:
-    assert callable(cell)
-    return tuple(cell(report) for report in reports)
-
-
-def _method(report: ModelReport) -> Cell:
-    start = start_text(report)
-    start = f"; {start}" if start else ""
-    return Cell(report.method, f"{report.family}{start}" + _after(calibration_text(report)))
-
-
-def _after(text: str) -> str:
-    return f"; calibration {text}" if text else ""
-
-
 def _amount(amount: Amount) -> Cell:
+    if not amount.dense and not amount.now:
+        return Cell()
     return Cell(f"{amount.now:,}", f"{amount.kept:.1%}" if amount.kept != 1 else "")
 
 
@@ -411,35 +368,17 @@ def _blocks(report: ModelReport) -> Cell:
     return Cell() if depth is None else Cell(f"{depth.kept} of {depth.blocks}", depth.which)
 
 
-def _budget(report: ModelReport) -> Cell:
-    budget = report.budget
-    return Cell(budget_text(budget)) if budget and budget_rows(budget) else Cell()
+def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:
+    limit = error = Cell()
+    if budget is not None and budget_rows(budget):
+        limit = Cell(f"{Budget(budget.kind, budget.limit)}, {_SHARED[budget.chosen]}")
+    if budget is not None and budget.error is not None:
+        others = [f"{name} {error_text(e)}" for name, e in _other_errors(budget).items()]
+        error = Cell(error_text(budget.error), "; ".join(others))
+    return {"budget": limit, "predicted error": error}
 
 
-def _predicted(report: ModelReport) -> Cell:
-    budget = report.budget
-    if budget is None or budget.error is None:
-        return Cell()
-    return Cell(error_text(budget.error), error_note(budget))
-
-
-def _bytes(report: ModelReport) -> Cell:
-    size = report.bytes_on_disk
-    return Cell(bytes_text(size.now), f"{size.kept:.1%}" if size.kept != 1 else "")
-
-
-def _macs(report: ModelReport) -> Cell:
-    return _amount(report.macs_per_token)
-
-
-def _errors(reports: Sequence[ModelReport], kind: str) -> tuple[Cell, ...]:
-    return tuple(
-        Cell(error_text(report.errors[kind])) if next(iter(report.errors), None) == kind else Cell()
-        for report in reports
-    )
-
-
-def _metric_cell(metric: Metric | None) -> Cell:
+def _quality(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell()
     note = "" if metric.interval is None else interval_text(metric.interval)
@@ -453,11 +392,12 @@ def _difference(report: ModelReport, metric: Metric | None) -> Cell:
     notes = [] if found.interval is None else [interval_text(found.interval, signed=True)]
     ratio, other = ratio_text(metric_ratio(metric)), other_baseline(report, metric)
     notes += [f"against {other}, not dense"] if other else []
-    return Cell(signed_text(found.value), "; ".join([*notes, *([ratio] if ratio else [])]))
+    notes += [ratio] if ratio else []
+    return Cell(signed_text(found.value), "; ".join(notes))
 
 
-def _speed_cell(report: ModelReport) -> Cell:
-    speed = best_speed(report)
+def _best_speed(report: ModelReport) -> Cell:
+    speed = max(report.speed, key=lambda speed: speed.ratio, default=None)
     if speed is None:
         return Cell()
     mode = "" if speed.mode == "eager" else f", {speed.mode}"

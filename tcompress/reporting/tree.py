@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,13 +26,7 @@ class _Node(BaseModel):
 
 
 class Amount(_Node):
-    """A quantity of the dense model and of the converted one.
-
-    Attributes:
-        dense: Before.
-        now: After; the same for a dense model.
-        kept: Their ratio.
-    """
+    """A quantity of the dense model and of the converted one, and their ratio."""
 
     dense: int
     now: int
@@ -45,126 +39,66 @@ class Amount(_Node):
 
 
 class Macs(Amount):
-    """Multiply-adds for one token; `tcompress.reporting.count` has the formula.
-
-    Attributes:
-        length: Tokens in the sequence.
-    """
+    """Multiply-adds for one token in a sequence of `length`; see `model_report.macs_per_token`."""
 
     length: int
 
 
 class Parameters(_Node):
-    """Parameters by part: embeddings, blocks and the rest add up to the total.
+    """Parameters by part: embeddings, blocks and the rest add up to the total."""
 
-    Attributes:
-        embeddings: Embedding tables outside the blocks.
-        blocks: Everything in transformer blocks, biases and norms counted.
-        rewritten: Weights of the rewritten layers, a part of the blocks; what transforms store is
-            counted, biases are not.
-        other: Patch projections, norms outside the blocks, poolers, heads that are not tied.
-        total: All parameters; tied ones count once.
-    """
-
-    embeddings: Amount
-    blocks: Amount
-    rewritten: Amount
-    other: Amount
-    total: Amount
+    embeddings: Amount  # tables outside the blocks
+    blocks: Amount  # everything in transformer blocks, biases and norms counted
+    rewritten: Amount  # a part of the blocks: weights and what transforms store, without biases
+    other: Amount  # patch projections, norms outside the blocks, poolers, heads that are not tied
+    total: Amount  # tied ones count once
 
 
 class LayerReport(_Node):
-    """One rewritten weight.
+    """One rewritten weight."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        parameter: Attribute of that module which holds the weight.
-        block: Name of the block in the checkpoint.
-        role: What the layer does, such as `q` or `down`.
-        structure: How it is stored, such as `lprod p=16 dct + lowrank r=77`.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        experts: Number of stacked experts, if any.
-        input_of: Layer that stores the input side of this one too, if any.
-        parameters: Parameters of the weight, without the bias.
-        macs: Multiply-adds for one token, in a sequence as long as for the whole model.
-        bytes: Size of the weight before and after, both in the dtype that is stored now; None for
-            a layer that is only planned.
-        errors: Relative squared errors by kind: of the output on data that the fit did not see
-            (`held_out`) and on data that it saw (`calibration`), or of the weight (`weight`).
-    """
-
-    name: str
-    parameter: str
+    name: str  # in the checkpoint
+    parameter: str  # attribute of that module which holds the weight
     block: str
-    role: str
-    structure: str
+    role: str  # such as `q` or `down`
+    structure: str  # such as `lprod p=16 dct + lowrank r=77`
     in_features: int
     out_features: int
-    experts: int | None
-    input_of: str | None
-    parameters: Amount
-    macs: Amount
-    bytes: Amount | None = None
-    errors: dict[str, float]
+    experts: int | None  # number of stacked ones, if any
+    input_of: str | None  # layer that stores the shared input transform too, if any
+    parameters: Amount  # without the bias
+    macs: Amount  # for one token, in a sequence as long as for the whole model
+    bytes: Amount | None = None  # both in the dtype that is stored now; None if planned only
+    errors: dict[str, float]  # by kind; relative and squared
 
 
 class ModelReport(_Node):
-    """All that is known of one model without running it.
-
-    Attributes:
-        schema_version: Version of this tree; `schema` in JSON.
-        name: Folder or id, as it was given.
-        family: Model type.
-        method: Name of the method; `dense` for a model that was not converted.
-        source: The dense model, if known.
-        created: Time of the conversion or of the training of a dense model, if known.
-        parameters: Parameters by part.
-        bytes_on_disk: Tensors of the source, and weight files as they are.
-        macs_per_token: Multiply-adds for one token.
-        layers: The rewritten weights.
-        depth: Which blocks stay, where some were dropped; dense numbers are of all of them.
-        budget: What might be kept, how it was shared out, and the error predicted for that.
-        attention: Attentions that have another mechanism.
-        left: Layers of the blocks that stayed dense, and why.
-        errors: Means of the layers' errors by kind.
-        calibration: Data that the fit looked at, if known.
-        metrics: What was measured on the model, with protocols.
-        training: Runs of fine-tuning, the first one first.
-        speed: Times of forward passes, with protocols.
-        recipe: What was asked for, if known.
-        environment: Versions that the model was made with, if known.
-        init: Whether the weights were pretrained before, or drawn at random.
-        seed: Seed that they were drawn from.
-        paper: Published numbers.
-        coverage: How much of the whole model was rewritten, if known.
-        warnings: What the user should know of the conversion.
-    """
+    """All that is known of one model without running it."""
 
     schema_version: Literal[1] = Field(1, validation_alias="schema", serialization_alias="schema")
-    name: str
+    name: str  # folder or id, as it was given
     family: str
-    method: str
+    method: str  # `dense` for a model that was not converted
     source: str | None
-    created: str | None
+    created: str | None  # the conversion, or the training of a dense model
     parameters: Parameters
-    bytes_on_disk: Amount
+    bytes_on_disk: Amount  # tensors of the source, and weight files as they are
     macs_per_token: Macs
     layers: tuple[LayerReport, ...] = ()
-    depth: DepthPlan | None = None
-    budget: BudgetPlan | None = None
-    attention: tuple[AttentionPlan, ...] = ()
-    left: tuple[Left, ...] = ()
-    errors: dict[str, float] = Field(default_factory=dict)
+    depth: DepthPlan | None = None  # which blocks stay; dense numbers are of all of them
+    budget: BudgetPlan | None = None  # and the error predicted for it
+    attention: tuple[AttentionPlan, ...] = ()  # what is replaced
+    left: tuple[Left, ...] = ()  # layers of the blocks that stayed dense, and why
+    errors: dict[str, float] = Field(default_factory=dict)  # means of the layers' errors by kind
     calibration: CalibrationFacts | None = None
     metrics: tuple[Metric, ...] = ()
-    training: tuple[TrainingFacts, ...] = ()
+    training: tuple[TrainingFacts, ...] = ()  # the first run first
     speed: tuple[Speed, ...] = ()
-    recipe: dict[str, Any] | None = None
-    environment: dict[str, str] | None = None
+    recipe: dict[str, Any] | None = None  # what was asked for
+    environment: dict[str, str] | None = None  # versions
     init: Literal["pretrained", "random"] = "pretrained"
-    seed: int | None = None
-    paper: tuple[PaperRow, ...] = ()
+    seed: int | None = None  # of the random initialisation
+    paper: tuple[PaperRow, ...] = ()  # published numbers
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()
 
@@ -174,27 +108,22 @@ class ModelReport(_Node):
         return bool(self.layers or self.attention) or self.depth is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the tree as plain data for JSON."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 def mean_errors(layers: Iterable[LayerReport]) -> dict[str, float]:
     """Means of the errors of each kind, over the layers that have it."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {kind: [] for kind in ERRORS}
     for layer in layers:
         for kind, error in layer.errors.items():
             found.setdefault(kind, []).append(error)
-    known = [kind for kind in ERRORS if kind in found]
-    kinds = [*known, *(kind for kind in found if kind not in known)]
-    return {kind: sum(found[kind]) / len(found[kind]) for kind in kinds}
+    return {kind: sum(errors) / len(errors) for kind, errors in found.items() if errors}
 
 
 # Which numbers stand for a set of models, and which models no other one beats.
 
 
 _Item = TypeVar("_Item")
-_Key = TypeVar("_Key", bound=Hashable)
-
 
 _SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
 
@@ -211,14 +140,12 @@ def other_baseline(report: ModelReport, metric: Metric) -> str | None:
     """Name of what a number was compared with, where that is not the model's own dense source."""
     if metric.difference is None or report.source is None:
         return None
-    name = metric.difference.baseline
-    known = {_place(report.source), _place(report.name)}
-    return None if _place(name) in known else Path(name).name
-
-
-def _place(name: str) -> str:
-    """A model by its last folder: names differ by where one stands, or by the owner."""
-    return Path(ALIASES.get(name, name)).name
+    # Models by their last folder: names differ by where one stands, or by the owner.
+    name, *own = (
+        Path(ALIASES.get(name, name)).name
+        for name in (metric.difference.baseline, report.source, report.name)
+    )
+    return None if name in own else Path(metric.difference.baseline).name
 
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
@@ -229,26 +156,18 @@ def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
 
 def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:
     """Picks the metric that most of the models have, the first of those, for each model."""
-    key = _commonest((metric_key(metric) for metric in report.metrics) for report in reports)
-    return [
-        next((metric for metric in report.metrics if metric_key(metric) == key), None)
-        for report in reports
-    ]
+    keys = (dict.fromkeys(map(metric_key, report.metrics)) for report in reports)
+    counts = Counter(key for found in keys for key in found)
+    key = max(counts, key=lambda key: counts[key], default=None)
+    return [next((m for m in report.metrics if metric_key(m) == key), None) for report in reports]
 
 
 def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:
     """Picks the size that most models were timed at: eager and large where there are more."""
-    counts = Counter(key for report in reports for key in set(map(speed_key, report.speed)))
+    keys = (dict.fromkeys(map(speed_key, report.speed)) for report in reports)
+    counts = Counter(key for found in keys for key in found)
     key = max(counts, key=lambda key: (counts[key], key[2] == "eager", *key[:2]), default=None)
-    return [
-        next((speed for speed in report.speed if speed_key(speed) == key), None)
-        for report in reports
-    ]
-
-
-def best_speed(report: ModelReport) -> Speed | None:
-    """Picks the time with the greatest ratio."""
-    return max(report.speed, key=lambda speed: speed.ratio, default=None)
+    return [next((s for s in report.speed if speed_key(s) == key), None) for report in reports]
 
 
 def unbeaten(
@@ -257,12 +176,8 @@ def unbeaten(
     """Picks the Pareto front: the items that no other one beats in both cost and quality.
 
     Costs that differ by no more than `ALIKE` are one: budgets are spent almost to the last
-    parameter, and an item is not on the front for leaving a few more of them.
-
-    Args:
-        items: What is compared.
-        place: Gives cost and quality of an item.
-        higher: Whether more quality is a greater number.
+    parameter, and an item is not on the front for leaving a few more of them. `place` gives cost
+    and quality of an item.
     """
     sign = 1 if higher else -1
 
@@ -276,8 +191,3 @@ def unbeaten(
         for item, own in zip(items, places, strict=True)
         if not any(beats(other, own) for other in places)
     ]
-
-
-def _commonest(groups: Iterable[Iterable[_Key]]) -> _Key | None:
-    counts = Counter(key for group in groups for key in dict.fromkeys(group))
-    return counts.most_common(1)[0][0] if counts else None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tcompress import pipeline
+from tcompress import pipeline, sweeps
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.evaluation.scores import Baseline, ModelScores
 from tcompress.models import SourceModel
@@ -79,7 +79,7 @@ def run(said: Recipe, **options: Any) -> Swept:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes no time to measure quality, where only the order of work matters."""
-    monkeypatch.setattr(pipeline, "evaluate", quick_evaluate)
+    monkeypatch.setattr(sweeps, "evaluate", quick_evaluate)
 
 
 def quick_evaluate(models: Any, wanted: Evaluate, **options: Any) -> list[ModelScores]:
@@ -102,12 +102,13 @@ def quick_evaluate(models: Any, wanted: Evaluate, **options: Any) -> list[ModelS
 
 
 class Counting:
-    """Counts calls of what a pipeline does."""
+    """Counts calls of what a sweep does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         for name in ("convert", "finetune", "evaluate", "bench"):
-            monkeypatch.setattr(pipeline, name, self._counted(name, getattr(pipeline, name)))
+            place: Any = sweeps if name == "evaluate" else pipeline
+            monkeypatch.setattr(place, name, self._counted(name, getattr(place, name)))
 
     def _counted(self, name: str, function: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from tcompress.options import (
     parse_recipe,
 )
 from tcompress.options.document import Document, Problem
-from tcompress.options.explain import explain
+from tcompress.options.words import explain
 from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.planning.sites import structure_of
 

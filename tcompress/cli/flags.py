@@ -17,9 +17,10 @@ from tcompress.options import complete
 from tcompress.options.commands import COMMON, Hub, Manner
 from tcompress.options.fields import Typed, members, typed_fields, words_of
 from tcompress.options.read import Given
+from tcompress.options.words import quoted
 
 _NUMBERS = {int: "N", float: "NUMBER"}
-_LONGEST_METAVAR = 12  # of words one by one; longer ones would leave no room for the help
+_MOST_WORDS, _LONGEST_METAVAR = 4, 12  # one by one; the latter where the help is to be short
 
 
 def examples(*lines: str) -> str:
@@ -174,7 +175,10 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
     if not switch:
-        shown |= {"metavar": flag.metavar or _metavar(item), "autocompletion": offers(item)}
+        shown |= {
+            "metavar": flag.metavar or _metavar(item, brief=brief),
+            "autocompletion": offers(item),
+        }
     kind: Any = bool if switch else list[str] if _several(item) else str
     names = sorted(flag.names, key=len)  # short ones first
     # A switch that is on or of unknown state by default can be turned off too.
@@ -197,10 +201,11 @@ def _several(item: Typed) -> bool:
     return any(get_origin(part) in (tuple, dict) for part in members(item.annotation))
 
 
-def _metavar(item: Typed) -> str:
+def _metavar(item: Typed, *, brief: bool) -> str:
     if words := words_of(item.annotation):
         listed = "|".join(words)
-        return listed if len(listed) <= _LONGEST_METAVAR else "NAME"
+        fits = len(listed) <= _LONGEST_METAVAR if brief else len(words) <= _MOST_WORDS
+        return listed if fits else "NAME"
     parts = members(item.annotation)
     return next((text for kind, text in _NUMBERS.items() if kind in parts), "TEXT")
 
@@ -210,8 +215,9 @@ def help_of(item: Typed, *, brief: bool = False) -> str:
     text = item.info.description or ""
     text = text.partition(";")[0] if brief else text
     words = words_of(item.annotation)
-    if not brief and words and item.flag.metavar in (None, "NAME") and _metavar(item) == "NAME":
-        text = text if words[0] in text else f"{text}: {', '.join(f'`{word}`' for word in words)}"
+    named = item.flag.metavar in (None, "NAME") and len(words) > _MOST_WORDS
+    if named and not brief and words[0] not in text:
+        text = f"{text}: {quoted(words)}"
     if item.owners:
         text = f"{', '.join(item.owners)}: {text}"
     elif not text.startswith("`"):

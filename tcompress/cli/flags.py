@@ -187,7 +187,7 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     declared = (
         typer.Argument(**shown)
         if flag.positional
-        else typer.Option(*names, rich_help_panel=flag.panel, envvar=flag.environment, **shown)
+        else typer.Option(*names, rich_help_panel=flag.panel, **shown)
     )
     return inspect.Parameter(
         _identifier(part, item),

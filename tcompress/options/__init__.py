@@ -11,7 +11,6 @@ from tcompress.options.load import (
     check_recipe,
     choose_variants,
     dump_recipe,
-    load_recipe,
     parse_recipe,
 )
 from tcompress.options.method_options import AutoSpec, mechanism_names, method_names
@@ -37,7 +36,6 @@ __all__ = [
     "dump_recipe",
     "find_recipe",
     "json_schema",
-    "load_recipe",
     "mechanism_names",
     "method_names",
     "parse_recipe",

@@ -47,7 +47,7 @@ class Trust(Section):
 class Hub(Trust):
     """How the hub is asked."""
 
-    token: str | None = option(None, "access token for the hub", environment="HF_TOKEN")
+    token: str | None = option(None, "access token for the hub; default `HF_TOKEN`")
 
 
 class Access(Hub):

@@ -55,14 +55,11 @@ class Flag:
             off what is on by default.
         panel: Heading in the help; default that of its model.
         metavar: What stands for the value in the help; default by type.
-        complete: Function of `tcompress.options.complete` that offers values; default the words
-            of a `Literal`.
-        read: From what was typed to what a recipe would say; default by type. Raises `ValueError`
-            with what is allowed.
+        complete: Function of `tcompress.options.complete`; default the words of a `Literal`.
+        read: From what was typed to what a recipe would say; default by type. Raises `ValueError`.
         splits: Whether commas separate what may be given several times.
         positional: Whether it is an argument.
         whole: Whether, of several sets of options, the name alone is typed.
-        environment: Variable that gives a default.
         off: Whether recipes and keywords alone set it.
     """
 
@@ -74,7 +71,6 @@ class Flag:
     splits: bool = True
     positional: bool = False
     whole: bool = False
-    environment: str | None = None
     off: bool = False
 
     def __call__(self, schema: dict[str, Any]) -> None:

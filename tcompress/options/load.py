@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from tcompress.errors import RecipeError
 from tcompress.options.document import Document, Problem, RecipeDumper, Unreadable, read_document
 from tcompress.options.fields import Options
-from tcompress.options.library import read_text
 from tcompress.options.read import as_plain, dotted, schema_of
 from tcompress.options.schema import RECIPE_VERSION, Recipe
 from tcompress.options.words import did_you_mean, explain, found, quoted
@@ -21,15 +20,6 @@ from tcompress.options.words import did_you_mean, explain, found, quoted
 COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 _START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
 _UPDATE = "update tcompress: `pip install --upgrade tcompress`"
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Reads a recipe file in YAML or JSON.
-
-    Raises:
-        RecipeError: The file cannot be read, or the recipe is wrong; lists all problems.
-    """
-    return parse_recipe(read_text(path), str(path))
 
 
 def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:

@@ -34,7 +34,7 @@ COMMANDS = (
     "recipes",
     "demo",
 )
-HEAVY = ("torch", "transformers", "datasets", "numpy", "click", "yaml")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "click")
 
 
 def modules_after(*arguments: str, setup: str = "") -> set[str]:

@@ -105,6 +105,6 @@ def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_listing_does_not_import_torch() -> None:
     code = (
         "import sys; from tcompress.options import recipe_names; "
-        "assert recipe_names(); assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules)"
+        "assert recipe_names(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,13 +16,13 @@ from tcompress.options import (
     LayerRule,
     Recipe,
     dump_recipe,
-    load_recipe,
+    find_recipe,
     method_names,
     parse_recipe,
 )
 from tcompress.options.document import Document, Problem
-from tcompress.options.explain import explain
 from tcompress.options.method_options import LowRankSpec, LprodSpec
+from tcompress.options.words import explain
 from tcompress.planning.sites import structure_of
 
 TRICKY = [
@@ -211,7 +211,7 @@ def test_load_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"recipe_version": 1, "convert": {"method": {"name": "svd"}}}', "utf-8-sig")
     expected = Recipe(recipe_version=1, convert=Convert(method=LowRankSpec()))
-    assert load_recipe(path) == load_recipe(str(path)) == expected
+    assert parse_recipe(*find_recipe(str(path))) == expected
 
 
 def test_methods_of_a_sweep() -> None:

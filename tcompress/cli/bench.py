@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
+from tcompress.cli.terminal import print_json, results, shown_progress, tell
 from tcompress.options.commands import Manner, Timed, Trust
 from tcompress.options.steps import Bench as BenchOptions
-
-if TYPE_CHECKING:
-    from tcompress.latency.benchmark import Bench
 
 EXAMPLES = (
     "tcompress bench bert-base-lprod-p4",
@@ -21,10 +16,8 @@ EXAMPLES = (
 
 def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress bench` says."""
-    from tcompress.cli.terminal import print_json, shown_progress, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
     from tcompress.latency.benchmark import bench as measure
+    from tcompress.reporting.console import speed_table
 
     with shown_progress(quiet=manner.quiet) as progress:
         done = measure(
@@ -37,22 +30,13 @@ def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> No
         )
     if manner.as_json:
         print_json({"benches": [item.model_dump(mode="json") for item in done]})
-    else:
-        _show(done, wanted=call.save)
-
-
-def _show(done: Sequence[Bench], *, wanted: bool) -> None:
-    from tcompress.cli.terminal import results
-    from tcompress.reporting.console import speed_table
-
-    screen = results()
+        return
     for item in done:
-        screen.print(f"{item.model} against {item.baseline}", soft_wrap=True, style="bold")
-        screen.print(speed_table(item.speed))
+        tell(f"{item.model} against {item.baseline}", style="bold")
+        results().print(speed_table(item.speed))
         for note in item.notes:
-            screen.print(f"note: {note}", soft_wrap=True)
+            tell(f"note: {note}")
         if item.saved:
-            screen.print(f"Kept in `{item.model}/tcompress.json`.", soft_wrap=True)
-        elif wanted:
-            words = f"Not kept: `{item.model}` is no folder with a `tcompress.json`."
-            screen.print(words, soft_wrap=True)
+            tell(f"Kept in `{item.model}/tcompress.json`.")
+        elif call.save:
+            tell(f"Not kept: `{item.model}` is no folder with a `tcompress.json`.")

@@ -1,26 +1,25 @@
-"""`tcompress convert`, its own options, and what it has in common with `run`."""
+"""`tcompress convert`, and what it has in common with `run`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.cli.terminal import (
-    Interrupted,
     print_json,
+    relative,
     results,
+    resumable,
     say,
     shown_progress,
-    silence_libraries,
+    tell,
     typed,
 )
-from tcompress.options.commands import MODEL, REPORT, Access, Manner, OneModel, Planned, Written
+from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
-from tcompress.options.convert_options import BLOCKS, FIT, GOAL, METHOD, OUTPUT, SCRATCH, Convert
+from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
+from tcompress.options.fields import FIT, METHOD_OPTIONS
 from tcompress.options.read import Given
 
 if TYPE_CHECKING:
@@ -28,7 +27,12 @@ if TYPE_CHECKING:
     from tcompress.models import SourceModel
     from tcompress.options.steps import Architecture
 
-# What `convert` and `run` have in common: plan, convert, and say what came of it.
+EXAMPLES = (
+    "tcompress convert bert-base --method lprod --p 4",
+    "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
+    "tcompress convert vit-base --method hot --structure lprod --p 4",
+)
+SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,14 @@ class Job:
     manner: Manner
     architecture: Architecture | None = None
 
-    @property
-    def seed(self) -> int | None:
-        """Seed of the weights, where they are drawn at random."""
-        return self.convert.seed if self.convert.init == "random" else None
+    def open(self) -> SourceModel:
+        """Opens the dense model."""
+        if self.architecture is None:
+            seed = self.convert.seed if self.convert.init == "random" else None
+            return open_source(self.model, self.access, self.manner, seed)
+        from tcompress.own_models.architecture import open_architecture
+
+        return open_architecture(self.architecture, self.convert.seed, self.access.token)
 
 
 def default_output(model: str, convert: Convert) -> str:
@@ -67,34 +75,12 @@ def default_output(model: str, convert: Convert) -> str:
     return default_output_name(model, short_name(convert))
 
 
-def open_job(job: Job) -> SourceModel:
-    """Opens the dense model of a conversion."""
-    if job.architecture is None:
-        return open_source(job.model, job.access, job.manner, job.seed)
-    silence_libraries(verbose=job.manner.verbose)
-    from tcompress.own_models.architecture import open_architecture
-
-    return open_architecture(job.architecture, job.convert.seed, job.access.token)
-
-
 def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
-    """Opens a dense model, and says so if that means a download.
-
-    Args:
-        name: Folder, short name or hub id.
-        access: How to open it.
-        manner: How to talk.
-        seed: Seed to draw its weights from, in place of reading them.
-    """
-    from tcompress.models import ALIASES
+    """Opens a dense model, with weights drawn by a seed if one is given."""
+    from tcompress.models import ALIASES, SourceModel
     from tcompress.models.names import local_folder
 
-    remote = local_folder(name) is None
-    bars = remote and not manner.quiet and sys.stderr.isatty()
-    silence_libraries(verbose=manner.verbose, downloads=bars)
-    from tcompress.models import SourceModel
-
-    if remote and name in ALIASES:
+    if name in ALIASES and local_folder(name) is None:
         say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
     return SourceModel.open(
         name,
@@ -113,7 +99,7 @@ def show_plan(job: Job) -> None:
     from tcompress.reporting.console import render_plan
 
     check_data([job.convert.calibration.source])
-    source = open_job(job)
+    source = job.open()
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
@@ -121,28 +107,27 @@ def show_plan(job: Job) -> None:
         print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
     results().print(render_plan(plan, costs, source.store.total_bytes))
-    if job.seed is not None:
-        text = f"Weights will be drawn at random, with seed {job.seed}; none are read."
-        results().print(text, soft_wrap=True)
-    results().print(
-        f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.", soft_wrap=True
-    )
+    if job.convert.init == "random":
+        tell(f"Weights will be drawn at random, with seed {job.convert.seed}; none are read.")
+    tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
 
 
 def perform(job: Job) -> None:
     """Converts, and prints the result."""
-    silence_libraries(verbose=job.manner.verbose)
     from tcompress.artifact.workplace import check_output
     from tcompress.conversion.converter import convert
 
     check_output(job.output, force=job.force)  # before a long download
-    source = open_job(job)
-    with _resumable(job.output), shown_progress(quiet=job.manner.quiet) as progress:
+    source = job.open()
+    with (
+        resumable(lambda: f"`{job.output}` was not written"),
+        shown_progress(quiet=job.manner.quiet) as progress,
+    ):
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
-    show_result(done, job)
+    _show_result(done, job)
 
 
-def show_result(done: Converted, job: Job) -> None:
+def _show_result(done: Converted, job: Job) -> None:
     """Prints what a conversion made of the model, and what to do next."""
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import report_of
@@ -153,52 +138,17 @@ def show_result(done: Converted, job: Job) -> None:
         facts = {"resumed": done.resumed, "healed": False, "seconds": seconds}
         print_json({"output": str(done.folder), **facts, "report": report.to_json()})
         return
-    screen = results()
     # Before and after; `tcompress report` has the layers.
-    screen.print(render([report.model_copy(update={"layers": (), "left": ()})]))
+    results().print(render([report.model_copy(update={"layers": (), "left": ()})]))
     resumed = ", continuing an interrupted run" if done.resumed else ""
-    screen.print(f"Wrote `{name}` in {seconds:.1f} s{resumed}.", soft_wrap=True)
+    tell(f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
+    following = f"tcompress finetune {typed(name)}"
     if done.manifest.source.init == "random":
-        screen.print("Not trained yet: all weights are as they were drawn at random.")
-        following = f"tcompress finetune {typed(name)} --task ... --data ..."
-        screen.print(f"Next: `{following}`", soft_wrap=True)
+        tell("Not trained yet: all weights are as they were drawn at random.")
+        tell(f"Next: `{following} --task ... --data ...`")
         return
-    screen.print("Not healed yet: imitating the dense model usually wins much of the quality back.")
-    screen.print(f"Next: `tcompress finetune {typed(name)} --data FILE`", soft_wrap=True)
-
-
-@contextmanager
-def _resumable(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise Interrupted(
-            f"interrupted; `{output}` was not written",
-            "run the same command again: it goes on where it stopped",
-        ) from error
-
-
-def relative(folder: Path) -> Path:
-    """Shortens a path to what a user would type."""
-    try:
-        return folder.relative_to(Path.cwd())
-    except ValueError:
-        return folder
-
-
-# `tcompress convert`.
-
-
-EXAMPLES = (
-    "tcompress convert bert-base --method lprod --p 4",
-    "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
-    "tcompress convert minilm --method auto --target 0.25",
-    "tcompress convert bert-base --method svd --target 0.5 --drop-layers 6",
-    "tcompress convert vit-base --method hot --structure lprod --p 4",
-    "tcompress convert ./my-model --recipe encoder/minilm-lprod --calib none",
-)
-
-SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, REPORT, MODEL, BLOCKS, SCRATCH, FIT)}
+    tell("Not healed yet: imitating the dense model usually wins much of the quality back.")
+    tell(f"Next: `{following} --data FILE`")
 
 
 def convert(
@@ -217,12 +167,6 @@ def convert(
     recipe = parse_recipe(*find_recipe(call.recipe)) if call.recipe is not None else None
     settings = conversion(said.values(), recipe, structure=call.structure, typed=said)
     folder = written.output or (recipe and recipe.output)
-    job = Job(
-        model=one.model,
-        convert=settings,
-        output=Path(folder or default_output(one.model, settings)),
-        force=written.force,
-        access=access,
-        manner=manner,
-    )
+    output = Path(folder or default_output(one.model, settings))
+    job = Job(one.model, settings, output, written.force, access, manner)
     show_plan(job) if planned.dry_run else perform(job)

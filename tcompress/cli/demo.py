@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from tcompress.cli.terminal import print_json, results, shown_progress, table
 from tcompress.options.commands import Manner, Shown
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
 def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
-    from tcompress.cli.terminal import print_json, results, shown_progress, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
     from tcompress.demo import run_demo, shipped_data
 
     with (
@@ -44,16 +42,11 @@ def demo(call: Shown, manner: Manner) -> None:
 
 @contextmanager
 def _folder(kept: str | None) -> Iterator[Path]:
-    if kept is not None:
-        yield Path(kept)
-        return
-    with TemporaryDirectory(prefix="tcompress-demo-") as name:
+    with nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-") as name:
         yield Path(name)
 
 
 def _table(report: DemoReport) -> Table:
-    from tcompress.cli.terminal import table
-
     numbers = ("kept", "parameters", "bytes", "times faster", "perplexity")
     rows = table("model", *numbers, right=numbers)
     for row, following in zip(report.rows, (*report.rows[1:], None), strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from tcompress.cli.terminal import print_json, shown_progress, tell
 from tcompress.options.commands import Exported, Manner, Written
 
 EXAMPLES = ("tcompress export bert-base-lprod-p4 --to dense -o bert-base-plain",)
@@ -11,11 +13,6 @@ EXAMPLES = ("tcompress export bert-base-lprod-p4 --to dense -o bert-base-plain",
 
 def export(call: Exported, written: Written, manner: Manner) -> None:
     """Does what `tcompress export` says."""
-    from tcompress.cli.terminal import print_json, results, shown_progress, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
-    from json import loads as json_of
-
     from tcompress.exports import export_dense, stands_alone
 
     model = Path(call.model)
@@ -25,6 +22,6 @@ def export(call: Exported, written: Written, manner: Manner) -> None:
     if manner.as_json:
         print_json({"output": str(made), "format": call.to})
     else:
-        config = json_of((made / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
         needs = "without tcompress" if stands_alone(config) else "with `import tcompress`"
-        results().print(f"Wrote `{folder}`, which loads {needs}.", soft_wrap=True)
+        tell(f"Wrote `{folder}`, which loads {needs}.")

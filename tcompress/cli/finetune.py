@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -9,8 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.terminal import Interrupted
-from tcompress.errors import RecipeError
+from tcompress.cli.terminal import (
+    Interrupted,
+    hide_loading_bars,
+    print_json,
+    relative,
+    results,
+    resumable,
+    say,
+    shown_progress,
+    table,
+    tell,
+    typed,
+    unwritten,
+)
+from tcompress.errors import InputError, RecipeError
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
 from tcompress.options.steps import Finetune
@@ -25,14 +39,16 @@ EXAMPLES = (
     "tcompress finetune minilm --task sts --data pairs.csv --teacher none",
     "torchrun --nproc_per_node 2 -m tcompress finetune small --data a.txt",
 )
-
 # What `evaluate` calls tasks that it knows under another name, or not at all.
 _MEASURED_AS = {"": "...", "regression": "...", "causal-lm": "perplexity"}
-
 # A good start is left at a high rate, and takes many steps to be reached again.
 _START_KEPT = (
     "No step did better than the start: give more steps (`--steps`), or a lower rate (`--lr`)."
 )
+_MOST_POINTS = 12  # of the course of training
+
+GRACE = 20.0
+"""Seconds that the main process has to report what is wrong."""
 
 
 def finetune(
@@ -44,19 +60,21 @@ def finetune(
     manner: Manner,
 ) -> None:
     """Does what `tcompress finetune` says."""
-    from tcompress.cli.terminal import say, shown_progress, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
     from tcompress.artifact.reader import open_checked
     from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
+    hide_loading_bars(verbose=manner.verbose)
     if not Path(one.model).exists():
         check_output(folder, force=written.force)  # before a long download
-    quiet = manner.quiet or not is_main_process()
-    with one_voice(), resumable(folder), shown_progress(quiet=quiet) as progress:
+    quiet = manner.quiet or not _is_main_process()
+    with (
+        _one_voice(),
+        resumable(lambda: unwritten(folder)),
+        shown_progress(quiet=quiet) as progress,
+    ):
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         done = train_model(
             source,
@@ -67,8 +85,8 @@ def finetune(
             progress=progress,
             say=say,
         )
-    if is_main_process():
-        show_result(done, as_json=manner.as_json)
+    if _is_main_process():
+        _show_result(done, as_json=manner.as_json)
 
 
 def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
@@ -104,66 +122,37 @@ def default_output(model: str, settings: Finetune) -> Path:
     return Path(name) if folder is None else folder.parent / name
 
 
-def is_main_process() -> bool:
+def _is_main_process() -> bool:
     """Tells whether this process talks to the user; launchers start several."""
-    import os
-
     return os.environ.get("RANK", "0") == "0"
 
 
-GRACE = 20.0
-"""Seconds that the main process has to report what is wrong."""
-
-
 @contextmanager
-def one_voice() -> Iterator[None]:
+def _one_voice() -> Iterator[None]:
     """Leaves it to the main process to report what all processes meet.
 
     Others wait for it: launchers end all processes as soon as one ends, and the first to find what
     is wrong is often not the main one. What it alone has found a process reports itself.
     """
-    from tcompress.errors import InputError
-
     try:
         yield
     except Interrupted as error:
-        if is_main_process():
+        if _is_main_process():
             raise
         sys.exit(error.exit_code)
     except InputError:
-        if not is_main_process():
+        if not _is_main_process():
             time.sleep(GRACE)
         raise
 
 
-@contextmanager
-def resumable(output: Path) -> Iterator[None]:
-    """Says after an interruption how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        state = (
-            "is written, but what comes after it is not finished"
-            if (output / "config.json").is_file()
-            else "was not written, but the training so far is kept"
-        )
-        raise Interrupted(
-            f"interrupted; `{output}` {state}",
-            "run the same command again: it goes on where it stopped",
-        ) from error
-
-
-def show_result(done: Finetuned, *, as_json: bool) -> None:
+def _show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
-    from tcompress.cli.convert import relative
-    from tcompress.cli.terminal import print_json, results, table, typed
-
     facts, name = done.facts, relative(done.folder)
     if as_json:
         record = facts.model_dump(mode="json")
         print_json({"output": str(done.folder), "resumed": done.resumed, "training": record})
         return
-    screen = results()
     names = ("step", "loss", facts.validation, "learning rate", "minutes")
     rows = table(*names, right=names)
     for point in _shown(facts.curve):
@@ -174,22 +163,19 @@ def show_result(done: Finetuned, *, as_json: bool) -> None:
             "" if point.learning_rate is None else f"{point.learning_rate:.2e}",
             f"{point.seconds / 60:.1f}",
         )
-    screen.print(rows)
-    screen.print(
-        f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes"
-        + (f", taught by {facts.teacher}" if facts.teacher else ""),
-        soft_wrap=True,
-    )
-    screen.print(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.", soft_wrap=True)
+    results().print(rows)
+    taught = f", taught by {facts.teacher}" if facts.teacher else ""
+    tell(f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes{taught}")
+    tell(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.")
     if not facts.best_step and facts.steps:
-        screen.print(_START_KEPT, soft_wrap=True)
+        tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
-    following = f"tcompress evaluate {typed(name)} --task {measured} --data ..."
-    screen.print(f"Next: `{following}`", soft_wrap=True)
+    tell(f"Next: `tcompress evaluate {typed(name)} --task {measured} --data ...`")
 
 
-def _shown(curve: list[Any], most: int = 12) -> list[Any]:
+def _shown(curve: list[Any]) -> list[Any]:
     """At most so many points, the first and the last among them."""
-    if len(curve) <= most:
+    if len(curve) <= _MOST_POINTS:
         return curve
-    return [curve[round(index * (len(curve) - 1) / (most - 1))] for index in range(most)]
+    steps = _MOST_POINTS - 1
+    return [curve[round(index * (len(curve) - 1) / steps)] for index in range(_MOST_POINTS)]

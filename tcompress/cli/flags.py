@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
+from tcompress.cli.terminal import silence_libraries
 from tcompress.errors import RecipeError
 from tcompress.options import complete
-from tcompress.options.fields import Place, Typed, members, typed_fields, words_of
+from tcompress.options.commands import COMMON, Hub, Manner
+from tcompress.options.fields import Typed, members, typed_fields, words_of
 from tcompress.options.read import Given
+from tcompress.options.words import quoted
 
 _NUMBERS = {int: "N", float: "NUMBER"}
+_MOST_WORDS, _LONGEST_METAVAR = 4, 12  # one by one; the latter where the help is to be short
 
 
 def examples(*lines: str) -> str:
@@ -35,21 +41,31 @@ class Only:
 
     def of(self, fields: Sequence[Typed]) -> list[Typed]:
         """Picks them."""
-        found = [item for item in fields if item.flag.names[0] in self.names]
         return [
             replace(item, flag=replace(item.flag, panel=self.panel or item.flag.panel))
-            for item in found
+            for item in fields
+            if item.flag.names[0] in self.names
         ]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of a command's function: a model, or what was typed of it."""
+    """A parameter of a command's function: a model, or (`raw`) what was typed of it."""
 
     name: str
     kind: Any
     raw: bool
     fields: tuple[Typed, ...]
+
+
+class _Command(TyperCommand):
+    """A command whose help lists `--help` among the common options."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        found: Any = super().get_help_option(ctx)
+        if found is not None:
+            found.rich_help_panel = COMMON
+        return found
 
 
 def command(
@@ -71,7 +87,7 @@ def command(
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         run = flagged(function, name, panels)
-        app.command(name, epilog=examples(*lines), **settings)(run)
+        app.command(name, cls=_Command, epilog=examples(*lines), **settings)(run)
         return function
 
     return add
@@ -82,11 +98,17 @@ def flagged(function: Callable[..., None], name: str, panels: Sequence[str] = ()
     parts = list(_parts(function))
 
     def run(**given: Any) -> None:
-        function(**_bound(parts, given, name))
+        models = _bound(parts, given, name)
+        if isinstance(manner := models.get("manner"), Manner):
+            remote = any(isinstance(model, Hub) for model in models.values())
+            downloads = remote and not manner.quiet and sys.stderr.isatty()
+            silence_libraries(verbose=manner.verbose, downloads=downloads)
+        function(**models)
 
     found = [(item, part) for part in parts for item in part.fields]
     if panels:
-        found.sort(key=lambda pair: _rank(pair[0].flag.panel, panels))
+        ranks = {panel: rank for rank, panel in enumerate(panels)}
+        found.sort(key=lambda pair: ranks.get(pair[0].flag.panel or "", len(ranks)))
     # Python wants those that must be given first.
     found.sort(key=lambda pair: not _required(*pair))
     parameters = [_parameter(item, part, brief=bool(panels)) for item, part in found]
@@ -117,15 +139,15 @@ def _bound(parts: Sequence[_Part], given: Mapping[str, Any], command: str) -> di
     found: dict[str, Any] = {}
     wrong: list[RecipeError] = []
     for part in parts:
-        texts = {item.place: given[_identifier(part, item)] for item in part.fields}
-        # A list that is not given is None or empty, by version of the parser.
-        typed = {
-            place: [value] if isinstance(value, str) else value
-            for place, value in texts.items()
-            if value is not None and value != [] and value != ()
-        }
-        fields = {item.place: item for item in part.fields}
-        said = Given(part.kind, command, _switched(typed, fields), fields)
+        typed: dict[Any, Any] = {}
+        for item in part.fields:
+            value = given[_identifier(part, item)]
+            if value is True and _turns_off(item):
+                value = False
+            # A list that is not given is None or empty, by version of the parser.
+            if value is not None and value != [] and value != ():
+                typed[item.place] = [value] if isinstance(value, str) else value
+        said = Given(part.kind, command, typed, {item.place: item for item in part.fields})
         try:
             found[part.name] = said if part.raw else said.read()
         except RecipeError as error:
@@ -133,14 +155,6 @@ def _bound(parts: Sequence[_Part], given: Mapping[str, Any], command: str) -> di
     if wrong:
         raise RecipeError("; ".join(error.message for error in wrong), wrong[0].hint)
     return found
-
-
-def _switched(typed: dict[Place, Any], fields: Mapping[Place, Typed]) -> dict[Place, Any]:
-    """Turns off what `--no-...` alone turns off."""
-    return {
-        place: not value if value is True and _turns_off(fields[place]) else value
-        for place, value in typed.items()
-    }
 
 
 def _turns_off(item: Typed) -> bool:
@@ -151,29 +165,29 @@ def _identifier(part: _Part, item: Typed) -> str:
     return "_".join((part.name, *item.place)).replace("-", "_")
 
 
-def _rank(panel: str | None, panels: Sequence[str]) -> int:
-    return panels.index(panel) if panel in panels else len(panels)
-
-
 def _required(item: Typed, part: _Part) -> bool:
     return item.info.is_required() and not part.raw and len(item.place) == 1
 
 
 def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     """Declares one flag, or argument."""
-    flag, several = item.flag, _several(item)
+    flag, switch = item.flag, members(item.annotation) == [bool]
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
-    if not _switch(item):
-        shown["metavar"] = flag.metavar or _metavar(item)
-        shown["autocompletion"] = offers(item)
-    kind: Any = bool if _switch(item) else list[str] if several else str
+    if not switch:
+        shown |= {
+            "metavar": flag.metavar or _metavar(item, brief=brief),
+            "autocompletion": offers(item),
+        }
+    kind: Any = bool if switch else list[str] if _several(item) else str
+    names = sorted(flag.names, key=len)  # short ones first
+    # A switch that is on or of unknown state by default can be turned off too.
+    if switch and item.info.default is not False and not _turns_off(item) and "/" not in names[0]:
+        names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
     declared = (
         typer.Argument(**shown)
         if flag.positional
-        else typer.Option(
-            *_spellings(item), rich_help_panel=flag.panel, envvar=flag.environment, **shown
-        )
+        else typer.Option(*names, rich_help_panel=flag.panel, **shown)
     )
     return inspect.Parameter(
         _identifier(part, item),
@@ -183,53 +197,37 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     )
 
 
-def _spellings(item: Typed) -> tuple[str, ...]:
-    """A switch that is on or of unknown state by default can be turned off too."""
-    names = item.flag.names
-    both = _switch(item) and item.info.default is not False and not _turns_off(item)
-    if both and not any("/" in name for name in names):
-        return (f"{names[0]}/--no-{names[0].removeprefix('--')}", *names[1:])
-    return tuple(sorted(names, key=len))  # short ones first
-
-
-def _switch(item: Typed) -> bool:
-    return members(item.annotation) == [bool]
-
-
 def _several(item: Typed) -> bool:
     return any(get_origin(part) in (tuple, dict) for part in members(item.annotation))
 
 
-def _metavar(item: Typed) -> str:
-    words = words_of(item.annotation)
-    if words:
-        return "|".join(words) if len(words) < 5 else "NAME"
+def _metavar(item: Typed, *, brief: bool) -> str:
+    if words := words_of(item.annotation):
+        listed = "|".join(words)
+        fits = len(listed) <= _LONGEST_METAVAR if brief else len(words) <= _MOST_WORDS
+        return listed if fits else "NAME"
     parts = members(item.annotation)
     return next((text for kind, text in _NUMBERS.items() if kind in parts), "TEXT")
 
 
 def help_of(item: Typed, *, brief: bool = False) -> str:
-    """Writes the help of a flag: what it is, whose it is, and its default."""
+    """Writes the help of a flag: whose it is, what it is, and its default."""
     text = item.info.description or ""
     text = text.partition(";")[0] if brief else text
     words = words_of(item.annotation)
-    plain = item.flag.metavar in (None, "NAME")
-    if plain and not brief and len(words) > 4 and words[0] not in text:
-        text = f"{text}: {', '.join(f'`{word}`' for word in words)}"
-    text = text if text.startswith("`") else text[:1].upper() + text[1:]
-    default = _default(item)
-    said = f" Default {default}." if default and "default" not in text else ""
-    repeated = _several(item) and not (item.flag.splits or item.flag.positional or brief)
-    many = " Repeatable." if repeated else ""
-    return f"{text}.{said}{many}"
-
-
-def _default(item: Typed) -> str:
+    named = item.flag.metavar in (None, "NAME") and len(words) > _MOST_WORDS
+    if named and not brief and words[0] not in text:
+        text = f"{text}: {quoted(words)}"
+    if item.owners:
+        text = f"{', '.join(item.owners)}: {text}"
+    elif not text.startswith("`"):
+        text = text[:1].upper() + text[1:]
     value = item.info.default
-    if item.info.is_required() or value in (None, (), "") or isinstance(value, bool | dict):
-        return ""
-    listed = value if isinstance(value, tuple) else (value,)
-    return f"`{','.join(map(str, listed))}`"
+    told = item.info.is_required() or value in (None, (), "") or isinstance(value, bool | dict)
+    if not told and "default" not in text:
+        text += f". Default `{','.join(map(str, value if isinstance(value, tuple) else (value,)))}`"
+    repeated = _several(item) and not (item.flag.splits or item.flag.positional or brief)
+    return f"{text}." + (" Repeatable." if repeated else "")
 
 
 def offers(item: Typed) -> Callable[[str], list[str]] | None:
@@ -238,10 +236,4 @@ def offers(item: Typed) -> Callable[[str], list[str]] | None:
         found: Callable[[str], list[str]] = getattr(complete, item.flag.complete)
         return found
     words = words_of(item.annotation)
-    if not words:
-        return None
-
-    def offer(incomplete: str) -> list[str]:
-        return complete.listed(words, incomplete)
-
-    return offer
+    return (lambda incomplete: complete.listed(words, incomplete)) if words else None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tcompress.cli.terminal import print_json, results, table, tell
 from tcompress.options.commands import Access, Inspected, Manner
+from tcompress.options.words import quoted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,11 +25,8 @@ EXAMPLES = (
 
 def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     """Does what `tcompress inspect` says."""
-    from tcompress.cli.terminal import print_json, results, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
     if call.verify:
-        _verify(call.model, access.revision, access.token, as_json=manner.as_json)
+        _verify(call.model, access, manner)
         return
     from tcompress.inspection import inspect_model
 
@@ -36,76 +36,51 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     if manner.as_json:
         print_json(found.model_dump(mode="json"))
         return
-    screen = results()
     state = "converted" if found.converted else "dense"
-    screen.print(
+    tell(
         f"{found.model}: {found.model_class} (`{found.family}`), {state}, "
-        f"{len(found.blocks)} blocks, {found.parameters:,} parameters",
-        soft_wrap=True,
+        f"{len(found.blocks)} blocks, {found.parameters:,} parameters"
     )
     if found.attention:
-        screen.print(f"attention: {found.attention}")
+        tell(f"attention: {found.attention}")
     for warning in found.warnings:
-        screen.print(f"warning: {warning}", soft_wrap=True, style="yellow")
-    screen.print(_layer_table(found, each=call.layers))
+        tell(f"warning: {warning}", style="yellow")
+    results().print(_layer_table(found, each=call.layers))
     if found.refused:
-        screen.print(_refused_table(found))
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for item in found.refused:
+            reasons[item.reason].append(item.name)
+        rows = table("stays dense", "such as", "because", right=["stays dense"])
+        for reason, names in reasons.items():
+            rows.add_row(str(len(names)), names[0], reason)
+        results().print(rows)
 
 
-def _verify(model: str, revision: str | None, token: str | None, *, as_json: bool) -> None:
-    from dataclasses import asdict
-
+def _verify(model: str, access: Access, manner: Manner) -> None:
     from tcompress.artifact.reader import verify_files
-    from tcompress.cli.terminal import print_json, results
     from tcompress.models import resolve
 
-    found = verify_files(resolve(model, revision, token))
-    if as_json:
+    found = verify_files(resolve(model, access.revision, access.token))
+    if manner.as_json:
         print_json({"model": model, **asdict(found)})
         return
-    screen = results()
-    screen.print(f"{model}: {found.files} files of {found.bytes:,} bytes are as they were written")
+    tell(f"{model}: {found.files} files of {found.bytes:,} bytes are as they were written")
     if found.others:
-        names = ", ".join(f"`{name}`" for name in found.others[:8])
         more = f" and {len(found.others) - 8} more" if len(found.others) > 8 else ""
-        screen.print(f"no checksums of {names}{more}", soft_wrap=True)
+        tell(f"no checksums of {quoted(found.others[:8])}{more}")
 
 
 def _layer_table(found: Inspection, *, each: bool) -> Table:
-    from tcompress.cli.terminal import table
-
     groups: dict[object, list[LayerFacts]] = defaultdict(list)
     for layer in found.layers:
-        groups[layer.name if each else _shape(layer)].append(layer)
+        sizes = (layer.in_features, layer.out_features, layer.experts)
+        shape = (layer.role, layer.kind, layer.parts, layer.structure, *sizes)
+        groups[layer.name if each else shape].append(layer)
     names = ["role", "stored as", "in", "out", "layers", "such as"]
     rows = table(*names, *(["structure"] if found.converted else []), right=names[2:5])
-    for same in groups.values():
-        first = same[0]
-        cells = [_role(first), _kind(first), str(first.in_features), str(first.out_features)]
-        rows.add_row(*cells, str(len(same)), first.name, first.structure)
-    return rows
-
-
-def _shape(layer: LayerFacts) -> tuple[object, ...]:
-    sizes = (layer.in_features, layer.out_features, layer.experts)
-    return (layer.role, layer.kind, layer.parts, layer.structure, *sizes)
-
-
-def _role(layer: LayerFacts) -> str:
-    return f"{layer.role} ({'+'.join(layer.parts)})" if layer.parts else layer.role
-
-
-def _kind(layer: LayerFacts) -> str:
-    return f"{layer.experts} experts" if layer.experts else layer.kind
-
-
-def _refused_table(found: Inspection) -> Table:
-    from tcompress.cli.terminal import table
-
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for item in found.refused:
-        reasons[item.reason].append(item.name)
-    rows = table("stays dense", "such as", "because", right=["stays dense"])
-    for reason, names in reasons.items():
-        rows.add_row(str(len(names)), names[0], reason)
+    for first, *others in groups.values():
+        role = f"{first.role} ({'+'.join(first.parts)})" if first.parts else first.role
+        kind = f"{first.experts} experts" if first.experts else first.kind
+        counts = (first.in_features, first.out_features, 1 + len(others))
+        rows.add_row(role, kind, *map(str, counts), first.name, first.structure)
     return rows

@@ -51,11 +51,9 @@ _COMMANDS = {
 
 
 def program(typed: Sequence[str] | None = None) -> typer.Typer:
-    """Makes the program.
+    """Makes the program; of what was `typed` only the command asked for is imported.
 
-    Args:
-        typed: What was typed after its name: only the command that is asked for is imported, so
-            that help takes no time; default all are.
+    Help takes no time then.
     """
     app = typer.Typer(
         name="tcompress",
@@ -70,7 +68,7 @@ def program(typed: Sequence[str] | None = None) -> typer.Typer:
     wanted = None if typed is None else next((word for word in typed if word[:1] != "-"), "")
     for name, summary in _COMMANDS.items():
         if wanted not in (None, name):
-            app.command(name, help=summary)(_nothing)
+            app.command(name, help=summary)(lambda: None)
             continue
         module = import_module(f"tcompress.cli.{name.replace('-', '_')}")
         if name == "recipes":
@@ -83,10 +81,6 @@ def program(typed: Sequence[str] | None = None) -> typer.Typer:
         detail = "\n\n".join([summary, *getattr(module, "DETAIL", ())])
         command(app, name, *module.EXAMPLES, help=detail, **settings)(function)
     return app
-
-
-def _nothing() -> None:
-    """Stands for a command that is not asked for."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,11 +103,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and ends the program with its exit code.
-
-    Args:
-        arguments: What was typed after the program's name; default from the system.
-    """
+    """Runs a command, by default what was typed, and ends the program with its exit code."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     with outliving_readers(), _stoppable() as heard:
         code = _run(typed)
@@ -136,27 +126,19 @@ def _stoppable() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         as_interrupt(number, frame)
 
-    try:
-        before = signal.signal(signal.SIGTERM, hear)
-    except ValueError:  # not in the main thread, which alone receives signals
-        yield heard
-        return
+    before = signal.signal(signal.SIGTERM, hear)
     try:
         yield heard
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _completed() -> list[str] | None:
-    """What is typed so far, where a shell says so when it asks what may follow."""
-    said = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
-    return said.split()[1:] if said else None
-
-
 def _run(typed: list[str]) -> int:
     as_json = "--json" in typed
     try:
-        asked = _completed() if _COMPLETION in os.environ else typed
+        # A shell that asks what may follow says what is typed so far.
+        so_far = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+        asked = so_far.split()[1:] if _COMPLETION in os.environ else typed
         whole = typer.main.get_command(program(asked))
         code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here, not when the program ends

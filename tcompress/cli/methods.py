@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.terminal import suggestion
+from tcompress.cli.terminal import print_json, results, suggestion, table
 from tcompress.errors import InputError
 from tcompress.options.commands import Described, Json
-from tcompress.options.fields import Options, typed_fields
+from tcompress.options.fields import Options, method_options
+from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
+from tcompress.options.words import describe, quoted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tcompress.attention import Mechanism
     from tcompress.structures import Structure
 
@@ -20,15 +20,16 @@ EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods -
 
 def methods(call: Described, manner: Json) -> None:
     """Does what `tcompress methods` says."""
-    from tcompress.cli.terminal import print_json, results, silence_libraries
-
-    silence_libraries(verbose=False)
     from tcompress.attention import mechanisms
-    from tcompress.options.words import quoted
     from tcompress.structures import structures
 
-    facts = [*(method_facts(item) for item in structures()), auto_facts()]
-    facts += [method_facts(item) for item in mechanisms()]
+    facts = [_facts(item, "structure") for item in structures()]
+    summary, _, reference = AUTO_ABOUT.partition(". ")
+    auto = {"structure": None, "summary": summary[:1].lower() + summary[1:]}
+    facts.append(
+        {"name": AUTO, "aliases": [], **auto, "reference": reference, "options": _options(AutoSpec)}
+    )
+    facts += [_facts(item, "mechanism") for item in mechanisms()]
     known = [name for fact in facts for name in (fact["name"], *fact["aliases"])]
     for name in call.names:
         if name not in known:
@@ -41,52 +42,30 @@ def methods(call: Described, manner: Json) -> None:
         return
     screen = results()
     for method in facts:
-        also = f" (also `{'`, `'.join(method['aliases'])}`)" if method["aliases"] else ""
+        also = f" (also {quoted(method['aliases'])})" if method["aliases"] else ""
         screen.print(f"{method['name']}{also}: {method['summary']}", style="bold")
         kind = "attention" if "mechanism" in method else "structure"
         screen.print("; ".join(filter(None, (kind, method["reference"]))), style="dim")
-        screen.print(_table(method["options"]))
+        rows = table("option", "takes", "default", "")
+        for row in method["options"]:
+            default = "" if row["default"] in (None, {}, [], ()) else str(row["default"]).lower()
+            option = row["option"] or f"{row['name']} (in recipes)"
+            rows.add_row(option, row["type"], default, row["description"])
+        screen.print(rows)
 
 
-def method_facts(item: Structure[Any, Any] | Mechanism[Any, Any]) -> dict[str, Any]:
-    """Describes a method from the registry.
-
-    Returns:
-        Its name, aliases, summary, reference and options with types and defaults.
-    """
-    from tcompress.structures import Structure
-
+def _facts(item: Structure[Any, Any] | Mechanism[Any, Any], kind: str) -> dict[str, Any]:
+    """Describes a method from the registry."""
     name, *others = item.spec.names()
-    return {
-        "name": name,
-        "aliases": others,
-        "structure" if isinstance(item, Structure) else "mechanism": item.name,
-        "summary": item.summary,
-        "reference": item.reference,
-        "options": _options(item.spec),
-    }
-
-
-def auto_facts() -> dict[str, Any]:
-    """Describes the method that chooses among others, in the same form."""
-    from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
-
-    summary, _, reference = AUTO_ABOUT.partition(". ")
-    return {
-        "name": AUTO,
-        "aliases": [],
-        "structure": None,
-        "summary": summary[:1].lower() + summary[1:],
-        "reference": reference,
-        "options": _options(AutoSpec),
-    }
+    about = {"summary": item.summary, "reference": item.reference}
+    options = {"options": _options(item.spec)}
+    return {"name": name, "aliases": others, kind: item.name, **about, **options}
 
 
 def _options(spec: type[Options]) -> list[dict[str, Any]]:
-    from tcompress.options.words import describe
-
+    """Describes the options of a method, with types and defaults."""
     schema = spec.model_json_schema()
-    flags = {item.place[-1]: item.name for item in typed_fields(spec)}
+    flags = {item.place[-1]: item.name for item in method_options(spec)}
     return [
         {
             "name": name,
@@ -98,14 +77,3 @@ def _options(spec: type[Options]) -> list[dict[str, Any]]:
         for name, fragment in schema["properties"].items()
         if name != "name"
     ]
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    from tcompress.cli.terminal import table
-
-    result = table("option", "takes", "default", "")
-    for row in rows:
-        default = "" if row["default"] in (None, {}, [], ()) else str(row["default"]).lower()
-        option = row["option"] or f"{row['name']} (in recipes)"
-        result.add_row(option, row["type"], default, row["description"])
-    return result

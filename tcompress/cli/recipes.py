@@ -8,8 +8,18 @@ from pathlib import Path
 import typer
 
 from tcompress.cli.flags import command, examples
-from tcompress.cli.terminal import print_json, results, table, typed
+from tcompress.cli.terminal import print_json, results, table, tell, typed
+from tcompress.errors import RecipeError
+from tcompress.options import (
+    check_recipe,
+    copy_recipe,
+    find_recipe,
+    json_schema,
+    recipe_names,
+    recipe_text,
+)
 from tcompress.options.commands import Checked, Copied, Json, RecipeName
+from tcompress.options.document import read_document
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,10 +36,6 @@ app = typer.Typer(
 @command(app, "list", "tcompress recipes list", "tcompress recipes list --json")
 def list_recipes(manner: Json) -> None:
     """List the recipes that ship."""
-    from tcompress.options import recipe_names, recipe_text
-    from tcompress.options.document import read_document
-
-    # Their descriptions without their validation, which would import torch.
     rows = [(name, read_document(recipe_text(name)).data) for name in recipe_names()]
     fields = ("description", "model")
     if manner.as_json:
@@ -46,27 +52,22 @@ def list_recipes(manner: Json) -> None:
 @command(app, "show", "tcompress recipes show encoder/minilm-lprod")
 def show(call: RecipeName) -> None:
     """Print a recipe, with its comments."""
-    from tcompress.options import recipe_text
-
     sys.stdout.write(recipe_text(call.name))
 
 
 @command(app, "copy", "tcompress recipes copy encoder/minilm-lprod my.yaml")
 def copy(call: Copied, manner: Json) -> None:
     """Copy a recipe to a file, to change it."""
-    from tcompress.options import copy_recipe
-
     file = copy_recipe(call.name, Path(call.target), force=call.force)
     if manner.as_json:
         print_json({"file": str(file)})
     else:
-        results().print(f"Wrote `{file}`. Next: `tcompress run {typed(file)}`", soft_wrap=True)
+        tell(f"Wrote `{file}`. Next: `tcompress run {typed(file)}`")
 
 
 @command(app, "reference", "tcompress recipes reference > recipes.md")
 def reference(manner: Json) -> None:
     """Print all keys of a recipe with types, defaults and meanings; as JSON, their schema."""
-    from tcompress.options import json_schema
     from tcompress.reporting.reference import reference_markdown
 
     if manner.as_json:
@@ -83,9 +84,6 @@ def reference(manner: Json) -> None:
 )
 def validate(call: Checked, manner: Json) -> None:
     """Check recipes; all problems of a recipe and its variants are shown, with their lines."""
-    from tcompress.errors import RecipeError
-    from tcompress.options import check_recipe, find_recipe
-
     names: dict[str, str | None] = {}
     wrong: list[RecipeError] = []
     for file in call.files:
@@ -99,4 +97,4 @@ def validate(call: Checked, manner: Json) -> None:
         print_json({"recipes": [{"file": file, "name": name} for file, name in names.items()]})
         return
     for file in call.files:
-        results().print(f"`{file}` is valid", soft_wrap=True)
+        tell(f"`{file}` is valid")

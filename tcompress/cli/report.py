@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tcompress.cli.terminal import print_json, results, tell
 from tcompress.options.commands import Manner, Reported, Trust
 
 EXAMPLES = (
@@ -16,9 +17,6 @@ EXAMPLES = (
 
 def report(call: Reported, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress report` says."""
-    from tcompress.cli.terminal import print_json, results, silence_libraries
-
-    silence_libraries(verbose=manner.verbose)
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import reports_of
     from tcompress.reporting.page import check_target, write_html
@@ -33,4 +31,4 @@ def report(call: Reported, trust: Trust, manner: Manner) -> None:
         return
     results().print(render(reports, per_layer=call.layers))
     if html is not None:
-        results().print(f"Wrote `{html}`.", soft_wrap=True)
+        tell(f"Wrote `{html}`.")

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tcompress.cli.convert import Job, default_output, open_job, perform, relative, show_plan
-from tcompress.cli.finetune import resumable
-from tcompress.cli.terminal import THRESHOLD
+from tcompress.cli.convert import Job, default_output, perform, show_plan
+from tcompress.cli.terminal import (
+    THRESHOLD,
+    hide_loading_bars,
+    print_json,
+    relative,
+    results,
+    resumable,
+    say,
+    shown_progress,
+    tell,
+    unwritten,
+)
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
@@ -27,6 +37,7 @@ EXAMPLES = (
 def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
     """Does what `tcompress run` says."""
     from tcompress.artifact.workplace import check_place
+    from tcompress.cli.sweep import perform_sweep, show_cells
     from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(call.recipe)
@@ -40,19 +51,14 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         raise RecipeError(f"recipe `{origin}` names no model", "add `--model MODEL`")
     if access.revision is None and call.model is None:  # it belongs to the model it is written for
         access = access.model_copy(update={"revision": said.revision})
-    job = Job(
-        model=name,
-        convert=said.convert,
-        output=Path(written.output or said.output or default_output(name, said.convert)),
-        force=written.force,
-        access=access,
-        manner=manner,
-        architecture=architecture,
-    )
+    output = Path(written.output or said.output or default_output(name, said.convert))
+    job = Job(name, said.convert, output, written.force, access, manner, architecture)
     if not planned.dry_run:
-        check_place(job.output)  # before a long download
-    if said.sweep is not None:
-        _sweep(said, job, dry_run=planned.dry_run)
+        check_place(output)  # before a long download
+    if said.sweep is not None and planned.dry_run:
+        show_cells(said, job.open(), output, manner)
+    elif said.sweep is not None:
+        perform_sweep(said, job.open(), output, manner, force=job.force, token=access.token)
     elif planned.dry_run:
         show_plan(job)
     elif said.finetune or said.evaluate or said.bench or said.report:
@@ -61,28 +67,16 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         perform(job)
 
 
-def _sweep(said: Recipe, job: Job, *, dry_run: bool) -> None:
-    from tcompress.cli.sweep import perform_sweep, show_cells
-
-    source = open_job(job)
-    if dry_run:
-        show_cells(said, source, job.output, job.manner)
-    else:
-        perform_sweep(said, source, job.output, job.manner, force=job.force, token=job.access.token)
-
-
 def _run_all(said: Recipe, job: Job) -> None:
-    from tcompress.cli.terminal import print_json, results, say, shown_progress
-
-    source = open_job(job)
-    from transformers.utils import logging
-
+    source = job.open()
     from tcompress.pipeline import run_recipe
     from tcompress.reporting.console import render
 
-    if not job.manner.verbose:
-        logging.disable_progress_bar()
-    with resumable(job.output), shown_progress(quiet=job.manner.quiet) as progress:
+    hide_loading_bars(verbose=job.manner.verbose)
+    with (
+        resumable(lambda: unwritten(job.output)),
+        shown_progress(quiet=job.manner.quiet) as progress,
+    ):
         done = run_recipe(
             said,
             source,
@@ -96,15 +90,12 @@ def _run_all(said: Recipe, job: Job) -> None:
     if job.manner.as_json:
         print_json(done.to_json())
     else:
-        screen = results()
-        screen.print(
-            render([item.model_copy(update={"layers": (), "left": ()}) for item in done.reports])
-        )
-        verb = "Kept" if done.kept else "Wrote"
-        screen.print(f"{verb} `{relative(done.folder)}`.", soft_wrap=True)
+        bare = {"layers": (), "left": ()}
+        results().print(render([item.model_copy(update=bare) for item in done.reports]))
+        tell(f"{'Kept' if done.kept else 'Wrote'} `{relative(done.folder)}`.")
         if done.page is not None:
-            screen.print(f"Report: `{relative(done.page.absolute())}`.", soft_wrap=True)
+            tell(f"Report: `{relative(done.page.absolute())}`.")
         for text in done.missed:
-            screen.print(f"Missed: {text}.", soft_wrap=True)
+            tell(f"Missed: {text}.")
     if done.missed:
         raise typer.Exit(THRESHOLD)

@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcompress.cli.convert import open_source, relative
+from tcompress.cli.convert import open_source
 from tcompress.cli.flags import Only
-from tcompress.cli.terminal import THRESHOLD, USAGE, Interrupted
+from tcompress.cli.terminal import (
+    THRESHOLD,
+    USAGE,
+    hide_loading_bars,
+    print_json,
+    relative,
+    results,
+    resumable,
+    say,
+    shown_progress,
+    tell,
+)
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
@@ -19,7 +30,6 @@ from tcompress.options.steps import Bench, Evaluate, Finetune
 
 if TYPE_CHECKING:
     from tcompress.models import SourceModel
-    from tcompress.sweeps import Swept as Outcome
 
 EXAMPLES = (
     "tcompress sweep minilm --dry-run",
@@ -39,18 +49,8 @@ Measured = Annotated[
     Given[Evaluate],
     Only("--task", "--data", "--split", "--columns", "--limit", panel="What is measured"),
 ]
-OfAll = Annotated[
-    Given[Convert],
-    Only(
-        "--allocation",
-        "--keep",
-        "--calib",
-        "--calib-samples",
-        "--calib-columns",
-        "--dtype",
-        "--device",
-    ),
-]
+_DATA = ("--calib", "--calib-samples", "--calib-columns")
+OfAll = Annotated[Given[Convert], Only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
 
 
 def sweep(
@@ -79,45 +79,28 @@ def sweep(
 def recipe_of(
     call: Swept, cells: Given[Sweep], measured: Given[Evaluate], said: Given[Convert]
 ) -> Recipe:
-    """Makes a recipe of the options: that which is named, if any, with changes.
-
-    Raises:
-        RecipeError: An option has a value that is not allowed.
-    """
+    """Makes a recipe of the options: that which is named, if any, with changes."""
     from tcompress.options import change_recipe, find_recipe, parse_recipe
     from tcompress.options.choose import conversion
     from tcompress.sweeps import default_methods
 
     text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)
-    settled = conversion(said.values(), base, typed=said)
-    made = base or Recipe(recipe_version=1, convert=settled)
-    changed: dict[str, Any] = {"convert": settled}
-    changed["sweep"] = cells.over(made.sweep or Sweep(methods=() if base else default_methods()))
-    changed["finetune"] = _finetune(call, made)
-    changed["evaluate"] = _evaluate(measured, made)
-    if call.bench and made.bench is None:
-        changed["bench"] = Bench()
-    whole = made.model_copy(update=changed)
-    if ("device",) in said.texts:
-        whole = _everywhere(whole, settled.device)
-    return change_recipe(whole, call.changes, origin)
-
-
-def _everywhere(recipe: Recipe, device: str) -> Recipe:
-    """Puts all that a recipe does on one device."""
-
-    def placed(section: Any) -> Any:
-        return section and section.model_copy(update={"device": device})
-
-    return recipe.model_copy(
-        update={
-            "convert": placed(recipe.convert),
-            "finetune": placed(recipe.finetune),
-            "evaluate": tuple(map(placed, recipe.evaluate)),
-            "bench": placed(recipe.bench),
-        }
-    )
+    settings = conversion(said.values(), base, typed=said)
+    made = base or Recipe(recipe_version=1, convert=settings)
+    changed: dict[str, Any] = {
+        "convert": settings,
+        "sweep": cells.over(made.sweep or Sweep(methods=() if base else default_methods())),
+        "finetune": _finetune(call, made),
+        "evaluate": _evaluate(measured, made),
+        "bench": made.bench or (Bench() if call.bench else None),
+    }
+    if ("device",) in said.texts:  # all that the recipe does
+        device = {"device": settings.device}
+        for name in ("finetune", "bench"):
+            changed[name] = changed[name] and changed[name].model_copy(update=device)
+        changed["evaluate"] = tuple(item.model_copy(update=device) for item in changed["evaluate"])
+    return change_recipe(made.model_copy(update=changed), call.changes, origin)
 
 
 def _finetune(call: Swept, base: Recipe) -> Finetune | None:
@@ -130,10 +113,8 @@ def _finetune(call: Swept, base: Recipe) -> Finetune | None:
     if steps is None and not data:
         return base.finetune
     said = base.finetune or Finetune()
-    changed: dict[str, Any] = {} if steps is None else {"steps": steps}
-    if data:
-        changed["data"] = said.data.model_copy(update={"source": data})
-    return said.model_copy(update=changed)
+    source = said.data.model_copy(update={"source": data}) if data else said.data
+    return said.model_copy(update={"steps": steps or said.steps, "data": source})
 
 
 def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
@@ -154,7 +135,6 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
 
 def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner) -> None:
     """Prints what a sweep would do, and what it would cost."""
-    from tcompress.cli.terminal import print_json, results
     from tcompress.reporting.pareto import plan_table
     from tcompress.sweeps import cells_of, check_recipe
 
@@ -167,9 +147,7 @@ def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner
     planned = [(cell.name, cell.plan, cell.costs) for cell in cells if cell.plan and cell.costs]
     refused = [(cell.name, cell.refusal) for cell in cells if cell.refusal is not None]
     results().print(plan_table(planned, refused))
-    results().print(
-        f"Nothing was written. Without `--dry-run`, this writes `{folder}`.", soft_wrap=True
-    )
+    tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
 
 
 def perform_sweep(
@@ -182,45 +160,32 @@ def perform_sweep(
     token: str | None = None,
 ) -> None:
     """Runs a sweep, prints its table, and ends with its exit code."""
-    from transformers.utils import logging
-
-    from tcompress.cli.terminal import say, shown_progress
+    from tcompress.reporting.pareto import front_table
     from tcompress.sweeps import sweep as run
 
-    if not manner.verbose:
-        logging.disable_progress_bar()
-    try:
-        with shown_progress(quiet=manner.quiet) as progress:
-            done = run(
-                recipe,
-                source,
-                folder,
-                force=force,
-                token=token,
-                progress=progress,
-                say=lambda text: say(text, quiet=manner.quiet),
-            )
-    except KeyboardInterrupt as error:
-        raise Interrupted(
-            f"interrupted; what was finished is kept in `{folder}`",
-            "run the same command again: it goes on where it stopped",
-        ) from error
-    _show(done, manner)
-    if done.failed or done.missed:
-        raise typer.Exit(USAGE if done.failed else THRESHOLD)
-
-
-def _show(done: Outcome, manner: Manner) -> None:
-    from tcompress.cli.terminal import print_json, results
-    from tcompress.reporting.pareto import front_table
-
+    hide_loading_bars(verbose=manner.verbose)
+    with (
+        resumable(lambda: f"what was finished is kept in `{folder}`"),
+        shown_progress(quiet=manner.quiet) as progress,
+    ):
+        done = run(
+            recipe,
+            source,
+            folder,
+            force=force,
+            token=token,
+            progress=progress,
+            say=lambda text: say(text, quiet=manner.quiet),
+        )
     if manner.as_json:
         print_json(done.to_json())
-        return
-    screen = results()
-    screen.print(front_table(done.front, [(item.name, item.reason) for item in done.stopped]))
-    for cell in done.cells:
-        for text in cell.missed:
-            screen.print(f"Missed by `{cell.cell.name}`: {text}.", soft_wrap=True)
-    screen.print(f"Wrote `{relative(done.folder)}`.", soft_wrap=True)
-    screen.print(f"Report: `{relative(done.page.absolute())}`.", soft_wrap=True)
+    else:
+        stopped = [(item.name, item.reason) for item in done.stopped]
+        results().print(front_table(done.front, stopped))
+        for cell in done.cells:
+            for text in cell.missed:
+                tell(f"Missed by `{cell.cell.name}`: {text}.")
+        tell(f"Wrote `{relative(done.folder)}`.")
+        tell(f"Report: `{relative(done.page.absolute())}`.")
+    if done.failed or done.missed:
+        raise typer.Exit(USAGE if done.failed else THRESHOLD)

@@ -11,10 +11,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -67,17 +68,31 @@ def _console(file: TextIO) -> Console:
     from rich.segment import Segment
 
     class Safe(Console):
+        """Shows that there are commands to a terminal, in place of giving them."""
+
         def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
             for text, style, control in super().render(*given, **options):
-                yield Segment(text if control else visible(text), style, control)
+                yield Segment(text if control else _COMMANDS.sub("\ufffd", text), style, control)
 
     width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     return Safe(file=file, width=width, highlight=False, emoji=False, markup=False)
 
 
-def visible(text: str) -> str:
-    """Shows that there are commands to a terminal, in place of giving them."""
-    return _COMMANDS.sub("\ufffd", text)
+def tell(text: str, style: str | None = None) -> None:
+    """Prints a line of a result."""
+    results().print(text, soft_wrap=True, style=style)
+
+
+def say(text: str, *, quiet: bool = False) -> None:
+    """Tells the user something that is not a result."""
+    if not quiet:
+        notices().print(text, soft_wrap=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints the one JSON document of a command; `schema` comes first."""
+    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
+    sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 @contextmanager
@@ -87,22 +102,18 @@ def outliving_readers() -> Iterator[None]:
     What is still written is thrown away, here and when the program ends.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams = [*map(_outliving, before)]
+    # A stream that was closed before the program began is None.
+    streams = [stream and _Outliving(stream) for stream in before]
+    sys.stdout, sys.stderr = [stream or StringIO() for stream in streams]  # type: ignore[assignment]
     try:
         yield
     finally:
-        for stream in streams:
+        for stream in filter(None, streams):
             try:
                 stream.flush()
             except OSError:  # said already
                 stream.throw_away()
         sys.stdout, sys.stderr = before
-
-
-def _outliving(stream: TextIO | None) -> Any:
-    if stream is None:  # closed before the program began
-        return StringIO()
-    return _Outliving(stream)
 
 
 class _Outliving:
@@ -141,12 +152,7 @@ def typed(name: object) -> str:
 
 
 def table(*names: str, right: Collection[str] = ()) -> Table:
-    """Makes an empty table.
-
-    Args:
-        names: Headings.
-        right: Those whose columns are aligned to the right.
-    """
+    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
     from rich import box
     from rich.table import Table
 
@@ -156,16 +162,9 @@ def table(*names: str, right: Collection[str] = ()) -> Table:
     return made
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """Prints the one JSON document of a command; `schema` comes first."""
-    text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False)
-    sys.stdout.write(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
-
-
-def say(text: str, *, quiet: bool = False) -> None:
-    """Tells the user something that is not a result."""
-    if not quiet:
-        notices().print(text, soft_wrap=True)
+def relative(folder: Path) -> Path:
+    """Shortens a path to what a user would type."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
@@ -185,6 +184,14 @@ def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
             os.environ.setdefault(name, value)
 
 
+def hide_loading_bars(*, verbose: bool) -> None:
+    """Leaves out the bars of loading weights; downloads keep theirs."""
+    from transformers.utils import logging
+
+    if not verbose:
+        logging.disable_progress_bar()
+
+
 # From exceptions to messages and exit codes.
 #
 # Exit codes: 0 done, 1 unexpected failure, 2 bad option, recipe or input, 3 a declared threshold
@@ -193,11 +200,14 @@ def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
-_NO_HOME = "write the path in full, or `./~name` for a file of that name"
-
 TRACEBACK = "TCOMPRESS_TRACEBACK"
 """Environment variable that asks for tracebacks."""
 
+_NO_HOME = "write the path in full, or `./~name` for a file of that name"
+_LESS_AT_A_TIME = (
+    "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
+    "`convert.calibration.batch_size` in a recipe), or another `--device`"
+)
 # Typer brings its parser along or imports it, by version; either way this is its base class.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
@@ -208,16 +218,26 @@ class Interrupted(TCompressError):
     exit_code = INTERRUPTED
 
 
+@contextmanager
+def resumable(what: Callable[[], str]) -> Iterator[None]:
+    """Says after an interruption what became of the work, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        hint = "run the same command again: it goes on where it stopped"
+        raise Interrupted(f"interrupted; {what()}", hint) from error
+
+
+def unwritten(output: Path) -> str:
+    """Says what became of training that was interrupted."""
+    if (output / "config.json").is_file():
+        return f"`{output}` is written, but what comes after it is not finished"
+    return f"`{output}` was not written, but the training so far is kept"
+
+
 @dataclass(frozen=True)
 class Failure:
-    """What is said about an exception.
-
-    Attributes:
-        kind: Name of the exception's class.
-        message: One sentence without full stop.
-        hint: What to do next.
-        code: Exit code.
-    """
+    """What is said about an exception: its class, a sentence, what to do next, and the code."""
 
     kind: str
     message: str
@@ -231,8 +251,7 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, TCompressError):
         return Failure(kind, error.message, error.hint, error.exit_code)
     if isinstance(error, _UsageError):
-        message, hint = _usage_words(error)
-        return Failure("UsageError", message, hint, USAGE)
+        return Failure("UsageError", *_usage_words(error), USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
     refused = disk_error(error)
@@ -242,19 +261,19 @@ def describe(error: BaseException) -> Failure:
         return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
     lines = str(error).strip().splitlines()
     message = f"unexpected `{kind}`" + (f": {lines[0]}" if lines else "")
-    return Failure(kind, message, _unexpected_hint(error), UNEXPECTED)
+    hint = f"run again with `{TRACEBACK}=1` to see where, and report it"
+    memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+    return Failure(kind, message, _LESS_AT_A_TIME if memory else hint, UNEXPECTED)
 
 
 def report_failure(error: BaseException, *, as_json: bool) -> int:
-    """Prints what went wrong.
-
-    Args:
-        error: What was raised.
-        as_json: Print a JSON document to stdout too.
+    """Prints what went wrong, as JSON to stdout too where that is asked for.
 
     Returns:
         The exit code.
     """
+    from rich.text import Text
+
     failure = describe(error)
     if os.environ.get(TRACEBACK, "0") not in ("", "0"):
         notices().print("".join(traceback.format_exception(error)), soft_wrap=True)
@@ -262,7 +281,10 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
         facts = {"type": failure.kind, "message": failure.message, "hint": failure.hint}
         with suppress(OSError):  # where stdout is what is wrong
             print_json({"error": facts})
-    _print(failure)
+    text = Text.assemble(("error", "bold red"), f": {failure.message}")
+    if failure.hint:
+        text.append("\n\n").append("hint", "bold cyan").append(f": {failure.hint}")
+    notices().print(text, soft_wrap=True)
     return failure.code
 
 
@@ -276,24 +298,6 @@ def suggestion(word: str, known: Iterable[str]) -> str | None:
     begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
     close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
     return f"did you mean `{words[close[0]]}`?" if close and words[close[0]] != word else None
-
-
-def _print(failure: Failure) -> None:
-    from rich.text import Text
-
-    text = Text.assemble(("error", "bold red"), f": {failure.message}")
-    if failure.hint:
-        text.append("\n\n").append("hint", "bold cyan").append(f": {failure.hint}")
-    notices().print(text, soft_wrap=True)
-
-
-def _unexpected_hint(error: BaseException) -> str:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return (
-            "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
-            "`convert.calibration.batch_size` in a recipe), or another `--device`"
-        )
-    return f"run again with `{TRACEBACK}=1` to see where, and report it"
 
 
 def _usage_words(error: Any) -> tuple[str, str | None]:
@@ -324,11 +328,7 @@ _MOST_LINES = 10  # of a stage
 
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows progress on stderr while the block runs.
-
-    Args:
-        quiet: Show nothing.
-    """
+    """Shows progress on stderr while the block runs, or nothing if `quiet`."""
     if quiet:
         yield Silent()
     elif sys.stderr.isatty():
@@ -338,6 +338,19 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
         lines = _Lines()
         yield lines
         lines.close()
+
+
+class _Stage:
+    """How far a stage is."""
+
+    def __init__(self, name: str, total: int, unit: str) -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.done, self.start = 0, time.monotonic()
+
+    def count(self) -> str:
+        if self.unit == "bytes":
+            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}"
 
 
 class _Bars:
@@ -373,10 +386,9 @@ class _Bars:
         self._task = self._bars.add_task(name, total=total, count=count, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        if self._task is None:
-            return
-        self._stage.done += amount
-        self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
+        if self._task is not None:
+            self._stage.done += amount
+            self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
 
     def shorten(self, total: int) -> None:
         if self._task is not None:
@@ -399,8 +411,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._stage: _Stage | None = None
-        self._last = 0.0
-        self._said = 0
+        self._last, self._said = 0.0, 0
 
     def stage(self, name: str, total: int, unit: str) -> None:
         self.close()
@@ -408,17 +419,18 @@ class _Lines:
         self._last, self._said = time.monotonic(), 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        if self._stage is None:
+        stage = self._stage
+        if stage is None:
             return
-        self._stage.done += amount
-        if self._stage.done >= self._stage.total:  # what comes after it is no part of it
+        stage.done += amount
+        if stage.done >= stage.total:  # what comes after it is no part of it
             self.close()
             return
-        part = (self._stage.done - self._said) * _MOST_LINES >= self._stage.total
+        part = (stage.done - self._said) * _MOST_LINES >= stage.total
         if part and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last, self._said = time.monotonic(), self._stage.done
-            said = f"  {note}" if note and self._stage.unit == "steps" else ""
-            say(f"{self._stage.name}: {self._stage.count()}{said}")
+            self._last, self._said = time.monotonic(), stage.done
+            said = f"  {note}" if note and stage.unit == "steps" else ""
+            say(f"{stage.name}: {stage.count()}{said}")
 
     def shorten(self, total: int) -> None:
         if self._stage is not None:
@@ -434,20 +446,3 @@ class _Lines:
             seconds = time.monotonic() - self._stage.start
             say(f"{self._stage.name}: {self._stage.count()} in {seconds:.1f} s")
         self._stage = None
-
-
-class _Stage:
-    def __init__(self, name: str, total: int, unit: str) -> None:
-        self.name, self.total, self.unit = name, total, unit
-        self.done = 0
-        self.start = time.monotonic()
-
-    def count(self) -> str:
-        """Says how far the stage is."""
-        if self.unit == "bytes":
-            return f"{_megabytes(self.done)} of {_megabytes(self.total)} MB"
-        return f"{self.done:,} of {self.total:,} {self.unit}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f}"

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tcompress.errors import RecipeError
 from tcompress.options.convert_options import BUDGETS, DEPTH, Convert
-from tcompress.options.fields import Options, Place, flag_of
+from tcompress.options.fields import Options, Place, method_options
 from tcompress.options.method_options import (
     MECHANISMS,
     METHODS,
     MechanismSpec,
     Spec,
-    default_method,
     lookup_methods,
     mechanism_names,
     method_names,
 )
 from tcompress.options.read import Given, read
 from tcompress.options.schema import Recipe
+from tcompress.options.words import quoted
 
 NO_METHOD = "none"
 """Rewrite no layer."""
@@ -34,16 +34,12 @@ Said = dict[str, Any]
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _NESTED = {"method", "attention", "attention_layers", "calibration", "embeddings", *DEPTH}
 _LISTS = ("keep", "only")
-_MECHANISM_METHOD = "such as `--method hot`; a structure alone is chosen by `--method` itself"
+_ATTENTION = "such as `--method hot`; a structure alone is chosen by `--method` itself"
 
 
 @dataclass(frozen=True)
-class Speech:
-    """How messages call options.
-
-    Attributes:
-        typed: What was typed; None where keywords were given.
-    """
+class _Speech:
+    """How messages call options: as they were typed, or as keywords where nothing was."""
 
     typed: Given[Any] | None = None
 
@@ -54,18 +50,14 @@ class Speech:
         item = self.typed.fields.get(place) or self.typed.fields.get((*place, "name"))
         return item.name if item else f"--{place[-1].replace('_', '-')}"
 
-    def names(self, *places: Place) -> str:
+    def names(self, places: Sequence[Place]) -> str:
         """Names several."""
-        return ", ".join(f"`{self.name(*place)}`" for place in places)
+        return quoted(self.name(*place) for place in places)
 
     def ask(self, value: str, *place: str) -> str:
         """Writes an option with its value."""
         name = self.name(*place)
         return f'`{name}="{value}"`' if self.typed is None else f"`{name} {value}`"
-
-    def read(self, data: Said) -> Convert:
-        """Validates what a conversion needs."""
-        return read(Convert, data) if self.typed is None else self.typed.read(data)
 
 
 def conversion(
@@ -78,15 +70,15 @@ def conversion(
     """Puts what was said of a conversion over what a recipe says.
 
     Args:
-        said: Nested plain data, of what was said alone; `method` may name a mechanism.
+        said: Nested plain data, of what was said alone; `method` may name an attention replacement.
         recipe: What it overrides.
-        structure: Method for the weights beside a mechanism.
+        structure: Method for the weights beside an attention replacement.
         typed: What it was typed as, for messages.
 
     Raises:
         RecipeError: An option does not apply to the method, or its value is not allowed.
     """
-    speech, said = Speech(typed), dict(said)
+    speech, said = _Speech(typed), dict(said)
     base: Said = recipe.convert.model_dump(mode="json") if recipe else {"calibration": {}}
     if {*BUDGETS} & said.keys() or {"tol", "rank"} & said.get("method", {}).keys():
         base |= {name: None for name in BUDGETS if name in base}  # in place of the recipe's
@@ -109,93 +101,93 @@ def conversion(
     data["method"] = _method(said, base.get("method") or {}, option, speech, without=cuts)
     for name in _LISTS:
         data[name] = [*base.get(name, ()), *said.get(name, ())]
-    result = speech.read(data)
+    result = read(Convert, data) if typed is None else typed.read(data)
     if recipe is None:
         _check_size(result, speech)
     return result
 
 
-def options_of(name: str, option: str = "--method") -> type[Spec]:
-    """Looks the options of a method up, of those that an option takes.
-
-    Raises:
-        RecipeError: There is no such method; the message lists those there are.
-    """
-    known = _allowed(option)
+def _options_of(name: str, option: str) -> type[Spec]:
+    """Looks the options of a method up, of those that `option` takes."""
+    if option == "--embeddings":
+        known = (*lookup_methods(), NO_METHOD)
+    else:
+        both = (*method_names(), *(mechanism_names() if option == "--method" else ()))
+        known = (*both, NO_METHOD)
     if name not in known:
-        listed = ", ".join(f"`{word}`" for word in known)
         where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
         close = difflib.get_close_matches(name.lower(), known, 1)
         hint = f"did you mean `{close[0]}`?" if close else "see `tcompress methods`"
-        raise RecipeError(f"unknown method `{name}`{where} {listed}", hint)
+        raise RecipeError(f"unknown method `{name}`{where} {quoted(known)}", hint)
     return next(spec for spec in METHODS if name in spec.names())
 
 
-def own_options(kind: type[Options]) -> list[str]:
-    """Names the options of a method that have flags."""
-    return [
-        name
-        for name, info in kind.model_fields.items()
-        if name != "name" and not flag_of(name, info).off
-    ]
-
-
-def _allowed(option: str) -> tuple[str, ...]:
-    """Names that an option takes, in the order of the registry."""
-    if option == "--embeddings":
-        return (*lookup_methods(), NO_METHOD)
-    if option == "--methods":
-        return method_names()
-    return (*method_names(), *(mechanism_names() if option == "--method" else ()), NO_METHOD)
-
-
 def _method(
-    said: Said, base: Mapping[str, Any], option: str, speech: Speech, *, without: bool
+    said: Said, base: Mapping[str, Any], option: str, speech: _Speech, *, without: bool
 ) -> Said | None:
     """What a recipe would say of the method."""
     chosen = dict(said.get("method") or {})
-    name = chosen.pop("name", None)
+    name = chosen.pop("name", None) or base.get("name")
     about_layers = bool(chosen) or any(said.get(field) for field in (*_LAYERS, *_LISTS))
-    name = name or base.get("name") or default_method(without and not about_layers)
+    if name is None and (about_layers or not without):
+        name = "lprod"
     if name in (None, NO_METHOD):
         if chosen:
-            listed = speech.names(*(("method", field) for field in chosen))
-            raise RecipeError(
-                f"{listed} needs a method", f"such as {speech.ask('lprod', 'method')}"
-            )
+            listed = speech.names([("method", field) for field in chosen])
+            hint = f"such as {speech.ask('lprod', 'method')}"
+            raise RecipeError(f"{listed} needs a method", hint)
         return None
-    kind = options_of(name, option)
-    wrong = [field for field in chosen if field not in kind.model_fields]
+    kind = _options_of(name, option)
+    before = dict(base)
+    sized = any(field in said for field in BUDGETS)
+    if "rank" in chosen or sized:
+        before.pop("tol", None)
+    same = before.get("name") in kind.names()
+    if "tol" in chosen or (sized and same and read(kind, before).fixes_size):
+        before.pop("rank", None)
+    return _over("method", kind, name, chosen, before, said, speech)
+
+
+def _over(
+    place: str,
+    kind: type[Options],
+    name: str,
+    chosen: Said,
+    before: Mapping[str, Any],
+    said: Said,
+    speech: _Speech,
+) -> Said:
+    """Puts options of a method over those that a recipe gives the same method."""
+    wrong: list[Place] = [(place, field) for field in chosen if field not in kind.model_fields]
     if wrong:
         raise _not_applicable(wrong, name, kind, speech)
     seed = said.get("calibration", {}).get("seed")
     if seed is not None and "seed" in kind.model_fields:
         chosen.setdefault("seed", seed)
     # Of another method's options nothing can be kept.
-    kept = dict(base) if base.get("name") in kind.names() else {}
-    sized = any(field in said for field in BUDGETS)
-    if "rank" in chosen or sized:
-        kept.pop("tol", None)
-    if "tol" in chosen or (sized and read(kind, {**kept, "name": name}).fixes_size):
-        kept.pop("rank", None)
+    kept = before if before.get("name") in kind.names() else {}
     return {**kept, **chosen, "name": name}
 
 
-def _not_applicable(wrong: list[str], name: str, kind: type[Spec], speech: Speech) -> RecipeError:
-    allowed = speech.names(*(("method", field) for field in own_options(kind)))
-    owners = [spec.names()[0] for spec in METHODS if all(key in spec.model_fields for key in wrong)]
-    one = len(wrong) == 1
-    listed = speech.names(*(("method", field) for field in wrong))
+def _not_applicable(
+    wrong: Sequence[Place], name: str, kind: type[Options], speech: _Speech
+) -> RecipeError:
+    place = wrong[0][0]
+    allowed = speech.names([item.place for item in method_options(kind, (place,))])
+    fields = [field for _, field in wrong]
+    kinds: Sequence[type[Options]] = METHODS if place == "method" else MECHANISMS
+    owners = [each.names()[0] for each in kinds if {*fields} <= each.model_fields.keys()]
+    listed, one = speech.names(wrong), len(wrong) == 1
+    its = f"; its options are {allowed}" if allowed else ""
     return RecipeError(
-        f"{listed} {'does' if one else 'do'} not apply to method `{name}`; its options are "
-        f"{allowed}",
+        f"{listed} {'does' if one else 'do'} not apply to method `{name}`{its}",
         f"{listed} {'belongs' if one else 'belong'} to {speech.ask(owners[0], 'method')}"
         if owners
-        else None,
+        else "see `tcompress methods`",
     )
 
 
-def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speech: Speech) -> Said:
+def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speech: _Speech) -> Said:
     """Takes what is about attention out of what was said; a structure becomes the method."""
     before = base.get("attention") or {}
     method, chosen = dict(said.get("method") or {}), dict(said.get("attention") or {})
@@ -209,54 +201,23 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
         wrong += [("structure",)] if structure else []
         if wrong:
             goes = "goes" if len(wrong) == 1 else "go"
-            raise RecipeError(
-                f"{speech.names(*wrong)} {goes} with an attention mechanism", _MECHANISM_METHOD
-            )
+            listed = speech.names(wrong)
+            raise RecipeError(f"{listed} {goes} with an attention replacement", _ATTENTION)
         return {}
-    kind = _mechanism(name)
+    kind = next((spec for spec in MECHANISMS if name in spec.names()), None)
+    if kind is None:
+        return {"attention": {**chosen, "name": name}}  # for validation to refuse
     if structure is not None:
         method["name"] = structure
     elif "name" not in method and not base.get("method"):
         _of_the_paper(kind, said, method)
     said["method"] = method
-    made: Said = {"attention": _own_attention(name, kind, chosen, before, said, speech)}
+    made: Said = {"attention": _over("attention", kind, name, chosen, before, said, speech)}
     return made if layers is None else {**made, "attention_layers": layers}
 
 
-def _mechanism(name: str) -> type[MechanismSpec]:
-    found = next((spec for spec in MECHANISMS if name in spec.names()), None)
-    if found is None:
-        known = ", ".join(f"`{word}`" for word in mechanism_names())
-        raise RecipeError(f"unknown mechanism `{name}`; known mechanisms are {known}")
-    return found
-
-
-def _own_attention(
-    name: str,
-    kind: type[MechanismSpec],
-    chosen: Said,
-    before: Mapping[str, Any],
-    said: Said,
-    speech: Speech,
-) -> Said:
-    wrong = [field for field in chosen if field not in kind.model_fields]
-    if wrong:
-        own = speech.names(*(("attention", field) for field in own_options(kind)))
-        listed = speech.names(*(("attention", field) for field in wrong))
-        raise RecipeError(
-            f"{listed} {'does' if len(wrong) == 1 else 'do'} not apply to `{name}`"
-            + (f"; its options are {own}" if own else ""),
-            "see `tcompress methods`",
-        )
-    seed = said.get("calibration", {}).get("seed")
-    if seed is not None and "seed" in kind.model_fields:
-        chosen.setdefault("seed", seed)
-    kept = before if before.get("name") in kind.names() else {}
-    return {**kept, **chosen, "name": name}
-
-
 def _of_the_paper(kind: type[MechanismSpec], said: Said, method: Said) -> None:
-    """Chooses the structure of the mechanism's paper, where something is said of layers."""
+    """Chooses the structure of a replacement's paper, where something is said of layers."""
     if not method and not any(name in said for name in (*BUDGETS, "residual_rank")):
         method["name"] = NO_METHOD
         return
@@ -265,7 +226,7 @@ def _of_the_paper(kind: type[MechanismSpec], said: Said, method: Said) -> None:
         said["only"] = list(kind.only)
 
 
-def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: Speech) -> Any:
+def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: _Speech) -> Any:
     """What is said of the word embedding; a method takes the place of the recipe's."""
     given = said.get("embeddings") or {}
     method, target = dict(given.get("method") or {}), given.get("target")
@@ -274,33 +235,29 @@ def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: Speech) -> A
         return None
     if name is None and target is None:
         return base
-    if name is None and base is None:
+    if name is not None:
+        _options_of(name, "--embeddings")  # says which there are
+        found = {"method": method}
+    elif base is None:
         raise RecipeError(
             f"`{speech.name('embeddings', 'target')}` needs a method for the word embedding",
             f"add {speech.ask('svd', 'embeddings', 'method')}",
         )
-    if name is not None:
-        options_of(name, "--embeddings")  # says which there are
-        base = {"method": method}
-    elif base is not None:  # in place of the recipe's rank
-        base = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
-    found = dict(base or {})
+    else:  # in place of the recipe's rank
+        found = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
     if target is None and "rank" not in method:
-        target = found.get("target") or said.get("target") or EMBEDDING_TARGET
+        target = said.get("target") or EMBEDDING_TARGET
     return found if target is None else {**found, "target": target}
 
 
-def _check_size(convert: Convert, speech: Speech) -> None:
+def _check_size(convert: Convert, speech: _Speech) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
-    method: Any = convert.method
+    method = convert.method
     if method is None or method.has_size or convert.budget is not None:
         return
-    names: Iterable[Place] = [("target",)]
-    if method.name != "auto":
-        names = [*names, ("method", "rank")]
-    ways = " or ".join(f"`{speech.name(*place)}`" for place in names)
+    rank = "" if method.name == "auto" else f" or `{speech.name('method', 'rank')}`"
     raise RecipeError(
-        f"method `{method.name}` needs a size: give {ways}",
+        f"method `{method.name}` needs a size: give `{speech.name('target')}`{rank}",
         f"{speech.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "
         f"`{speech.name('target_params')}`, `{speech.name('target_bytes')}` and "
         f"`{speech.name('max_error')}` are other ways to say it",

@@ -1,23 +1,35 @@
-"""What may be asked of commands beside what recipes say, and what completion offers."""
+"""What may be asked of commands beside what recipes say."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from tcompress.options.convert_options import METHOD
-from tcompress.options.fields import Section, option
-from tcompress.options.steps import MEASUREMENT
+from tcompress.options.convert_options import METHOD, OUTPUT
+from tcompress.options.fields import DATASET, FOLDER, MODEL, Section, option
+from tcompress.options.steps import MEASURED, MEASUREMENT
 
-MODEL, OUTPUT, REPORT = "Model", "Output", "What is printed"
-_MODELS = {"metavar": "MODEL...", "complete": "models", "positional": True, "min_length": 1}
+THE_MODEL, CELLS, COMMON = "Model", "Cells", "Common options"
+_MODELS: dict[str, Any] = {
+    "metavar": "MODEL...",
+    "complete": "models",
+    "positional": True,
+    "splits": False,
+    "min_length": 1,
+}
+_RECIPE = {"metavar": "FILE|NAME", "complete": "recipes"}
 
 
-class Manner(Section):
-    """How a command talks."""
+class Json(Section):
+    """How a command talks that takes no time."""
 
-    panel = REPORT
+    panel = COMMON
 
     as_json: bool = option(False, "print one JSON document to stdout, on failure too", "--json")
+
+
+class Manner(Json):
+    """How a command talks."""
+
     quiet: bool = option(False, "show no progress", "--quiet", "-q")
     verbose: bool = option(False, "show what other libraries log")
 
@@ -25,7 +37,7 @@ class Manner(Section):
 class Trust(Section):
     """Whether code that comes with a model may run."""
 
-    panel = MODEL
+    panel = COMMON
 
     allow_remote_code: bool = option(
         False, "run Python code that comes with the model; read it before"
@@ -35,7 +47,7 @@ class Trust(Section):
 class Hub(Trust):
     """How the hub is asked."""
 
-    token: str | None = option(None, "access token for the hub", environment="HF_TOKEN")
+    token: str | None = option(None, "access token for the hub; default `HF_TOKEN`")
 
 
 class Access(Hub):
@@ -47,13 +59,7 @@ class Access(Hub):
 class OneModel(Section):
     """The model that a command is about."""
 
-    model: str = option(
-        ...,
-        "folder, short name (`bert-base`) or hub id",
-        metavar="MODEL",
-        complete="models",
-        positional=True,
-    )
+    model: str = option(..., "folder, short name (`bert-base`) or hub id", positional=True, **MODEL)
 
 
 class Written(Section):
@@ -66,8 +72,7 @@ class Written(Section):
         "folder to write; default a name made of the model and of what is done",
         "--output",
         "-o",
-        metavar="FOLDER",
-        complete="folders",
+        **FOLDER,
     )
     force: bool = option(False, "replace the output if it is not empty")
 
@@ -76,14 +81,10 @@ class Measured(Section):
     """What `evaluate` measures, and where numbers go."""
 
     models: tuple[str, ...] = option(
-        ..., "converted or dense models: folders, short names or hub ids", splits=False, **_MODELS
+        ..., "converted or dense models: folders, short names or hub ids", **_MODELS
     )
     baseline: str | None = option(
-        None,
-        "model to compare with; default the first one",
-        panel=MEASUREMENT,
-        metavar="MODEL",
-        complete="models",
+        None, "model to compare with; default the first one", panel=MEASUREMENT, **MODEL
     )
     save: bool = option(True, "leave the manifests of converted models", "--no-save", panel=OUTPUT)
 
@@ -91,15 +92,12 @@ class Measured(Section):
 class Timed(Section):
     """What `bench` times, and where times go."""
 
-    models: tuple[str, ...] = option(
-        ..., "models: folders, short names or hub ids", splits=False, **_MODELS
-    )
+    models: tuple[str, ...] = option(..., "models: folders, short names or hub ids", **_MODELS)
     against: str | None = option(
         None,
         "dense model to compare with; default the one that the model was made from",
-        panel=MODEL,
-        metavar="MODEL",
-        complete="models",
+        panel=THE_MODEL,
+        **MODEL,
     )
     save: bool = option(
         True, "do not keep the times in the models' `tcompress.json`", "--no-save", panel=OUTPUT
@@ -109,9 +107,7 @@ class Timed(Section):
 class Exported(Section):
     """What `export` writes."""
 
-    model: str = option(
-        ..., "folder of a converted model", metavar="FOLDER", complete="folders", positional=True
-    )
+    model: str = option(..., "folder of a converted model", positional=True, **FOLDER)
     to: Literal["dense"] = option(
         "dense", "`dense`: a plain model that computes the same, with dense weights"
     )
@@ -121,7 +117,7 @@ class Reported(Section):
     """What `report` shows."""
 
     models: tuple[str, ...] = option(
-        ..., "converted or dense models: folders, short names or hub ids", splits=False, **_MODELS
+        ..., "converted or dense models: folders, short names or hub ids", **_MODELS
     )
     length: int = option(
         128, "tokens to count multiply-adds for; images have their own", gt=0, le=10**9
@@ -150,9 +146,7 @@ class Inspected(OneModel):
 class Shown(Section):
     """Where `demo` keeps what it makes."""
 
-    keep_dir: str | None = option(
-        None, "keep the converted models here", metavar="FOLDER", complete="folders"
-    )
+    keep_dir: str | None = option(None, "keep the converted models here", **FOLDER)
 
 
 class Passed(Section):
@@ -186,33 +180,15 @@ class Checked(Section):
     """What `recipes validate` reads."""
 
     files: tuple[str, ...] = option(
-        ...,
-        "recipes",
-        metavar="FILE...",
-        complete="recipes",
-        positional=True,
-        splits=False,
-        min_length=1,
+        ..., "recipes", **{**_MODELS, "metavar": "FILE...", "complete": "recipes"}
     )
-
-
-class Json(Section):
-    """How a command talks that takes no time."""
-
-    panel = REPORT
-
-    as_json: bool = option(False, "print one JSON document to stdout, on failure too", "--json")
 
 
 class FromRecipe(Section):
     """A recipe that flags change."""
 
     recipe: str | None = option(
-        None,
-        "start from a recipe; options override it",
-        panel=METHOD,
-        metavar="FILE|NAME",
-        complete="recipes",
+        None, "start from a recipe; options override it", panel=METHOD, **_RECIPE
     )
 
 
@@ -232,7 +208,7 @@ class Changes(Section):
 class Planned(Section):
     """Whether anything is done."""
 
-    panel = REPORT
+    panel = COMMON
 
     dry_run: bool = option(
         False, "print the plan and what it will cost; no weight is read, nothing is written"
@@ -245,13 +221,10 @@ class Run(Changes):
     recipe: str = option(
         ...,
         "file, or a name out of `tcompress recipes list`",
-        metavar="RECIPE",
-        complete="recipes",
         positional=True,
+        **{**_RECIPE, "metavar": "RECIPE"},
     )
-    model: str | None = option(
-        None, "another model than the recipe's", panel=MODEL, metavar="MODEL", complete="models"
-    )
+    model: str | None = option(None, "another model than the recipe's", panel=THE_MODEL, **MODEL)
     variants: tuple[str, ...] = option(
         (),
         "run a variant of the recipe, such as `smoke`; what is written is named after it",
@@ -267,8 +240,8 @@ class Converted(FromRecipe):
 
     structure: str | None = option(
         None,
-        "with a mechanism, the structure of weights; default that of its paper where a size is "
-        "given (`--target`, `--rank`, `--p`, ...), else `none`",
+        "with an attention replacement, the structure of weights; default that of its paper where "
+        "a size is given (`--target`, `--rank`, `--p`, ...), else `none`",
         panel=METHOD,
         metavar="NAME",
         complete="structures",
@@ -281,20 +254,17 @@ class Swept(FromRecipe, Changes):
     finetune_steps: int | None = option(
         None,
         "heal every model for so many steps, and measure it before and after",
-        panel="Cells",
+        panel=CELLS,
         gt=0,
     )
     train_data: tuple[str, ...] = option(
         (),
         "unlabelled data to heal on; default text that ships",
-        panel="Cells",
-        metavar="FILE|FOLDER|DATASET",
-        complete="data",
+        panel=CELLS,
         splits=False,
+        **DATASET,
     )
-    bench: bool = option(
-        False, "time every model beside the dense one too", panel="What is measured"
-    )
+    bench: bool = option(False, "time every model beside the dense one too", panel=MEASURED)
 
 
 class Described(Section):

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+
+from tcompress.options.library import recipe_names
+from tcompress.options.method_options import mechanism_names, method_names
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")
 _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
 
 
 def methods(incomplete: str) -> list[str]:
-    """Offers structures, mechanisms, and to rewrite no layer."""
-    from tcompress.options.method_options import mechanism_names
-
-    return _starting((*_structures(), *mechanism_names()), incomplete)
+    """Offers structures, attention replacements, and to rewrite no layer."""
+    return _starting((*method_names(), "none", *mechanism_names()), incomplete)
 
 
 def structures(incomplete: str) -> list[str]:
     """Offers structures, and none."""
-    return _starting(_structures(), incomplete)
+    return _starting((*method_names(), "none"), incomplete)
 
 
 def method_lists(incomplete: str) -> list[str]:
     """Offers structures with commas between."""
-    return listed(_structures(), incomplete)
+    return listed((*method_names(), "none"), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
@@ -40,23 +41,21 @@ def models(incomplete: str) -> list[str]:
 
 def folders(incomplete: str) -> list[str]:
     """Offers local folders."""
-    return list(_paths(incomplete, ()))
+    return _paths(incomplete, ())
 
 
 def calibrations(incomplete: str) -> list[str]:
     """Offers what ships, then local files and folders."""
-    return [*_starting(("builtin", "none"), incomplete), *_paths(incomplete, _DATA_FILES)]
+    return [*_starting(("builtin", "none"), incomplete), *data(incomplete)]
 
 
 def data(incomplete: str) -> list[str]:
     """Offers local data files and folders."""
-    return list(_paths(incomplete, _DATA_FILES))
+    return _paths(incomplete, _DATA_FILES)
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """Offers recipes that ship."""
-    from tcompress.options import recipe_names
-
     return _starting(recipe_names(), incomplete)
 
 
@@ -71,29 +70,21 @@ def listed(words: Iterable[str], incomplete: str) -> list[str]:
     return [f"{before}{comma}{word}" for word in _starting(words, last)]
 
 
-def _structures() -> tuple[str, ...]:
-    from tcompress.options.method_options import method_names
-
-    return (*method_names(), "none")
-
-
 def _starting(words: Iterable[str], incomplete: str) -> list[str]:
     return [word for word in words if word.startswith(incomplete)]
 
 
-def _paths(incomplete: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+def _paths(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
     """Offers folders, with a slash, and files that end as given."""
     head, slash, start = incomplete.rpartition("/")
-    folder = Path(head + slash).expanduser() if slash else Path()
     try:
-        items = sorted(folder.iterdir())
+        items = sorted(Path(head + slash).expanduser().iterdir())
     except OSError:
-        return
-    for item in items:
-        hidden = item.name.startswith(".") and not start.startswith(".")
-        if hidden or not item.name.startswith(start):
-            continue
-        if item.is_dir():
-            yield f"{head}{slash}{item.name}/"
-        elif suffixes and item.name.endswith(suffixes):
-            yield f"{head}{slash}{item.name}"
+        return []
+    fits = [item for item in items if item.name.startswith(start)]
+    shown = [item for item in fits if start.startswith(".") or not item.name.startswith(".")]
+    return [
+        f"{head}{slash}{item.name}{'/' if item.is_dir() else ''}"
+        for item in shown
+        if item.is_dir() or (suffixes and item.name.endswith(suffixes))
+    ]

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from tcompress.options.fields import (
     DEVICES,
-    NO_FLAG,
+    FIT,
+    FRACTION,
     Device,
     DType,
     Section,
@@ -36,8 +37,8 @@ from tcompress.options.method_options import (
 Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
 Norm = Literal["host", "tensor"]
 
-GOAL, METHOD, BLOCKS = "Goal", "Method", "Blocks and embeddings"
-SCRATCH, OUTPUT, FIT = "Training from scratch", "Output", "Fit"
+GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
+BLOCKS = "Blocks, embeddings and training from scratch"
 
 
 class Calibration(Section):
@@ -53,21 +54,15 @@ class Calibration(Section):
         metavar="DATA",
         complete="calibrations",
     )
-    split: str = Field("train", description="split of a hub dataset", json_schema_extra=NO_FLAG)
+    split: str = option("train", "split of a hub dataset", off=True)
     columns: tuple[str, ...] = option(
         (), "text or image columns; guessed where not given", "--calib-columns", metavar="NAME,..."
     )
     samples: int = option(1024, "number of texts or images", "--calib-samples", gt=0)
     max_length: int = option(256, "longest text, in tokens", gt=1)
-    batch_size: int = Field(
-        32, gt=0, description="texts or images run together", json_schema_extra=NO_FLAG
-    )
-    holdout: float = Field(
-        0.1,
-        gt=0,
-        lt=0.9,
-        description="share of the samples kept back to measure errors on",
-        json_schema_extra=NO_FLAG,
+    batch_size: int = option(32, "texts or images run together", gt=0, off=True)
+    holdout: float = option(
+        0.1, "share of the samples kept back to measure errors on", gt=0, lt=0.9, off=True
     )
     damping: float = option(
         0.1,
@@ -120,9 +115,7 @@ class Embeddings(Section):
         None,
         "kept fraction of the word embedding's parameters",
         "--embedding-target",
-        metavar="FRACTION",
-        gt=0,
-        lt=1,
+        **FRACTION,
     )
 
     @model_validator(mode="after")
@@ -149,60 +142,21 @@ TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed
 
 def tol_of(method: Spec | None) -> float | None:
     """Returns the tolerance of a method's options, if they have one."""
-    found: float | None = getattr(method, "tol", None)
-    return found
+    return getattr(method, "tol", None)
 
 
 def refuse_two_sizes(method: Spec | None, budget: str) -> None:
-    """Refuses a budget beside options that leave nothing to it.
-
-    Args:
-        method: The options.
-        budget: Name of the field that gives the budget.
-
-    Raises:
-        ValueError: The options fix the size.
-    """
+    """Raises `ValueError` where a budget stands beside options that leave nothing to it."""
     if method is not None and method.fixes_size:
         raise ValueError(TWO_SIZES.format(budget))
 
 
-def usual_calibration(said: Mapping[str, Any]) -> Calibration:
-    """Returns the calibration data of a conversion that says nothing of it.
-
-    Args:
-        said: What else it says.
-    """
+def _usual_calibration(said: Mapping[str, Any]) -> Calibration:
     return Calibration(source="none") if said.get("init") == "random" else Calibration()
 
 
 def _show_usual(schema: dict[str, Any]) -> None:
     schema["default"] = Calibration().model_dump(mode="json")
-
-
-def needs_data(convert: Any) -> list[str]:
-    """Lists what a conversion asks for that only trained weights, or data, can give."""
-    problems = []
-    if convert.calibration.source != "none":
-        problems.append(
-            f"`calibration` is `{convert.calibration.source}`, but with `init: random` nothing is "
-            "fitted: leave it out"
-        )
-    if isinstance(convert.method, AutoSpec):
-        problems.append(
-            "`auto` compares what methods lose of trained weights: with `init: random` name one"
-        )
-    for name in DEPTH:
-        if getattr(convert, name) is not None:
-            problems.append(
-                f"`{name}` picks blocks of a trained model: with `init: random` give the number of "
-                "blocks in the configuration"
-            )
-    if convert.max_error is not None:
-        problems.append("`max_error` limits an error, and `init: random` has none: give a target")
-    if tol_of(convert.method) is not None:
-        problems.append("`tol` limits an error, and `init: random` has none: give a rank or target")
-    return problems
 
 
 # No model has as many, and a list of all of them would not end.
@@ -217,15 +171,9 @@ class Convert(Section):
         "pretrained",
         "where weights come from; `pretrained`: they are fitted to those of the model; `random`: "
         "none are read, all are drawn anew, to train from scratch",
-        panel=SCRATCH,
+        panel=BLOCKS,
     )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**32,
-        description="seed of the weights, with `init: random`",
-        json_schema_extra=NO_FLAG,
-    )
+    seed: int = option(0, "seed of the weights, with `init: random`", ge=0, lt=2**32, off=True)
     method: AnyMethod | None = option(
         None,
         "structure of the rewritten layers, or `auto`; see `tcompress methods`; `auto` chooses one "
@@ -269,12 +217,7 @@ class Convert(Section):
         panel=BLOCKS,
     )
     target: float | None = option(
-        None,
-        "kept fraction of the rewritten layers' parameters",
-        panel=GOAL,
-        metavar="FRACTION",
-        gt=0,
-        lt=1,
+        None, "kept fraction of the rewritten layers' parameters", panel=GOAL, **FRACTION
     )
     target_params: Parameters | None = option(
         None,
@@ -295,14 +238,12 @@ class Convert(Section):
         "are worth to the model and summed over layers, relative to that of leaving all of them "
         "out; without data of the weights alone; in place of `target`",
         panel=GOAL,
-        metavar="FRACTION",
-        gt=0,
-        lt=1,
+        **FRACTION,
     )
     allocation: Literal["loss", "uniform"] = option(
         "loss",
-        "share a budget by the loss that parameters save, or alike; without "
-        "calibration data always the latter, except under `max_error`",
+        "share a budget by the loss saved, or alike; without calibration data always the latter, "
+        "except under `max_error`",
         panel=GOAL,
     )
     residual_rank: int = option(
@@ -335,16 +276,16 @@ class Convert(Section):
         "what the table of positions holds; with `init: random` and `lprod`; the `host`'s own; "
         "sinusoids that are not trained, whose frequencies are scaled slice by slice (`standard`: "
         "all alike, `linear`, `exponential`, `harmonic`); `learned`: all of it is trained",
-        panel=SCRATCH,
+        panel=BLOCKS,
     )
     norm: Norm = option(
         "host",
-        "what layer norms inside blocks normalise; with `init: random` and `lprod`; all features "
+        "what layer norms of blocks normalise; with `init: random` and `lprod`; all features "
         "(`host`), or each slice by itself (`tensor`)",
-        panel=SCRATCH,
+        panel=BLOCKS,
     )
     calibration: Calibration = Field(
-        default_factory=usual_calibration,
+        default_factory=_usual_calibration,
         description="calibration data; with `init: random` there is none",
         json_schema_extra=_show_usual,
     )
@@ -370,7 +311,7 @@ class Convert(Section):
 
     def _init_problems(self) -> Iterator[str]:
         if self.init == "random":
-            yield from needs_data(self)
+            yield from self._needs_trained_weights()
         lprod = getattr(self.method, "name", None) == "lprod"
         for name in ("positions", "norm"):
             value = getattr(self, name)
@@ -379,6 +320,25 @@ class Convert(Section):
                     f"`{name}: {value}` is for models that are trained from scratch in slices: it "
                     "needs `init: random` and the method `lprod`"
                 )
+
+    def _needs_trained_weights(self) -> Iterator[str]:
+        if self.calibration.source != "none":
+            yield (
+                f"`calibration` is `{self.calibration.source}`, but with `init: random` nothing is "
+                "fitted: leave it out"
+            )
+        if isinstance(self.method, AutoSpec):
+            yield "`auto` compares losses of trained weights: with `init: random` name a method"
+        for name in DEPTH:
+            if getattr(self, name) is not None:
+                yield (
+                    f"`{name}` picks blocks of a trained model: with `init: random` give the "
+                    "number of blocks in the configuration"
+                )
+        if self.max_error is not None:
+            yield "`max_error` limits an error, and `init: random` has none: give a target"
+        if tol_of(self.method) is not None:
+            yield "`tol` limits an error, and `init: random` has none: give a rank or target"
 
     def _depth_problems(self) -> Iterator[str]:
         given = [name for name in DEPTH if getattr(self, name) is not None]
@@ -414,7 +374,7 @@ class Convert(Section):
         if fixed and any(rule.target and rule.method is None for rule in self.layers):
             yield TWO_SIZES.format("layers[].target")
         if self.max_error is not None and self.method is not None and self.method.pools:
-            yield "`max_error` sizes layers one by one, which banks cannot: give a target instead"
+            yield "`max_error` sizes layers one by one, but factors are shared: give a target"
         sizes = ("target", "target_params", "target_bytes")
         if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
             yield (
@@ -471,18 +431,12 @@ class Convert(Section):
             return Budget("target_bytes", bytes_of(self.target_bytes))
         if self.max_error is not None:
             return Budget("max_error", self.max_error)
-        tol = tol_of(self.method)
-        if tol is not None:
+        if (tol := tol_of(self.method)) is not None:
             return Budget("tol", tol)
         return None if self.target is None else Budget("target", self.target)
 
     def at(self, target: float | None, method: Spec | None = None) -> Convert:
-        """The same with a kept fraction in place of any other budget.
-
-        Args:
-            target: The fraction.
-            method: Another method, if any.
-        """
+        """The same with a kept fraction in place of any other budget, and maybe another method."""
         own = method or self.method
         if own is not None and tol_of(own) is not None:
             own = own.model_copy(update={"tol": None})

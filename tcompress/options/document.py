@@ -55,10 +55,12 @@ class Problem:
 class Unreadable(Exception):
     """The text cannot be read as a document at all."""
 
-    def __init__(self, problem: Problem, hint: str | None = None) -> None:
-        super().__init__(problem.text)
-        self.problem = problem
-        self.hint = hint
+    def __init__(
+        self, text: str, mark: Any = None, hint: str | None = None, *, line: int = 1
+    ) -> None:
+        super().__init__(text)
+        line, column = (mark.line + 1, mark.column + 1) if mark else (line, None)
+        self.problem, self.hint = Problem(line, text, column=column), hint
 
 
 @dataclass
@@ -122,21 +124,25 @@ def read_document(text: str) -> Document:
     """
     document = Document()
     if len(text) > _MOST_CHARACTERS:
-        reason = (
-            f"{len(text):,} characters are too many for a recipe, {_MOST_CHARACTERS:,} are the most"
-        )
-        raise Unreadable(Problem(1, reason))
+        most = f"{_MOST_CHARACTERS:,} are the most"
+        raise Unreadable(f"{len(text):,} characters are too many for a recipe, {most}")
     try:
         root = yaml.compose(_as_yaml(text), _Loader)
         if root is None:
-            raise Unreadable(Problem(1, "the recipe is empty"))
+            raise Unreadable("the recipe is empty")
         document.lines[()] = root.start_mark.line + 1
         document.data = _value(root, (), document)
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position].splitlines(keepends=True)
+        reason = f"not valid YAML: the character U+{int(error.character):04X} is not allowed"
+        raise Unreadable(reason, hint=_SYNTAX, line=max(1, len(before))) from error
     except yaml.YAMLError as error:
-        raise Unreadable(_syntax_problem(text, error), _SYNTAX) from error
+        parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+        reason = f"not valid YAML: {', '.join(filter(None, parts)) or error}"
+        raise Unreadable(reason, getattr(error, "problem_mark", None), _SYNTAX) from error
     except RecursionError as error:
-        text = "the recipe is nested too deeply, or an alias contains itself"
-        raise Unreadable(Problem(1, text)) from error
+        reason = "the recipe is nested too deeply, or an alias contains itself"
+        raise Unreadable(reason) from error
     return document
 
 
@@ -154,12 +160,10 @@ def _as_yaml(text: str) -> str:
 
 def _value(node: Node, key: Key, document: Document) -> Any:
     if len(document.nodes) >= _MOST_VALUES:
-        reason = (
-            f"the recipe has more than {_MOST_VALUES:,} values, those that aliases repeat included"
-        )
-        raise _unreadable(node, reason)
+        most = f"more than {_MOST_VALUES:,} values, those that aliases repeat included"
+        raise Unreadable(f"the recipe has {most}", node.start_mark)
     document.nodes[key] = node
-    if isinstance(node, MappingNode):
+    if isinstance(node, MappingNode) and node.tag == _TAG + "map":
         return _mapping(node, key, document)
     if isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
         for index, item in enumerate(node.value):
@@ -171,19 +175,17 @@ def _value(node: Node, key: Key, document: Document) -> Any:
 
 
 def _mapping(node: MappingNode, key: Key, document: Document) -> dict[str, Any]:
-    if node.tag != _TAG + "map":
-        raise _unknown_tag(node)
     result: dict[str, Any] = {}
     for name_node, value_node in node.value:
+        mark = name_node.start_mark
         if not isinstance(name_node, ScalarNode):
-            raise _unreadable(name_node, "a key must be plain text, not a list or a mapping")
+            raise Unreadable("a key must be plain text, not a list or a mapping", mark)
         name = _text(name_node)
-        line = name_node.start_mark.line + 1
         if name in result:
             text = f"given again, first on line {document.lines[(*key, name)]}; keep one"
-            document.problems.append(Problem(line, text, (*key, name)))
+            document.problems.append(Problem(mark.line + 1, text, (*key, name)))
             continue
-        document.lines[(*key, name)] = line
+        document.lines[(*key, name)] = mark.line + 1
         result[name] = _value(value_node, (*key, name), document)
     return result
 
@@ -199,12 +201,12 @@ def _scalar(node: ScalarNode) -> Any:
             return int(text)
         if kind == "float" and math.isfinite(number := float(text)):
             return number
-        if kind in ("str", "int", "float"):
-            node.tag = _STRING  # a number that is too large to count with included
-            return _text(node)
     except (ValueError, KeyError) as error:
-        raise _unreadable(node, f"`{text[:40]}` is not a valid `{kind}`") from error
-    raise _unknown_tag(node)
+        raise Unreadable(f"`{text[:40]}` is not a valid `{kind}`", node.start_mark) from error
+    if kind not in ("str", "int", "float"):
+        raise _unknown_tag(node)
+    node.tag = _STRING  # a number that is too large to count with included
+    return _text(node)
 
 
 def _text(node: ScalarNode) -> str:
@@ -213,26 +215,9 @@ def _text(node: ScalarNode) -> str:
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise _unreadable(node, "this text holds half of a character") from error
-
-
-def _unreadable(node: Node, text: str) -> Unreadable:
-    mark = node.start_mark
-    return Unreadable(Problem(mark.line + 1, text, column=mark.column + 1))
+        raise Unreadable("this text holds half of a character", node.start_mark) from error
 
 
 def _unknown_tag(node: Node) -> Unreadable:
-    return _unreadable(node, f"the tag `{node.tag.replace(_TAG, '!!')}` is not supported")
-
-
-def _syntax_problem(text: str, error: yaml.YAMLError) -> Problem:
-    if isinstance(error, yaml.reader.ReaderError):
-        before = text[: error.position]
-        column = error.position - (before.rfind("\n") + 1) + 1
-        reason = f"not valid YAML: the character U+{int(error.character):04X} is not allowed"
-        return Problem(before.count("\n") + 1, reason, column=column)
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        parts = ", ".join(part for part in (error.context, error.problem) if part)
-        mark = error.problem_mark
-        return Problem(mark.line + 1, f"not valid YAML: {parts}", column=mark.column + 1)
-    return Problem(1, f"not valid YAML: {error}")
+    tag = node.tag.replace(_TAG, "!!")
+    return Unreadable(f"the tag `{tag}` is not supported", node.start_mark)

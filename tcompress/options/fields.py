@@ -16,11 +16,14 @@ from pydantic.fields import FieldInfo
 # command. A field has its type, bounds, default and description as pydantic has them; `option` adds
 # how it is typed on a command line, where that differs from its name.
 
-
 DIGITS = 15
 """Most digits of a whole number: more than any size has."""
+FIT, METHOD_OPTIONS = "Fit", "Options of methods"
+"""Headings in the help; that of flags that belong to some methods is short of room."""
 
 DType = Literal["float32", "float16", "bfloat16"]
+Place = tuple[str, ...]
+"""Where a field sits: names of fields from the top."""
 
 
 class Section(BaseModel):
@@ -52,14 +55,11 @@ class Flag:
             off what is on by default.
         panel: Heading in the help; default that of its model.
         metavar: What stands for the value in the help; default by type.
-        complete: Function of `tcompress.options.complete` that offers values; default the words
-            of a `Literal`.
-        read: From what was typed to what a recipe would say; default by type. Raises `ValueError`
-            with what is allowed.
+        complete: Function of `tcompress.options.complete`; default the words of a `Literal`.
+        read: From what was typed to what a recipe would say; default by type. Raises `ValueError`.
         splits: Whether commas separate what may be given several times.
         positional: Whether it is an argument.
         whole: Whether, of several sets of options, the name alone is typed.
-        environment: Variable that gives a default.
         off: Whether recipes and keywords alone set it.
     """
 
@@ -71,25 +71,10 @@ class Flag:
     splits: bool = True
     positional: bool = False
     whole: bool = False
-    environment: str | None = None
     off: bool = False
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Adds nothing to a JSON schema; pydantic calls what it keeps beside a field."""
-
-
-NO_FLAG = Flag(off=True)
-
-DEVICES = "`auto`, `cpu`, `cuda`, `cuda:1` or `mps`"
-Device = Annotated[
-    str,
-    Field(
-        pattern=r"^(auto|cpu|mps|xpu|cuda(:[0-9]{1,3})?)$",
-        examples=["auto", "cpu", "cuda", "cuda:1", "mps"],
-        description=DEVICES,
-        json_schema_extra=Flag(metavar="NAME", complete="devices"),
-    ),
-]
 
 
 def option(default: Any, description: str, *names: str, **given: Any) -> Any:
@@ -105,8 +90,22 @@ def option(default: Any, description: str, *names: str, **given: Any) -> Any:
     return Field(default, description=description, json_schema_extra=Flag(names, **kept), **given)
 
 
-Place = tuple[str, ...]
-"""Where a field sits: names of fields from the top."""
+# What several options take.
+MODEL = {"metavar": "MODEL", "complete": "models"}
+FOLDER = {"metavar": "FOLDER", "complete": "folders"}
+DATASET = {"metavar": "FILE|FOLDER|DATASET", "complete": "data"}
+FRACTION = {"metavar": "FRACTION", "gt": 0, "lt": 1}
+
+DEVICES = "`auto`, `cpu`, `cuda`, `cuda:1` or `mps`"
+Device = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|cpu|mps|xpu|cuda(:[0-9]{1,3})?)$",
+        examples=["auto", "cpu", "cuda", "cuda:1", "mps"],
+        description=DEVICES,
+        json_schema_extra=Flag(metavar="NAME", complete="devices"),
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -133,57 +132,52 @@ class Typed:
         return str(self.flag.metavar) if self.flag.positional else self.flag.names[0]
 
 
-def typed_fields(kind: type[BaseModel], place: Place = ()) -> list[Typed]:
+def typed_fields(kind: type[BaseModel]) -> list[Typed]:
     """Lists the fields of a model as they are typed, those of models inside it too."""
     found: dict[str, Typed] = {}
-    for item in _walk(kind, place, getattr(kind, "panel", None)):
-        name = item.flag.names[0]
-        if name not in found:
-            found[name] = item
-        elif item.owners:  # of another method
-            owners = (*found[name].owners, *item.owners)
-            flag = replace(found[name].flag, panel=f"Options of {', '.join(owners)}")
-            both = found[name].annotation | item.annotation
-            found[name] = replace(found[name], owners=owners, flag=flag, annotation=both)
+    for item in _walk(kind, (), getattr(kind, "panel", None)):
+        first = found.setdefault(item.flag.names[0], item)
+        if first is not item and item.owners:  # another method has it too
+            both = (*first.owners, *item.owners), first.annotation | item.annotation
+            found[item.flag.names[0]] = replace(first, owners=both[0], annotation=both[1])
     return list(found.values())
+
+
+def method_options(kind: type[Options], place: Place = ()) -> list[Typed]:
+    """Lists the options of a method that are typed."""
+    flags = {name: _flag(name, info, METHOD_OPTIONS) for name, info in kind.model_fields.items()}
+    return [
+        Typed((*place, name), info, flags[name], info.annotation, kind.names())
+        for name, info in kind.model_fields.items()
+        if name != "name" and not flags[name].off
+    ]
 
 
 def _walk(kind: type[BaseModel], place: Place, panel: str | None) -> Iterator[Typed]:
     for name, info in kind.model_fields.items():
-        flag = flag_of(name, info)
+        flag = _flag(name, info, panel)
         here, parts = (*place, info.alias or name), members(info.annotation)
-        chosen = [part for part in parts if is_model(part, Options)]
-        if flag.off or any(is_model(item, Section) for part in parts for item in get_args(part)):
+        chosen = [part for part in parts if _is_model(part, Options)]
+        if flag.off or any(_is_model(item, Section) for part in parts for item in get_args(part)):
             continue
-        flag = replace(flag, panel=flag.panel or panel)
         if chosen:
             yield Typed((*here, "name"), info, flag, info.annotation)
             for each in () if flag.whole else chosen:
-                yield from _own(each, here)
-        elif any(is_model(part, Section) for part in parts):
-            yield from _walk(parts[0], here, getattr(parts[0], "panel", None) or panel)
+                yield from method_options(each, here)
+        elif any(_is_model(part, Section) for part in parts):
+            yield from _walk(parts[0], here, parts[0].panel or panel)
         else:
             yield Typed(here, info, flag, info.annotation)
 
 
-def _own(kind: type[Options], place: Place) -> Iterator[Typed]:
-    """The options of a method."""
-    for name, info in kind.model_fields.items():
-        flag = flag_of(name, info)
-        if name != "name" and not flag.off:
-            flag = replace(flag, panel=f"Options of {', '.join(kind.names())}")
-            yield Typed((*place, name), info, flag, info.annotation, kind.names())
-
-
-def flag_of(name: str, info: FieldInfo) -> Flag:
-    """Returns how a field is typed."""
+def _flag(name: str, info: FieldInfo, panel: str | None) -> Flag:
     said = info.json_schema_extra
     flag = said if isinstance(said, Flag) else Flag()
-    return flag if flag.names else replace(flag, names=(f"--{name.replace('_', '-')}",))
+    names = flag.names or (f"--{name.replace('_', '-')}",)
+    return replace(flag, names=names, panel=flag.panel or panel)
 
 
-def is_model(part: Any, base: type[BaseModel]) -> bool:
-    """Tells whether a part of a type is a model of some kind."""
+def _is_model(part: Any, base: type[BaseModel]) -> bool:
     return isinstance(part, type) and issubclass(part, base)
 
 
@@ -203,15 +197,15 @@ def words_of(annotation: Any) -> list[str]:
     for part in members(annotation):
         if get_origin(part) is Literal:
             found += [word for word in get_args(part) if isinstance(word, str)]
-        elif is_model(part, Options):
+        elif _is_model(part, Options):
             found += part.names()
         else:
             found += [word for item in get_args(part) for word in words_of(item)]
     return list(dict.fromkeys(found))
 
 
-# From what was typed to plain data, as a recipe would hold it.
-
+# From what was typed to plain data, as a recipe would hold it. What cannot be read stays text, for
+# validation to refuse; `ValueError` says what is allowed where nothing can be meant.
 
 _WHOLE = re.compile(rf"[-+]?[0-9]{{1,{DIGITS}}}")
 _DECIMAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -221,15 +215,7 @@ _MOST_BLOCKS = 1000  # no model has as many; a run to a million would be written
 
 
 def plain(item: Typed, texts: Sequence[str]) -> Any:
-    """Reads what was typed for an option; what it cannot read stays text, for validation to refuse.
-
-    Args:
-        item: The option.
-        texts: What was typed, one by one.
-
-    Raises:
-        ValueError: It cannot be meant; says what is allowed.
-    """
+    """Reads what was typed for an option, one or several times."""
     if item.flag.read is not None:
         return item.flag.read(list(texts))
     parts = members(item.annotation)
@@ -237,17 +223,19 @@ def plain(item: Typed, texts: Sequence[str]) -> Any:
     words = words if item.flag.splits else list(texts)
     for part in parts:
         if get_origin(part) is dict:
+            pairs = [[side.strip() for side in word.partition("=")] for word in words]
+            if not all(map(all, pairs)):
+                raise ValueError(f"expected pairs `{item.flag.metavar or 'NAME=VALUE'}`")
             inner = members(get_args(part)[1])
-            pairs = [_pair(word, item.flag.metavar or "NAME=VALUE") for word in words]
-            return {name: number(text, inner) for name, text in pairs}
+            return {name: _number(text, inner) for name, _, text in pairs}
     lists = [part for part in parts if get_origin(part) is tuple]
     if lists and (len(lists) == len(parts) or len(words) > 1):
         inner = members(get_args(lists[0])[0])
-        return [number(word, inner) for word in words if word or inner != [str]]
-    return number(texts[-1].strip(), parts) if texts else None
+        return [_number(word, inner) for word in words if word or inner != [str]]
+    return _number(texts[-1].strip(), parts) if texts else None
 
 
-def number(text: str, parts: Sequence[Any]) -> Any:
+def _number(text: str, parts: Sequence[Any]) -> Any:
     """Reads a number where one is allowed, by the rules of recipes; a percentage is a fraction."""
     if int in parts or float in parts:
         if _WHOLE.fullmatch(text):
@@ -257,13 +245,6 @@ def number(text: str, parts: Sequence[Any]) -> Any:
         if float in parts and text.endswith("%") and _DECIMAL.fullmatch(text[:-1].strip()):
             return float(text[:-1]) / 100
     return text
-
-
-def _pair(word: str, form: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
-    if not (name.strip() and equals and value.strip()):
-        raise ValueError(f"expected pairs `{form}`")
-    return name.strip(), value.strip()
 
 
 def read_modes(texts: Sequence[str]) -> dict[str, list[int]]:
@@ -284,65 +265,43 @@ def read_sizes(texts: Sequence[str]) -> list[int]:
 
 def read_blocks(texts: Sequence[str]) -> list[int]:
     """Reads `1,3,5` or `0-5,11`."""
-    found = _indices(",".join(texts))
-    if found is None:
-        raise ValueError("allowed are block numbers such as `1,3,5` or `0-5,11`")
+    found: list[int] = []
+    for word in ",".join(texts).split(","):
+        match = _RUN.fullmatch(word.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < _MOST_BLOCKS:
+            raise ValueError("allowed are block numbers such as `1,3,5` or `0-5,11`")
+        found += range(first, last + 1)
     return found
 
 
 def read_kept(texts: Sequence[str]) -> Any:
     """Reads `1,3,5`, `0-5,11`, or several such as `decoder:0,2`."""
-    return _by_stack(
-        texts,
-        _indices,
-        "allowed are block numbers such as `1,3,5` or `0-5,11`, for one stack of several "
-        "`STACK:1,3,5`",
-    )
+    return _by_stack(texts, lambda text: read_blocks([text]), "`STACK:1,3,5`")
 
 
 def read_dropped(texts: Sequence[str]) -> Any:
     """Reads `3`, `auto`, or several such as `decoder:2`."""
-    if list(texts) == ["auto"]:
-        return "auto"
-    return _by_stack(
-        texts,
-        _count,
-        "allowed is a number of blocks of 1 or more, `auto`, or `STACK:N` where a model has "
-        "several stacks",
-    )
+    return "auto" if list(texts) == ["auto"] else _by_stack(texts, _count, "`STACK:N`")
 
 
-def _by_stack(texts: Sequence[str], read: Callable[[str], Any], allowed: str) -> Any:
+def _by_stack(texts: Sequence[str], read: Callable[[str], Any], form: str) -> Any:
     found: dict[str, Any] = {}
     for text in texts:
         name, colon, numbers = text.rpartition(":")
-        value = read(numbers)
-        if value is None or (colon and not name):
-            raise ValueError(allowed)
-        if name in found:
-            raise ValueError("given twice for one stack: join them with commas")
+        try:
+            value = read(numbers)
+        except ValueError as error:
+            raise ValueError(f"{error}, {form} where a model has several stacks") from error
+        if name in found or (colon and not name):
+            raise ValueError(f"allowed is one {form} for each stack")
         found[name] = value
-    if "" not in found:
-        return found
-    if len(found) > 1:
-        raise ValueError("given with a stack and without: name the stack in each, `STACK:...`")
-    return found[""]
+    if "" in found and len(found) > 1:
+        raise ValueError(f"given with a stack and without: name the stack in each, {form}")
+    return found.get("", found)
 
 
-def _indices(text: str) -> list[int] | None:
-    found: list[int] = []
-    for word in text.split(","):
-        match = _RUN.fullmatch(word.strip())
-        if match is None:
-            return None
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < _MOST_BLOCKS:
-            return None
-        found += range(first, last + 1)
-    return found
-
-
-def _count(text: str) -> int | None:
-    word = text.strip()
-    found = int(word) if re.fullmatch(rf"[0-9]{{1,{DIGITS}}}", word) else 0
-    return found or None
+def _count(text: str) -> int:
+    if not re.fullmatch(rf"0*[1-9][0-9]{{0,{DIGITS - 1}}}", text.strip()):
+        raise ValueError("allowed is a number of blocks of 1 or more, `auto`")
+    return int(text)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from tcompress.errors import InputError, RecipeError
@@ -26,18 +24,19 @@ def recipe_text(name: str) -> str:
     Raises:
         RecipeError: There is no such recipe; the message lists those there are.
     """
-    shipped = _shipped()
-    name = name.removesuffix(_SUFFIX)
-    if name not in shipped:
-        raise _unknown(name, list(shipped))
-    return shipped[name].read_text("utf-8")
+    shipped, name = _shipped(), name.removesuffix(_SUFFIX)
+    if name in shipped:
+        return shipped[name].read_text("utf-8")
+    ends = {short.rpartition("/")[2]: short for short in shipped} | {full: full for full in shipped}
+    close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
+    near = " or ".join(f"`{word}`" for word in list(close)[:3])
+    listed = ", ".join(f"`{word}`" for word in sorted(shipped))
+    hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
+    raise RecipeError(f"there is no recipe `{name}`; recipes that ship are {listed}", hint)
 
 
 def find_recipe(name_or_path: str) -> tuple[str, str]:
     """Finds a recipe by path or by name; a file wins over a recipe that ships.
-
-    Args:
-        name_or_path: A YAML or JSON file, or a name out of `recipe_names()`.
 
     Returns:
         The text, and where it is from, for messages.
@@ -65,9 +64,6 @@ def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
 
     Returns:
         The file that was written.
-
-    Raises:
-        InputError: There is no such recipe, or the file exists or cannot be written.
     """
     text = recipe_text(name)
     path = Path(target).expanduser()
@@ -97,7 +93,11 @@ def read_text(path: str | Path) -> str:
     try:
         return file.read_text("utf-8-sig")
     except FileNotFoundError as error:
-        raise _no_file(path, file) from error
+        folder = next((item for item in file.absolute().parents if item.is_dir()), Path("/"))
+        names = [item.name for item in _recipe_files(folder)]
+        close = difflib.get_close_matches(file.name, names, 1)
+        hint = f"did you mean `{close[0]}`?" if close else "see `tcompress recipes list`"
+        raise RecipeError(f"there is no file `{path}`; {_content(folder)}", hint) from error
     except IsADirectoryError as error:
         raise RecipeError(f"`{path}` is a folder; {_content(file)}", "give a file") from error
     except UnicodeDecodeError as error:
@@ -107,38 +107,13 @@ def read_text(path: str | Path) -> str:
         raise RecipeError(f"`{path}` cannot be read: {error.strerror}") from error
 
 
-def _shipped() -> dict[str, Traversable]:
+def _shipped() -> dict[str, Path]:
     """Finds the recipes: inside the package once installed, beside it in a checkout."""
-    package = files("tcompress")
-    folder = package.joinpath("assets", "recipes")
-    if not folder.is_dir():
-        folder = Path(str(package)).parent / "recipes"
-    return dict(_walk(folder, "")) if folder.is_dir() else {}
-
-
-def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for item in folder.iterdir():
-        if item.is_dir():
-            yield from _walk(item, f"{prefix}{item.name}/")
-        elif item.name.endswith(_SUFFIX):
-            yield prefix + item.name.removesuffix(_SUFFIX), item
-
-
-def _unknown(name: str, known: list[str]) -> RecipeError:
-    ends = {short.rpartition("/")[2]: short for short in known} | {full: full for full in known}
-    close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
-    near = " or ".join(f"`{word}`" for word in list(close)[:3])
-    listed = ", ".join(f"`{word}`" for word in sorted(known))
-    hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
-    return RecipeError(f"there is no recipe `{name}`; recipes that ship are {listed}", hint)
-
-
-def _no_file(path: str | Path, file: Path) -> RecipeError:
-    folder = next((item for item in file.absolute().parents if item.is_dir()), Path("/"))
-    names = [item.name for item in _recipe_files(folder)]
-    close = difflib.get_close_matches(file.name, names, 1)
-    hint = f"did you mean `{close[0]}`?" if close else "see `tcompress recipes list`"
-    return RecipeError(f"there is no file `{path}`; {_content(folder)}", hint)
+    package = Path(str(files("tcompress")))
+    folder = package / "assets" / "recipes"
+    folder = folder if folder.is_dir() else package.parent / "recipes"
+    found = folder.rglob(f"*{_SUFFIX}")
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in found}
 
 
 def _content(folder: Path) -> str:

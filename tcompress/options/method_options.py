@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import ceil, log2
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tcompress.options.fields import NO_FLAG, Options, option, read_modes, read_sizes
+from tcompress.options.fields import FIT, FRACTION, Options, option, read_modes, read_sizes
 
 # Methods by name: the options of every structure, and `auto`, which offers several.
 
@@ -31,12 +31,10 @@ Edges = tuple[PositiveInt, PositiveInt]
 
 TOL = option(
     None,
-    "largest predicted error of a weight, in place of a rank; in place of a budget too: each "
+    "largest error of a weight; as predicted, in place of a rank; in place of a budget too: each "
     "weight gets the smallest rank whose predicted error, squared and relative to leaving the "
     "weight out, is at most this",
-    metavar="FRACTION",
-    gt=0,
-    lt=1,
+    **FRACTION,
 )
 
 
@@ -59,19 +57,21 @@ class Spec(Options):
 
     @model_validator(mode="after")
     def _check_tol(self) -> Spec:
-        if getattr(self, "tol", None) is not None:
-            if getattr(self, "rank", None) is not None:
-                raise ValueError("`rank` and `tol` are both given; allowed is one")
-            if self.pools:
-                raise ValueError(
-                    "`tol` sizes weights one by one, which a bank cannot: give `rank` or a target"
-                )
+        if getattr(self, "tol", None) is None:
+            return self
+        if getattr(self, "rank", None) is not None:
+            raise ValueError("`rank` and `tol` are both given; allowed is one")
+        if self.pools:
+            raise ValueError(
+                "`tol` sizes weights one by one, which shared factors cannot: give `rank` or a "
+                "target"
+            )
         return self
 
     @property
     def has_size(self) -> bool:
         """Whether these options alone decide a size; else a budget has to."""
-        return True
+        return getattr(self, "rank", 0) is not None
 
     @property
     def fixes_size(self) -> bool:
@@ -81,7 +81,7 @@ class Spec(Options):
     @property
     def fills(self) -> bool:
         """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
-        return False
+        return getattr(self, "rank", 0) is None
 
     @property
     def pools(self) -> bool:
@@ -101,10 +101,7 @@ class Spec(Options):
         return (self,)
 
     def alone(self, target: float) -> tuple[Self, ...]:
-        """Options for a target with nothing else on offer, in the order of preference.
-
-        The first that all layers' dimensions allow is meant.
-        """
+        """Options for a target with nothing else on offer; the first that all layers allow."""
         return (self,)
 
     def clipped(self, layout: Any) -> str | None:
@@ -118,12 +115,8 @@ class LowRankSpec(Spec):
     looks_up = True
 
     name: Literal["svd", "lowrank"] = "svd"
-    rank: int | None = option(None, "rank r of every rewritten weight", metavar="N", gt=0)
+    rank: int | None = option(None, "rank of every weight", metavar="N", gt=0)
     tol: float | None = TOL
-
-    @property
-    def has_size(self) -> bool:
-        return self.rank is not None
 
     @property
     def fixes_size(self) -> bool:
@@ -154,9 +147,7 @@ class LprodSpec(Spec):
     )
     tubal_rank: int | None = option(None, "keep only this many singular tubes of the slices", gt=0)
     pad: bool = option(False, "pad widths that p does not divide; instead of refusing")
-    seed: int = Field(
-        0, ge=0, description="seed of the `random` transform", json_schema_extra=NO_FLAG
-    )
+    seed: int = option(0, "seed of the `random` transform", ge=0, off=True)
 
     def settled(self, *, calibrated: bool) -> Self:
         if self.transform is not None:
@@ -207,10 +198,6 @@ class TTSpec(Spec):
     def has_size(self) -> bool:
         return self.rank is not None or self.name == "qtt"
 
-    @property
-    def fills(self) -> bool:
-        return self.rank is None
-
     def clipped(self, layout: Any) -> str | None:
         return _clip_note(self.rank, layout.ranks)
 
@@ -243,12 +230,8 @@ class TuckerSpec(Spec):
     )
 
     @property
-    def has_size(self) -> bool:
-        return self.rank is not None
-
-    @property
     def fixes_size(self) -> bool:
-        return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
+        return self.has_size and not self.pools  # beside shared factors a low-rank term fills up
 
     @property
     def fills(self) -> bool:
@@ -275,29 +258,24 @@ STRUCTURES: tuple[type[Spec], ...] = (LowRankSpec, LprodSpec, TTSpec, TuckerSpec
 """Options of every structure, in the order of the registry."""
 
 
-def _names(specs: tuple[type[Spec], ...]) -> tuple[str, ...]:
+def _names(specs: Iterable[type[Options]]) -> tuple[str, ...]:
     return tuple(name for spec in specs for name in spec.names())
-
-
-def structure_names() -> tuple[str, ...]:
-    """Returns the names that select one structure for all layers."""
-    return _names(STRUCTURES)
 
 
 def lookup_methods() -> tuple[str, ...]:
     """Returns the names of the methods that a table of embeddings may be stored with."""
-    return _names(tuple(spec for spec in STRUCTURES if spec.looks_up))
+    return _names(spec for spec in STRUCTURES if spec.looks_up)
 
 
 def method_names() -> tuple[str, ...]:
     """Returns the names that select a method."""
-    return (*structure_names(), AUTO)
+    return (*_names(STRUCTURES), AUTO)
 
 
 if TYPE_CHECKING:
     StructureName = str
 else:
-    StructureName = Literal[structure_names()]
+    StructureName = Literal[_names(STRUCTURES)]
 
 
 class AutoSpec(Spec):
@@ -307,14 +285,15 @@ class AutoSpec(Spec):
     offer: tuple[StructureName, ...] = option(
         (),
         "structures to choose among; default those that are usually worthwhile",
+        panel=FIT,
         metavar="NAME,...",
     )
     trials: bool = option(
         True,
         "whether structures are tried out too; the mixture that is predicted best and every "
         "structure on its own are converted, and the one that changes the output least is kept; "
-        "predictions alone take less "
-        "time",
+        "predictions alone take less time",
+        panel=FIT,
     )
 
     @property
@@ -340,15 +319,6 @@ else:
     ]
     AnyMethod = Annotated[reduce(operator.or_, METHODS), Field(discriminator="name")]
     MethodName = Literal[method_names()]
-
-
-def default_method(only_blocks: bool) -> str | None:
-    """Returns the method of a conversion that names none.
-
-    Args:
-        only_blocks: Whether blocks are dropped, and nothing is said of layers.
-    """
-    return None if only_blocks else "lprod"
 
 
 # Attention replacements by name: the options of each.
@@ -423,10 +393,8 @@ class KroneckerSpec(MechanismSpec):
     features: int | None = option(
         None, "number of random features; default twice the head's width", gt=0
     )
-    pool: Pool = option(
-        "mean", "how the other axes are pooled; the paper's `sum` saturates softmax"
-    )
-    seed: int = Field(0, ge=0, description="seed of the random features", json_schema_extra=NO_FLAG)
+    pool: Pool = option("mean", "how other axes are pooled; the paper's `sum` saturates softmax")
+    seed: int = option(0, "seed of the random features", ge=0, off=True)
 
 
 class MultilinearSpec(MechanismSpec):
@@ -449,22 +417,19 @@ class TamSpec(MechanismSpec):
         "form of the core; `aligned`: the paper's, along positions of queries; `cp`: along "
         "features, the paper's without query alignment; `tucker`: a full core with factors",
     )
-    # `--cores` and `--rank` are those of `tucker`.
-    cores: int = Field(
+    # The flags `--cores` and `--rank` are those of `tucker`.
+    cores: int = option(
         1,
+        "number of cores, which are averaged: several compute what one with their mean does, and "
+        "differ in training alone",
         gt=0,
         le=64,
-        description="number of cores, which are averaged: several compute what one with their mean "
-        "does, and differ in training alone",
-        json_schema_extra=NO_FLAG,
+        off=True,
     )
-    rank: int | None = Field(
-        None,
-        gt=0,
-        description="size of the core `tucker`; default the head's width",
-        json_schema_extra=NO_FLAG,
+    rank: int | None = option(
+        None, "size of the core `tucker`; default the head's width", gt=0, off=True
     )
-    semantic_rank: int = option(8, "size of the core `tucker` along semantics", gt=0)
+    semantic_rank: int = option(8, "size of the core `tucker` in semantics", gt=0)
     normalize: Normalize = option(
         "softmax", "how scores are normalised; `none` uses scores as in the paper"
     )
@@ -476,18 +441,13 @@ class TamSpec(MechanismSpec):
     )
 
 
-MECHANISMS: tuple[type[MechanismSpec], ...] = (
-    GraphSpec,
-    KroneckerSpec,
-    MultilinearSpec,
-    TamSpec,
-)
+MECHANISMS: tuple[type[MechanismSpec], ...] = (GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec)
 """Options of every mechanism, in the order of the registry."""
 
 
 def mechanism_names() -> tuple[str, ...]:
     """Returns the names that select a mechanism."""
-    return tuple(name for spec in MECHANISMS for name in spec.names())
+    return _names(MECHANISMS)
 
 
 if TYPE_CHECKING:
@@ -508,7 +468,6 @@ _BYTES = {
     **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMG", 1)},
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
 }
-
 _MOST = 10**15  # more than any model has, and small enough to count with
 
 Parameters = (

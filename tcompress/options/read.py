@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,6 +22,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _NAMED = ("method", "attention")
 _TEXT = "the text "
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: bytes that are not UTF-8
 
 
 def read(
@@ -41,39 +43,23 @@ def read(
     Raises:
         RecipeError: Something is wrong; the message says all that is.
     """
-    plain = as_plain(values)
-    text = json.dumps(plain)
-    if broken := [item for item in _texts(plain) if not _is_text(item)]:
-        raise RecipeError(f"`{broken[0]}` holds bytes that are no text (UTF-8)", "rename it")
+    text = json.dumps(as_plain(values), ensure_ascii=False)
+    if half := _HALF.search(text):  # of a name in bytes that are not UTF-8
+        around = text[text.rfind('"', 0, half.start()) + 1 : text.find('"', half.end())]
+        raise RecipeError(f"`{around}` holds bytes that are no text (UTF-8)", "rename it")
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
         from tcompress.options.document import Unreadable, read_document
-        from tcompress.options.explain import explain
+        from tcompress.options.words import explain
 
         errors = error.errors(include_url=False, include_input=False)
         try:
             problems = explain(errors, read_document(text), schema_of(kind))
-        except Unreadable as strange:  # half of a character, or more than any recipe holds
+        except Unreadable as strange:  # more than any recipe holds
             raise RecipeError(strange.problem.text, hint) from error
         words = [(said or _of_keywords)(problem) for problem in problems]
         raise RecipeError("; ".join(dict.fromkeys(words)), hint) from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (*_texts(key), *_texts(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-
-
-def _is_text(value: str) -> bool:
-    """Whether a name is of bytes that are UTF-8: others reach Python as halves of pairs."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 @cache
@@ -82,14 +68,23 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
     return kind.model_json_schema()
 
 
-def as_plain(value: Any) -> Any:
-    """Writes a value as a recipe would; what recipes cannot say becomes text, which is refused."""
+def as_plain(value: Any, *, named: bool = True) -> Any:
+    """Writes a value as a recipe would; what recipes cannot say becomes text, which is refused.
+
+    A bare name, as in `method: svd`, stands for a method without options if `named`.
+    """
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):
-        return {str(key): _named(str(key), as_plain(item)) for key, item in value.items()}
+        found = {}
+        for key, item in value.items():
+            bare = named and key in _NAMED and isinstance(item, str)
+            # The keys of an architecture are those of a model's configuration.
+            inner = as_plain(item, named=named and key != "architecture")
+            found[str(key)] = {"name": item} if bare else inner
+        return found
     if isinstance(value, list | tuple | set | frozenset):
-        return [as_plain(item) for item in value]
+        return [as_plain(item, named=named) for item in value]
     if value is None or isinstance(value, str | bool):
         return value
     if not isinstance(value, int | float) and callable(getattr(value, "item", None)):
@@ -99,25 +94,14 @@ def as_plain(value: Any) -> Any:
     return value if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
-def _named(key: str, value: Any) -> Any:
-    """A bare name, as in `method: svd`, stands for a method without options."""
-    return {"name": value} if key in _NAMED and isinstance(value, str) else value
-
-
 def dotted(key: Key) -> str:
     """Writes a key as in `layers[0].keep`."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in key)
     return "".join(steps).removeprefix(".")
 
 
-def value_words(name: str, problem: Problem, typed: str | None = None) -> str:
-    """Says what is wrong with one value.
-
-    Args:
-        name: The flag, key or keyword.
-        problem: What is wrong.
-        typed: What was typed, where it was.
-    """
+def _value_words(name: str, problem: Problem, typed: str | None = None) -> str:
+    """Says what is wrong with the value of a flag, key or keyword, which may have been typed."""
     if problem.found is None:
         return problem.text
     if problem.found == "missing":
@@ -131,7 +115,7 @@ def value_words(name: str, problem: Problem, typed: str | None = None) -> str:
 def _of_keywords(problem: Problem) -> str:
     if problem.found is None and problem.text.startswith("unknown key"):
         return f"`{dotted(problem.key)}`: {problem.text.replace(' key', ' option')}"
-    return value_words(dotted(problem.key), problem)
+    return _value_words(dotted(problem.key), problem)
 
 
 @dataclass
@@ -167,15 +151,15 @@ class Given(Generic[M]):
             item, inner = self.fields[place], found
             for step in place[:-1]:
                 inner = inner.setdefault(step, {})
-            if not isinstance(texts, bool) and not all(text.strip() for text in texts):
+            if isinstance(texts, bool):
+                inner[place[-1]] = texts
+                continue
+            if not all(text.strip() for text in texts):
                 # A variable of the shell that is not set, most likely.
                 problems.append(f"`{item.name}` has no value: give one, or leave it out")
                 continue
             try:
-                inner[place[-1]] = texts if isinstance(texts, bool) else plain(item, texts)
-                json.dumps(texts, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                problems.append(f"`{item.name}` is `{','.join(texts)}`, which holds no characters")
+                inner[place[-1]] = plain(item, texts)
             except ValueError as error:
                 problems.append(f"`{item.name}` is `{','.join(texts)}`, {error}")
         if problems:
@@ -183,10 +167,7 @@ class Given(Generic[M]):
         return found
 
     def read(self, values: Mapping[str, Any] | None = None) -> M:
-        """Reads what was typed, or what it was made part of, into the model.
-
-        Args:
-            values: Nested plain data; default what was typed.
+        """Reads what was typed, or the nested plain data that it was made part of.
 
         Raises:
             RecipeError: Something is not allowed; names flags and says all that is wrong.
@@ -197,7 +178,18 @@ class Given(Generic[M]):
     def over(self, base: BaseModel | None) -> M:
         """Reads what was typed over what a recipe says; lists and mappings of values replace."""
         before = {} if base is None else base.model_dump(mode="json", by_alias=True)
-        return self.read(merged(before, self.values(), self.fields))
+        return self.read(self._merged(before, self.values(), ()))
+
+    def _merged(
+        self, before: Mapping[str, Any], said: Mapping[str, Any], place: Place
+    ) -> dict[str, Any]:
+        """Puts what was said over what was there, option by option."""
+        found = dict(before)
+        for name, value in said.items():
+            here = (*place, name)
+            inside = isinstance(value, Mapping) and here not in self.fields
+            found[name] = self._merged(found.get(name) or {}, value, here) if inside else value
+        return found
 
     def _said(self, problem: Problem) -> str:
         steps = tuple(step for step in problem.key if isinstance(step, str))
@@ -206,29 +198,6 @@ class Given(Generic[M]):
             if item is not None:
                 texts = self.texts.get(item.place)
                 whole = problem.key == item.place and isinstance(texts, list)
-                return value_words(item.name, problem, ",".join(texts) if whole and texts else None)
-        return value_words(dotted(problem.key), problem)
-
-
-def merged(
-    before: Mapping[str, Any],
-    said: Mapping[str, Any],
-    fields: Iterable[Place],
-    place: Place = (),
-) -> dict[str, Any]:
-    """Puts what was said over what was there, option by option.
-
-    Args:
-        before: Nested plain data.
-        said: The same, of what takes its place.
-        fields: Places of options; what is above them is merged, not replaced.
-        place: Where both sit.
-    """
-    known = set(fields)
-    found = dict(before)
-    for name, value in said.items():
-        here = (*place, name)
-        inside = isinstance(value, Mapping) and here not in known
-        old = found.get(name) or {}
-        found[name] = merged(old, value, known, here) if inside else value
-    return found
+                typed = ",".join(texts) if whole and texts else None
+                return _value_words(item.name, problem, typed)
+        return _value_words(dotted(problem.key), problem)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tcompress.options.convert_options import Convert, refuse_two_sizes
-from tcompress.options.fields import Section, option, plain, typed_fields
+from tcompress.options.fields import Section, method_options, option, plain
 from tcompress.options.method_options import (
     MECHANISMS,
     METHODS,
@@ -21,9 +21,7 @@ from tcompress.options.steps import Architecture, Bench, Evaluate, Finetune, Pap
 from tcompress.options.words import quoted
 
 RECIPE_VERSION = 1
-
-
-_NOT_IN_CELLS = ("name", "tol", "offer", "trials", "modes")
+_NOT_IN_CELLS = ("tol", "offer", "trials", "modes")
 
 
 def read_methods(texts: list[str]) -> list[Any]:
@@ -40,15 +38,14 @@ def _read_method(text: str) -> Any:
         raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
     if not pairs:
         return name
+    own = {item.place[-1]: item for item in method_options(kind)}
+    own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
     found: dict[str, Any] = {"name": name}
     for pair in pairs:
         option, equals, value = pair.partition("=")
         field = option.strip().replace("-", "_")
-        own = {item.place[-1]: item for item in typed_fields(kind)}
-        own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
         if not equals or field not in own:
-            listed = ", ".join(f"`{key}`" for key in own)
-            has = f"options of `{name}` are {listed}" if own else f"`{name}` has none"
+            has = f"options of `{name}` are {quoted(own)}" if own else f"`{name}` has none"
             raise ValueError(f"expected an option with its value behind `{name}`; {has}")
         # Commas separate methods.
         found[field] = plain(own[field], [value.strip()])
@@ -144,61 +141,53 @@ def json_schema() -> dict[str, Any]:
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 _NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
-_MECHANISM_LETTERS = {
-    "filter_order": "k",
-    "grid": "",
-    "fold": "f",
-    "kernel": "",
-    "core": "",
-    "length": "t",
-}
+_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "core": "", "length": "t"}
 
 
 def short_name(convert: Convert) -> str:
     """Names a conversion shortly, such as `lprod-p4` or `svd-25`."""
-    method: Any = convert.method
-    words = _attention_words(convert)
-    words += [] if method is None else [str(method.name)]
-    if method is not None and method.pools:
-        words.append(method.share)
-    for field, letter in _LETTERS.items():
-        value = getattr(method, field, None)
-        if value is not None:
-            words.append(
-                letter + "x".join(map(str, value if isinstance(value, tuple) else [value]))
-            )
-    words += _other_options(method)
+    method, words = convert.method, _attention_words(convert)
+    if method is not None:
+        words.append(str(method.name))
+        if method.pools:
+            words.append(method.share)
+        for field, letter in _LETTERS.items():
+            if (value := getattr(method, field, None)) is not None:
+                words.append(letter + _joined(value))
+        words += _other_options(method)
     if convert.residual_rank:
         words.append(f"plus{convert.residual_rank}")
-    if getattr(method, "offer", ()):
-        words += method.offer
-    if convert.target is not None:
-        words.append(f"{100 * convert.target:g}")
-    for value in (convert.target_params, convert.target_bytes):
-        words += [] if value is None else [str(value)]
-    for letters, error in (("err", convert.max_error), ("tol", getattr(method, "tol", None))):
-        words += [] if error is None else [f"{letters}{error:g}"]
-    named = (("keep", convert.keep_layers), ("drop", convert.drop_layers))
-    for verb, blocks in (*named, ("append", convert.append_layers)):
-        if blocks is not None:
-            words.append(f"{verb}{_number_of(blocks)}")
+    words += getattr(method, "offer", ())
+    for pattern, value in (
+        ("{:g}", convert.target and 100 * convert.target),
+        ("{}", convert.target_params),
+        ("{}", convert.target_bytes),
+        ("err{:g}", convert.max_error),
+        ("tol{:g}", getattr(method, "tol", None)),
+        ("keep{}", _number_of(convert.keep_layers)),
+        ("drop{}", _number_of(convert.drop_layers)),
+        ("append{}", convert.append_layers),
+    ):
+        words += [] if value is None else [pattern.format(value)]
     if convert.embeddings is not None:
         share = convert.embeddings.target
         words.append("words" + ("" if share is None else f"{100 * share:g}"))
     return "-".join(words)
 
 
+def _joined(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _other_options(method: Any) -> list[str]:
     """Names what differs from a method's defaults and has no letter, such as `dct` or `block8`."""
     words = []
-    for field, info in type(method).model_fields.items() if method is not None else ():
+    for field, info in type(method).model_fields.items():
         value = getattr(method, field)
         if field in _NAMED or value in (None, info.default):
             continue
         if isinstance(value, Mapping):
-            words += [
-                f"{field}{width}x" + "x".join(map(str, part)) for width, part in value.items()
-            ]
+            words += [f"{field}{width}x{_joined(part)}" for width, part in value.items()]
         elif isinstance(value, str):
             words.append(value)
         elif isinstance(value, bool):
@@ -209,24 +198,22 @@ def _other_options(method: Any) -> list[str]:
 
 
 def _attention_words(convert: Convert) -> list[str]:
-    """Names the mechanism with what differs from its defaults, such as `hot-8x8` or `tsa-k3`."""
-    spec: Any = convert.attention
+    """Names the replacement with what differs from its defaults, such as `hot-8x8` or `tsa-k3`."""
+    spec = convert.attention
     if spec is None:
         return []
     words = [str(spec.name)]
-    for field, letter in _MECHANISM_LETTERS.items():
+    for field, letter in _ATTENTION.items():
         value = getattr(spec, field, None)
         if value is not None and value != type(spec).model_fields[field].default:
-            words.append(letter + ("x".join(map(str, value)) if field == "grid" else str(value)))
+            words.append(letter + _joined(value))
     if convert.attention_layers is not None:
         words.append(f"at{len(convert.attention_layers)}")
     return words
 
 
-def _number_of(blocks: Any) -> int | str:
+def _number_of(blocks: Any) -> int | str | None:
     """Counts the blocks that are named, in all stacks."""
-    if isinstance(blocks, str):  # `auto`
-        return blocks
     if isinstance(blocks, Mapping):
-        return sum(int(_number_of(item)) for item in blocks.values())
-    return blocks if isinstance(blocks, int) else len(blocks)
+        return sum(int(_number_of(item) or 0) for item in blocks.values())
+    return len(blocks) if isinstance(blocks, tuple) else blocks

@@ -6,9 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tcompress.options.fields import NO_FLAG, Device, DType, Section, option
+from tcompress.options.fields import DATASET, Device, DType, Section, option
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
+_COLUMNS = (
+    "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed where "
+    "not given"
+)
 
 TrainingTask = Literal[
     "classification",
@@ -33,41 +37,26 @@ class TrainingData(Section):
         ("builtin",),
         "`builtin`, or txt, csv, jsonl, parquet or npz files, image folders, hub ids",
         "--data",
-        metavar="FILE|FOLDER|DATASET",
-        complete="data",
         splits=False,
+        **DATASET,
     )
     split: str = option(
         "train", "split of folders and hub datasets, or part of an archive or a series"
     )
-    columns: dict[str, str] = option(
-        {},
-        "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed "
-        "where not given",
-        metavar="ROLE=NAME",
-    )
+    columns: dict[str, str] = option({}, _COLUMNS, metavar="ROLE=NAME")
     samples: int = option(200_000, "most examples; drawn at random", gt=0)
     max_length: int = option(128, "longest text, in tokens", gt=1)
     validation: str | None = option(
         None,
         "data to validate on; default a share of the training data, of an archive or a series its "
         "own part",
-        metavar="FILE|FOLDER|DATASET",
-        complete="data",
+        **DATASET,
     )
-    validation_split: str = Field(
-        "validation", description="split of `validation`", json_schema_extra=NO_FLAG
+    validation_split: str = option("validation", "split of `validation`", off=True)
+    holdout: float = option(
+        0.02, "share of the data kept back where `validation` is not set", gt=0, lt=0.9, off=True
     )
-    holdout: float = Field(
-        0.02,
-        gt=0,
-        lt=0.9,
-        description="share of the data kept back where `validation` is not set",
-        json_schema_extra=NO_FLAG,
-    )
-    validation_samples: int = Field(
-        1000, gt=0, description="most examples to validate on", json_schema_extra=NO_FLAG
-    )
+    validation_samples: int = option(1000, "most examples to validate on", gt=0, off=True)
 
 
 class Finetune(Section):
@@ -136,24 +125,14 @@ class Finetune(Section):
         gt=0,
         le=10,
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine",
-        description="course of the learning rate after warming up",
-        json_schema_extra=NO_FLAG,
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine", "course of the learning rate after warming up", off=True
     )
-    warmup: float = Field(
-        0.1, ge=0, lt=1, description="share of the steps to warm up", json_schema_extra=NO_FLAG
-    )
-    weight_decay: float = Field(
-        0.01, ge=0, description="AdamW's, for matrices only", json_schema_extra=NO_FLAG
-    )
-    clip: float = Field(
-        1.0, gt=0, description="largest norm of the gradient", json_schema_extra=NO_FLAG
-    )
-    dropout: bool | None = Field(
-        None,
-        description="whether to drop out; default only where there is no teacher",
-        json_schema_extra=NO_FLAG,
+    warmup: float = option(0.1, "share of the steps to warm up", ge=0, lt=1, off=True)
+    weight_decay: float = option(0.01, "AdamW's, for matrices only", ge=0, off=True)
+    clip: float = option(1.0, "largest norm of the gradient", gt=0, off=True)
+    dropout: bool | None = option(
+        None, "whether to drop out; default only where there is no teacher", off=True
     )
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "mixed precision; `auto`: bf16 on GPUs that have it"
@@ -184,7 +163,7 @@ class Finetune(Section):
 # What may be asked of measurements: quality on a task, and speed.
 
 
-MEASURED_DATA, MEASUREMENT, MEASURED = "Data", "Measurement", "What is measured"
+MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTask = Literal[
     "classification",
@@ -197,8 +176,6 @@ EvaluationTask = Literal[
     "retrieval",
     "response-selection",
 ]
-
-
 Bound = Annotated[
     str,
     Field(
@@ -213,30 +190,21 @@ class Evaluate(Section):
 
     panel = MEASUREMENT
 
-    task: EvaluationTask = option(..., "what is measured", panel=MEASURED_DATA, metavar="NAME")
+    task: EvaluationTask = option(..., "what is measured", panel=DATA, metavar="NAME")
     data: str = option(
         ...,
         "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "
         "configuration",
-        panel=MEASURED_DATA,
-        metavar="FILE|FOLDER|DATASET",
-        complete="data",
+        panel=DATA,
+        **DATASET,
     )
     split: str = option(
         "validation",
         "split of a folder or hub dataset, or part of an archive or a series",
-        panel=MEASURED_DATA,
+        panel=DATA,
     )
-    columns: dict[str, str] = option(
-        {},
-        "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed "
-        "where not given",
-        panel=MEASURED_DATA,
-        metavar="ROLE=NAME",
-    )
-    limit: int | None = option(
-        None, "most examples, drawn by the seed", panel=MEASURED_DATA, gt=0, le=10**9
-    )
+    columns: dict[str, str] = option({}, _COLUMNS, panel=DATA, metavar="ROLE=NAME")
+    limit: int | None = option(None, "most examples, drawn by the seed", panel=DATA, gt=0, le=10**9)
     max_length: int | None = option(
         None, "longest text, in tokens; default by task", gt=1, le=10**6
     )

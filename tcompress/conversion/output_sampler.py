@@ -190,9 +190,7 @@ def _binary_divergence(dense: Tensor, other: Tensor) -> Tensor:
 def _surprise(one: Tensor, two: Tensor) -> Tensor:
     """Terms p ln(p / q) - p + q, none of which is negative; p and q each add up to one.
 
-    Args:
-        one: ln p; minus infinity for what is ruled out.
-        two: ln q.
+    Given are ln p, which is minus infinity for what is ruled out, and ln q.
     """
     p, q = one.exp(), two.exp()
     gap = torch.where(p > 0, one - two, 0.0)
@@ -218,10 +216,7 @@ def _mask_of(
 ) -> Tensor | None:
     """Finds the mask of the tokens along an output's second axis, if that is what stands there.
 
-    Args:
-        item: What a model puts out.
-        batch: What it read.
-        per_token: Whether a matrix is of examples and tokens, not of examples and anything else.
+    A matrix may be of examples and tokens, not of examples and anything else (`per_token`).
     """
     if item.dim() != 3 and not per_token:
         return None

@@ -88,10 +88,6 @@ class Routing:
     """Records the dense stream's routing in a block and replays it in the compressed one.
 
     Without it the two streams would send a token to different experts, and rows would not pair.
-
-    Args:
-        dense: The dense block.
-        inside: Paths of routed experts below the block.
     """
 
     def __init__(self, dense: nn.Module, inside: Collection[str]) -> None:
@@ -120,13 +116,7 @@ class Routing:
 
 
 class ExpertSums:
-    """Moments of the inputs of all experts' up or down projections.
-
-    Args:
-        dense: The dense experts module.
-        new: The one being rewritten.
-        down: True for the input of the down projections.
-    """
+    """Moments of the inputs of all experts' up projections, or of their down projections."""
 
     def __init__(self, dense: Any, new: Any, *, down: bool) -> None:
         self._dense = dense
@@ -140,14 +130,7 @@ class ExpertSums:
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:
-        """Adds one batch.
-
-        Args:
-            routed: Arguments of the dense experts.
-            hidden: Tokens of the compressed stream.  # (tokens, d)
-            mask: Tokens that are not padding.  # (tokens,)
-            holdout: Whether the batch is only measured on.
-        """
+        """Adds a batch: arguments of the dense experts, tokens of the other stream, and a mask."""
         dense_hidden, index, weights = routed
         # A weight of zero means that a token skips its expert, as in some families.
         counts = weights != 0 if weights.shape == index.shape else torch.ones_like(index).bool()
@@ -275,9 +258,7 @@ class BlockFitter:
     ) -> Iterator[BlockResult]:
         """Fits all blocks in the order in which the model runs them.
 
-        Args:
-            done: Returns the stored result of a block that an interrupted run finished.
-            progress: Called with a block's name and the roles of the group at work.
+        Of a block that an interrupted run finished, `done` returns the stored result.
 
         Raises:
             DataError: The model does not run its blocks one after another.
@@ -333,9 +314,7 @@ class BlockFitter:
     def _replace_attention(self, pair: _Pair, known: dict[str, Tensor]) -> None:
         """Replaces the block's attention, before anything is fitted.
 
-        Args:
-            pair: The block.
-            known: What an interrupted run stored of them; what is missing is added.
+        What an interrupted run stored of it is known; what is missing is added.
         """
         name, new = pair.block.name, pair.new
 

@@ -175,11 +175,7 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
 def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[FitTarget]:
     """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
 
-    Args:
-        entry: The layer.
-        weight: Dense weight.  # (out, in)
-        gram: G, damped.  # (in, in)
-        curvature: S, not damped.  # (out, out)
+    The moments of inputs are damped, those of gradients are not.
     """
     aims, start = [], 0
     for part in entry.parts:
@@ -213,9 +209,7 @@ LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
     """Names the blocks to fit: of all that have the same layers the last and one in the middle.
 
-    Args:
-        blocks: Blocks of a model, in its order.
-        several: How many of a kind there have to be for a second one.
+    The second one is fitted only where there are `several` of a kind.
     """
     kinds: dict[frozenset[str], list[str]] = defaultdict(list)
     for block in blocks:
@@ -284,12 +278,7 @@ class CalibrationFits:
     ) -> None:
         """Fits layers that read one input, and notes how much less than predicted they lose.
 
-        Args:
-            method: Name of the method.
-            group: Their plans, of the sizes that `option` picked.
-            layers: What the layers may become, by weight name.
-            statistics: Their moments, by layer name.
-            damping: As for the conversion.
+        Their plans have the sizes that `option` picked.
         """
         first = {entry.name: statistics[entry.name].halves[0] for entry in group}
         second = {entry.name: statistics[entry.name].halves[1] for entry in group}
@@ -315,12 +304,7 @@ class CalibrationFits:
                 self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))
 
     def drop(self, layers: Iterable[LayerCandidates], spared: Collection[str] = ()) -> None:
-        """Drops methods that lose clearly more than others for a role, at all sizes that count.
-
-        Args:
-            layers: Layers that were fitted.
-            spared: Methods that stay in any case.
-        """
+        """Drops methods that lose clearly more than others for a role, at all sizes that count."""
         for item in layers:
             curves = {name: self.corrected(item, name) for name in item.offers}
             for name in curves.keys() - set(spared):

@@ -49,13 +49,6 @@ def choose_blocks(
 ) -> DepthPlan:
     """Chooses the blocks that stay by what the others change.
 
-    Args:
-        source: The dense model.
-        depth: How many blocks of each stack stay.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-        progress: Hears how far it is.
-
     Raises:
         DataError: The model has no outputs to judge by, or does not run its blocks in turn.
         FitError: Activations are not finite.
@@ -75,14 +68,8 @@ def dropping(
 ) -> Iterator[BlockLoss]:
     """Chooses blocks to drop, one after another, each only when it is asked for.
 
-    Args:
-        source: The dense model.
-        asked: How many blocks to choose, by the path of their stack.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-
-    Yields:
-        The block whose loss, together with those before, changes the output least.
+    Each is the one whose loss, together with those before, changes the output least. How many are
+    `asked` for is given by the path of their stack.
     """
     anatomy = anatomy_of(source.meta_model())
     walk = DepthWalk(source, anatomy, data, device)
@@ -121,14 +108,7 @@ class _Pass:
 
 
 class DepthWalk:
-    """Measures ways to leave blocks out, block by block.
-
-    Args:
-        source: The dense model.
-        anatomy: Its blocks.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-    """
+    """Measures ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(
         self, source: SourceModel, anatomy: Anatomy, data: CalibrationData, device: torch.device

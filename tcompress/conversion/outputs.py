@@ -133,21 +133,13 @@ class Outputs:
         return self
 
     def take(self, block: Callable[[str], BlockResult | None]) -> None:
-        """Takes over what calibration data told of the first values of attention replacements.
-
-        Args:
-            block: Reads the fits of a block by its name in the model.
-        """
+        """Takes over what calibration data told of the first values of attention replacements."""
         for name in dict.fromkeys(entry.block for entry in self.started.values()):
             result = block(self.source.keymap.runtime_name(name) or name)
             self.adapted |= result.attention if result is not None else {}
 
     def given(self, item: Stored) -> Tensor | None:
-        """Makes the value of a tensor that is not fitted; None for one that is.
-
-        Raises:
-            FitError: It is carried over and holds NaN.
-        """
+        """Makes the value of a tensor that is not fitted; None for one that is."""
         if item.key in self.positions:
             drawn = self.source.store.tensor(item.key)
             return first_table(self.positions[item.key], drawn).to(item.dtype)
@@ -164,11 +156,7 @@ class Outputs:
         return None
 
     def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
-        """Gives a tensor of a rewritten layer as it is stored.
-
-        Raises:
-            FitError: A bias does not fit into the dtype.
-        """
+        """Gives a tensor of a rewritten layer as it is stored."""
         entry = next(e for e in self.made[item.key] if item.key.startswith(f"{e.name}."))
         leaf = item.key.removeprefix(f"{entry.name}.")
         if leaf == entry.parameter:
@@ -225,9 +213,8 @@ class Outputs:
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:
     """Reads a tensor that is carried over, under another name in the source where one is given.
 
-    Raises:
-        FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
-            hold minus infinity, as masks do, and a single number infinity, as bounds do.
+    It has to be finite and fit into the dtype; but what is no weight may hold minus infinity, as
+    masks do, and a single number infinity, as bounds do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
@@ -295,14 +282,7 @@ def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
 
 
 def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
-    """Writes everything but the weights; `config.json`, which makes it loadable, last.
-
-    Args:
-        folder: Where the weights are.
-        source: The dense model, without the blocks that were dropped.
-        manifest: What was done.
-        dtype: Dtype of the weights; None for that of the source.
-    """
+    """Writes everything but the weights; `config.json`, which makes it loadable, last."""
     carry_files(source.folder, source.companion_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
@@ -395,11 +375,6 @@ class Proof:
         self, folder: Path, fit: Callable[[Cluster], BlockResult], banks: SharedFactors
     ) -> None:
         """Opens the folder and compares.
-
-        Args:
-            folder: Folder of the written model.
-            fit: Gives the fits of layers.
-            banks: Factors that layers share.
 
         Raises:
             WriteError: It does not load, or a layer is not what was fitted.

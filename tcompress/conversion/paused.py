@@ -235,12 +235,7 @@ class Stream:
 
 
 class Branch(nn.Module):
-    """Two modules in one place, outside the blocks: each stream runs its own.
-
-    Args:
-        dense: The model's own.
-        rewritten: What takes its place.
-    """
+    """Two modules in one place, outside the blocks: each stream runs its own."""
 
     def __init__(self, dense: nn.Module, rewritten: nn.Module) -> None:
         super().__init__()
@@ -258,11 +253,7 @@ class Branch(nn.Module):
 
 
 def common_block(streams: Sequence[Stream]) -> str:
-    """Returns the block at which all these passes wait; nothing once they have ended.
-
-    Raises:
-        DataError: They do not run the same blocks in the same order.
-    """
+    """Returns the block at which all these passes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     if len(names) > 1:
         raise DataError(
@@ -276,11 +267,7 @@ _CURRENT = threading.local()
 
 
 def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[..., Any]]:
-    """Makes every call of these blocks pause its stream; their modules stay.
-
-    Returns:
-        The blocks' own forward functions by name.
-    """
+    """Makes every call of these blocks pause its stream; returns their own forward functions."""
 
     def pausing(name: str, *args: Any, **kwargs: Any) -> Any:
         stream: Stream = _CURRENT.stream
@@ -306,13 +293,8 @@ def run_to_input(
 ) -> Any:
     """Runs a block up to the first call of one of its modules.
 
-    Args:
-        forward: Runs the block.
-        module: The module whose input is wanted.
-        arguments: Takes the module's arguments and returns what is wanted of them.
-
     Returns:
-        What `arguments` returned, or None if the module was not called.
+        What `arguments` makes of the module's arguments, or None if the module was not called.
     """
     found: list[Any] = []
 
@@ -345,12 +327,7 @@ def queries_and_keys(
 def handed_on(call: Call, answer: Any) -> Any:
     """Returns what a block that is left out would return: the state that it was given.
 
-    Args:
-        call: Its call.
-        answer: What it returns itself; all but its state is kept, such as position biases.
-
-    Raises:
-        DataError: It changes the shape of the state.
+    All else of its own answer is kept, such as position biases.
     """
     state = first_tensor(*call.args, **call.kwargs)
     own = answer[0] if isinstance(answer, tuple | list) else answer
@@ -413,10 +390,6 @@ class TokenRows:
     with the mask in the place of hidden states and with items that only listen, before it runs
     as it is: so every item's rows are known, whatever form the routing has. Where the list has no
     pass of its own, the rows of its items cannot be told apart and all count.
-
-    Args:
-        module: The block.
-        block: Its layers.
     """
 
     def __init__(self, module: nn.Module, block: Block) -> None:

@@ -119,14 +119,8 @@ class _Mark(torch.autograd.Function):
 class BackwardWalk:
     """Runs all batches through the model, and gradients back through its blocks.
 
-    Args:
-        source: The dense model.
-        anatomy: Its blocks.
-        batches: Calibration batches.
-        probe: Chooses random gradients of the model's output.
-        folder: Where inputs of blocks are kept meanwhile; files are deleted as they are used.
-        device: Where to compute.
-        halved: Blocks of which sums over every second batch are wanted too.
+    Inputs of blocks are kept in a folder meanwhile; files are deleted as they are used. Of blocks
+    that are `halved` sums over every second batch are taken too.
     """
 
     def __init__(
@@ -153,9 +147,6 @@ class BackwardWalk:
         self, progress: Callable[[str, str], None] = lambda *_: None
     ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
         """Yields a block's name and the sensitivity of its layers by name, from the last block on.
-
-        Args:
-            progress: Called with a block's name and `forward` or `backward`.
 
         Raises:
             DataError: The model does not run its blocks alike for all batches.
@@ -306,20 +297,9 @@ def input_moments(
 ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
     """Runs all batches through the dense model, block by block.
 
-    Args:
-        source: The model.
-        anatomy: Its blocks.
-        wanted: Names of layers in the model.
-        batches: Calibration batches.
-        device: Where to compute.
-        progress: Called with a block's name.
-
     Yields:
-        A block's name, and the moments of the inputs of its layers by name; nothing is known of
-        outputs.
-
-    Raises:
-        DataError: The model does not run its blocks one after another.
+        A block's name, and the moments of the inputs of its wanted layers by name; nothing is known
+        of outputs.
     """
     blocks = {block.name: block for block in anatomy.blocks}
     model = PartialModel(source, list(blocks), device)
@@ -361,11 +341,7 @@ def _nothing_seen(
 class _Watch:
     """Sums what the linear layers of a block read, and which gradients come back to them.
 
-    Args:
-        module: The block.
-        block: Its name and layers.
-        layers: Those of them to watch.
-        gradients: Whether to sum gradients too; without, only the first call reads tokens.
+    Without gradients only the first call of a layer counts: it reads tokens.
     """
 
     def __init__(

@@ -60,13 +60,7 @@ def scaled(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
 def start_banks(
     layers: Sequence[LayerPlan], dtype_of: Callable[[LayerPlan], torch.dtype], seed: int
 ) -> SharedFactors:
-    """Draws the factors that layers share.
-
-    Args:
-        layers: The plan.
-        dtype_of: Gives the dtype in which a layer is stored.
-        seed: Seed of the weights.
-    """
+    """Draws the factors that layers share."""
     found: dict[BankKey, dict[str, Tensor]] = {}
     for entry in layers:
         layouts = bank_layouts(entry.parts)
@@ -81,15 +75,7 @@ def start_banks(
 def start_layer(
     entry: LayerPlan, weight: Tensor, *, dtype: torch.dtype, banks: SharedFactors, seed: int
 ) -> FittedLayer:
-    """Draws a layer.
-
-    Args:
-        entry: Its plan.
-        weight: What the base model draws, of which only the size counts.  # ([experts,] out, in)
-        dtype: Dtype in which tensors are stored.
-        banks: Factors that layers share.
-        seed: Seed of the weights.
-    """
+    """Draws a layer; of what the base model draws only the size counts.  # ([experts,] out, in)."""
     generator = generator_of(seed, entry.key)
     stack = weight if entry.experts else weight[None]
     tensors: dict[str, Tensor] = {}
@@ -138,12 +124,8 @@ def adapt(
 ) -> None:
     """Gives an attention the first values that depend on the base model's queries and keys.
 
-    Args:
-        module: The attention, with all its other first values.
-        name: Name under which it is stored.
-        known: Such values of the block, by stored name; those of this attention are added where
-            no interrupted run has left them.
-        calls: Queries, keys and valid tokens of every batch, see `_query_key_moments`.
+    Such values of the block are known by stored name, `name` being that of this attention; its own
+    are added where no interrupted run has left them.
     """
     kind, layout = mechanism(module.layout.mechanism), module.layout
     centred = kind.centres_keys(layout)
@@ -165,13 +147,9 @@ def _query_key_moments(
 ) -> QueryKeyMoments:
     """Sums the moments of one attention's queries and keys; their scale does not count.
 
-    Args:
-        calls: Queries (batch, heads, tokens, head_dim), keys (batch, key_heads, tokens, head_dim),
-            and where a token is no padding (batch | 1, tokens), or None.
-        centred: Whether keys count less their mean over their text.
-
-    Raises:
-        FitError: They hold NaN or infinity, or there are none.
+    Calls hold queries (batch, heads, tokens, head_dim), keys (batch, key_heads, tokens, head_dim)
+    and where a token is no padding (batch | 1, tokens), or None. Centred keys count less their mean
+    over their text.
     """
     queries = keys = torch.tensor(0.0)
     for q, k, tokens in calls:
@@ -193,12 +171,7 @@ def _query_key_moments(
 
 
 def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
-    """Makes the tensors of an attention, and empty ones under the names of dense weights.
-
-    Args:
-        source: The dense model; with a seed it is trained from scratch.
-        entry: The attention.
-    """
+    """Makes the tensors of an attention, and empty ones under the names of dense weights."""
     guards = {key: torch.empty(0) for key in entry.guards}
     if source.seed is None:
         return guards | first_values(entry, moments=_projection_moments(source, entry))

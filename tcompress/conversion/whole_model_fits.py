@@ -124,18 +124,7 @@ def frequencies(counts: Tensor) -> Tensor:
 def fit_table(
     entry: LayerPlan, weight: Tensor, counts: Tensor, held_out: Tensor, dtype: torch.dtype
 ) -> FittedLayer:
-    """Fits one table.
-
-    Args:
-        entry: Its plan.
-        weight: The dense table.  # (words, width)
-        counts: How often words occur in the data to fit to.  # (words,)
-        held_out: How often they occur in what is held out.  # (words,)
-        dtype: Dtype to store in.
-
-    Raises:
-        FitError: The fit is not finite.
-    """
+    """Fits one table, weighted by how often words occur in the data to fit to."""
     layout = entry.parts[0].terms[0]
     kind = structure(layout.structure)
     exact = weight.double()
@@ -176,17 +165,7 @@ def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> St
 def fit_without_data(
     outputs: Outputs, cluster: Cluster, banks: SharedFactors, device: torch.device
 ) -> BlockResult:
-    """Fits layers to their weights, or draws them where the model begins at random.
-
-    Args:
-        outputs: What is written, and of which model.
-        cluster: Layers that are fitted together.
-        banks: Factors that layers share.
-        device: Where to compute.
-
-    Raises:
-        FitError: A weight holds NaN or infinity.
-    """
+    """Fits layers to their weights, or draws them where the model begins at random."""
     source = outputs.source
     weights, biases = [], {}
     for entry in cluster:
@@ -240,12 +219,7 @@ class BankFitter:
     device: torch.device
 
     def run(self, progress: Progress) -> SharedFactors:
-        """Returns all shared factors as they are stored, or those of an interrupted run.
-
-        Raises:
-            DataError: The model does not run its blocks one after another.
-            FitError: A weight or a result is not finite.
-        """
+        """Returns all shared factors as they are stored, or those of an interrupted run."""
         uses: dict[BankKey, list[_Use]] = {}  # owners first
         for entry in self.layers:
             start = 0
@@ -329,10 +303,7 @@ def damped_inputs(
 ) -> dict[str, Tensor]:
     """Returns damped input moments of the layers that use shared factors, by planned name.
 
-    Args:
-        measured: Sums of what layers read, by name of the layer in the model.
-        entries: Planned layers, likewise.
-        damping: Ridge at one row per input, as a multiple of the mean diagonal.
+    Both mappings are by name of the layer in the model.
     """
     return {
         entries[name].name: damped_curvature(

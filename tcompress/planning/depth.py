@@ -146,13 +146,7 @@ def _chosen(asked: Any, stack: StackPlan, source: SourceModel) -> StackPlan:
 
 
 def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
-    """Chooses blocks at equal distances, the last one among them.
-
-    Args:
-        blocks: Number of blocks.
-        count: How many to choose.
-        first: Whether the first one is among them, if there is more than one.
-    """
+    """Chooses blocks at equal distances, the last one among them, and the `first` where asked."""
     if not first or count == 1:
         return tuple((index + 1) * blocks // count - 1 for index in range(count))
     return tuple(index * (blocks - 1) // (count - 1) for index in range(count))
@@ -163,11 +157,6 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
 
     Where the number of blocks was chosen by data, a kept fraction is one of all blocks; layers may
     then stay dense, if dropping blocks has met the budget alone.
-
-    Args:
-        recipe: What is asked of the whole model.
-        depth: Which blocks stay.
-        source: The whole model.
     """
     inner, budget = recipe.within_blocks, recipe.budget
     if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
@@ -189,11 +178,7 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
 
 
 def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:
-    """Describes the model with the blocks that are planned; the same model where all stay.
-
-    Raises:
-        PlanError: Blocks cannot be dropped from this model.
-    """
+    """Describes the model with the blocks that are planned; the same model where all stay."""
     if depth is None:
         return source
     stacks = (stack for stack in depth.stacks if len(stack.kept) != stack.blocks)
@@ -201,13 +186,7 @@ def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:
 
 
 def with_depth(plan: Plan, depth: DepthPlan | None, source: SourceModel) -> Plan:
-    """Completes the plan of a model that lost blocks.
-
-    Args:
-        plan: The plan, in which the model without these blocks is the dense one.
-        depth: Which blocks stay; with None the plan is complete.
-        source: The whole model.
-    """
+    """Completes the plan of a model that lost blocks, in which what was left is the dense one."""
     if depth is None:
         return plan
     model = source.keymap.model

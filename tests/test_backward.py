@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 
 from tcompress.conversion.output_sampler import OutputProbe
 from tcompress.conversion.paused import first_tensor, token_rows
-from tcompress.conversion.sensitivity import BackwardWalk, Worth
+from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.data.inputs import MEAN
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
@@ -37,7 +37,7 @@ def _nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _walk(
     folder: Path, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
-) -> dict[str, Worth]:
+) -> dict[str, Sensitivity]:
     source = SourceModel.open(str(folder))
     anatomy = anatomy_of(source.meta_model())
     scratch = folder / "scratch"
@@ -50,15 +50,15 @@ def _walk(
 
 def _plain(
     model: nn.Module, anatomy: Anatomy, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
-) -> dict[str, Worth]:
+) -> dict[str, Sensitivity]:
     """The same from one backward pass through the whole model."""
-    found: dict[str, Worth] = {}
+    found: dict[str, Sensitivity] = {}
     seen: list[tuple[Any, Tensor, Tensor]] = []
     for layer in anatomy.layers:
         if layer.kind == "experts":
             continue
         width = sum(part.size for part in layer.parts)
-        found[layer.name] = Worth.empty(layer.in_features, width, CPU)
+        found[layer.name] = Sensitivity.empty(layer.in_features, width, CPU)
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Tensor, layer: Any = layer) -> None:
             output.retain_grad()

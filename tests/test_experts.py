@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tcompress import exports as exporting
+from tcompress.conversion.blocks import SplitSums
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.output_sampler import OutputProbe
 from tcompress.conversion.sensitivity import BackwardWalk, input_moments
-from tcompress.conversion.start import SplitSums
 from tcompress.data.calibration import CalibrationData
 from tcompress.models import SourceModel
 from tcompress.options import Convert

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.conversion.sensitivity import Worth
+from tcompress.conversion.sensitivity import Sensitivity
 from tcompress.errors import FitError
 from tcompress.linalg.fits import (
     Problem,
@@ -98,7 +98,7 @@ def test_variances_survive_a_large_mean() -> None:
 
 def test_rows_that_are_all_alike_have_no_variance() -> None:
     row = torch.full((1, 3), 0.1) * torch.tensor([1.0, -7.0, 3e3])
-    sums, worth = MomentSums(3), Worth.empty(3, 2, torch.device("cpu"))
+    sums, worth = MomentSums(3), Sensitivity.empty(3, 2, torch.device("cpu"))
     for count in (5, 1, 40):
         sums.add(row.expand(count, -1), 2 * row.expand(count, -1))
         worth.add(row.expand(count, -1), torch.ones(count, 2))
@@ -112,7 +112,7 @@ def test_rows_that_are_all_alike_have_no_variance() -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e30])
 def test_sums_neither_overflow_nor_vanish(size: float) -> None:
     (x, new), back = (_rows()), randn(ROWS, 2)
-    sums, worth = MomentSums(WIDTH), Worth.empty(WIDTH, 2, torch.device("cpu"))
+    sums, worth = MomentSums(WIDTH), Sensitivity.empty(WIDTH, 2, torch.device("cpu"))
     sums.add(size * x, size * new)
     worth.add(size * x, size * back)
     square = size * size
@@ -124,7 +124,7 @@ def test_sums_neither_overflow_nor_vanish(size: float) -> None:
 
 def test_sums_of_two_halves_are_those_of_the_whole() -> None:
     x, back = _rows()[0] + 2.0, randn(ROWS, 2)
-    parts = [Worth.empty(WIDTH, 2, torch.device("cpu")) for _ in range(3)]
+    parts = [Sensitivity.empty(WIDTH, 2, torch.device("cpu")) for _ in range(3)]
     for worth, at in zip(parts, (slice(20), slice(20, None), slice(None)), strict=True):
         worth.add(x[at], back[at])
     near = {"rtol": 1e-4, "atol": 1e-4}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,29 +13,29 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.attention.module import CHILD
-from tcompress.conversion.fit import NO_BANKS, Banks, FittedLayer, LayerMoments, fit_layers
+from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
 from tcompress.conversion.output_sampler import OutputProbe
 from tcompress.conversion.paused import (
-    Fork,
-    Skeleton,
+    Branch,
+    PartialModel,
     Stream,
+    TokenRows,
     common_block,
     first_tensor,
     handed_on,
-    intercept_blocks,
     queries_and_keys,
     run_to_input,
     token_rows,
 )
-from tcompress.conversion.start import SplitSums, adapt
+from tcompress.conversion.start import adapt
 from tcompress.errors import DataError, FitError
 from tcompress.hf.attention_hooks import SEED, install_attention
 from tcompress.hf.build import fill, install_layers, set_module
+from tcompress.linalg.moments import MomentSums
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
 from tcompress.planning.sites import tied_to
 from tcompress.roles import Anatomy, Block, anatomy_of
-from tcompress.roles.projections import chooses
 from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import (
     StructuredExperts,
@@ -47,6 +46,30 @@ from tcompress.structures.modules.experts import (
 )
 from tcompress.structures.modules.linear import channels_last
 from tcompress.structures.modules.shared import BankModule
+
+
+class SplitSums:
+    """Accumulates the moments of one layer input, of rows to fit on and of rows held out."""
+
+    def __init__(self) -> None:
+        self._sums: dict[bool, MomentSums] = {}
+
+    def add(self, dense: Tensor, new: Tensor, *, holdout: bool) -> None:
+        """Adds paired rows of both streams.  # (rows, d)."""
+        if holdout not in self._sums:
+            self._sums[holdout] = MomentSums(dense.shape[-1], dense.device)
+        self._sums[holdout].add(dense, new)
+
+    def moments(self, *, centred: bool) -> LayerMoments:
+        """Returns both moments; without rows to fit on there are none (a data-free fit)."""
+        train, held = self._sums.get(False), self._sums.get(True)
+        if train is None or not train.rows:
+            return LayerMoments()
+        return LayerMoments(
+            train.moments(centred=centred),
+            held.moments(centred=centred) if held is not None and held.rows else None,
+        )
+
 
 # Routed experts during calibration: both streams follow the dense stream's routing.
 
@@ -61,121 +84,10 @@ def routed_arguments(*args: Tensor, **kwargs: Tensor) -> Routed:
     return hidden, index, weights
 
 
-def listed_item(block: nn.Module, inside: str) -> str | None:
-    """Finds the item of a list of experts, which a router chooses, that a layer belongs to.
-
-    Args:
-        block: The block.
-        inside: Path of the layer below the block.
-
-    Returns:
-        Path of the item below the block; None if the layer is in no such list.
-    """
-    modules = {name: module for name, module in block.named_modules() if name}
-    steps = inside.split(".")
-    for depth in range(1, len(steps)):
-        if isinstance(modules[".".join(steps[:depth])], (nn.ModuleList, nn.ModuleDict)):
-            parent = ".".join(steps[: depth - 1])
-            names = [name for name, _ in block.get_submodule(parent).named_children()]
-            if any(chooses(f"{parent}.{name}".lstrip("."), modules) for name in names):
-                return ".".join(steps[: depth + 1])
-    return None
-
-
-class TokenRows:
-    """Tells which rows that the layers of a block read are no padding.
-
-    The items of a list of experts read some tokens each. A list that is handed the routing is run
-    with the mask in the place of hidden states and with items that only listen, before it runs
-    as it is: so every item's rows are known, whatever form the routing has. Where the list has no
-    pass of its own, the rows of its items cannot be told apart and all count.
-
-    Args:
-        module: The block.
-        block: Its layers.
-
-    Attributes:
-        batch: What the model reads.
-    """
-
-    def __init__(self, module: nn.Module, block: Block) -> None:
-        self.batch: Mapping[str, Tensor] = {}
-        self._block = block.name
-        self._masks: dict[str, Tensor] = {}  # by path of an item
-        self._items: dict[str, str] = {}  # by name of a layer
-        for layer in block.layers:
-            item = listed_item(module, layer.name.removeprefix(f"{block.name}."))
-            if item is not None:
-                self._items[layer.name] = item
-        self._handles = [
-            module.get_submodule(path).register_forward_pre_hook(
-                partial(self._ask, path), with_kwargs=True
-            )
-            for path in {item.rpartition(".")[0] for item in self._items.values()}
-        ]
-
-    def is_listed(self, layer: str) -> bool:
-        """Tells whether a layer belongs to an item of a list of experts."""
-        return layer in self._items
-
-    def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
-        """Flattens what a layer reads, as `token_rows` does.
-
-        Args:
-            x: What it reads.  # (..., d)
-            layer: Its name.
-            role: Its role.
-        """
-        rows, mask = token_rows(x, self.batch, self._block, role)
-        own = self._masks.get(self._items.get(layer, ""))
-        return rows, own if own is not None and len(own) == len(rows) else mask
-
-    def close(self) -> None:
-        """Asks no more."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _ask(self, path: str, experts: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
-        own = dict(experts._modules)
-        for name in own:
-            self._masks.pop(f"{path}.{name}", None)
-        if not args or len(args) + len(kwargs) < 2:  # it is not handed the routing
-            return
-        hidden, *routing = args
-        _, mask = token_rows(hidden, self.batch, self._block, "")
-        if mask is None:
-            return
-        marked = mask.to(hidden)[:, None].expand(-1, hidden.shape[-1]).reshape(hidden.shape)
-        listeners = {name: _Listener() for name in own}
-        experts._modules.update(listeners)
-        try:
-            with torch.no_grad():
-                experts.forward(marked, *routing, **kwargs)
-        finally:
-            experts._modules.update(own)
-        for name, listener in listeners.items():
-            if listener.heard is not None:
-                self._masks[f"{path}.{name}"] = listener.heard
-
-
-class _Listener(nn.Module):
-    """Stands in for an expert, and keeps which of its rows are marked."""
-
-    heard: Tensor | None = None
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self.heard = rows[..., 0].flatten() > 0
-        return rows
-
-
 class Routing:
     """Records the dense stream's routing in a block and replays it in the compressed one.
 
     Without it the two streams would send a token to different experts, and rows would not pair.
-
-    Args:
-        dense: The dense block.
-        inside: Paths of routed experts below the block.
     """
 
     def __init__(self, dense: nn.Module, inside: Collection[str]) -> None:
@@ -204,13 +116,7 @@ class Routing:
 
 
 class ExpertSums:
-    """Moments of the inputs of all experts' up or down projections.
-
-    Args:
-        dense: The dense experts module.
-        new: The one being rewritten; None while nothing of it is.
-        down: True for the input of the down projections.
-    """
+    """Moments of the inputs of all experts' up projections, or of their down projections."""
 
     def __init__(self, dense: Any, new: Any, *, down: bool) -> None:
         self._dense = dense
@@ -224,14 +130,7 @@ class ExpertSums:
         self.sums: Sequence[SplitSums] = [SplitSums() for _ in range(len(weight))]
 
     def add(self, routed: Routed, hidden: Tensor, mask: Tensor | None, *, holdout: bool) -> None:
-        """Adds one batch.
-
-        Args:
-            routed: Arguments of the dense experts.
-            hidden: Tokens of the compressed stream.  # (tokens, d)
-            mask: Tokens that are not padding.  # (tokens,)
-            holdout: Whether the batch is only measured on.
-        """
+        """Adds a batch: arguments of the dense experts, tokens of the other stream, and a mask."""
         dense_hidden, index, weights = routed
         # A weight of zero means that a token skips its expert, as in some families.
         counts = weights != 0 if weights.shape == index.shape else torch.ones_like(index).bool()
@@ -259,104 +158,98 @@ Group = tuple[LayerPlan, ...]
 
 @dataclass(frozen=True)
 class BlockResult:
-    """Fits of one block, with the bias of every layer that has one.
+    """Fits of one block."""
 
-    Attributes:
-        block: Name of the block.
-        layers: Results by weight name.
-        biases: New biases by layer name.
-        attention: Tensors of mechanisms that begin with what queries and keys are like, by the
-            name under which they are stored.
-    """
-
-    block: str
-    layers: dict[str, FittedLayer]
-    biases: dict[str, Tensor]
+    block: str  # its name
+    layers: dict[str, FittedLayer]  # by weight name
+    biases: dict[str, Tensor]  # new ones, by layer name
     attention: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of attentions that begin with what queries and keys are like, by stored name."""
 
 
+@dataclass
+class _Pair:
+    """One block as it is, and its copy that is being rewritten."""
+
+    block: Block
+    dense: nn.Module
+    forward: Callable[..., Any]  # the dense block's own
+    new: nn.Module
+
+    def inside(self, path: str) -> str:
+        """Path below the block."""
+        return path.removeprefix(f"{self.block.name}.")
+
+    def inputs(
+        self, path: str, one: Stream, two: Stream, arguments: Callable[..., Any] = first_tensor
+    ) -> tuple[Any, Any]:
+        """What a module reads in both streams."""
+        dense = _input(one, self.forward, self.dense.get_submodule(path), arguments)
+        return dense, _input(two, self.new.forward, self.new.get_submodule(path), arguments)
+
+
+def _input(
+    stream: Stream,
+    forward: Callable[..., Any],
+    module: nn.Module,
+    arguments: Callable[..., Any],
+) -> Any:
+    call = stream.waiting
+    with torch.no_grad():
+        return run_to_input(lambda: forward(*call.args, **call.kwargs), module, arguments)
+
+
+@dataclass
 class BlockFitter:
-    """Walks two streams through the model and fits every block on the way.
+    """Walks two streams through the model and fits every block on the way."""
 
-    Args:
-        source: The dense model.
-        anatomy: Its blocks.
-        entries: Planned layers.
-        batches: Calibration batches.
-        holdout: Indices of batches that are only measured on.
-        damping: Ridge added to the moments.
-        curvatures: Gives moments of the output gradients of a block's layers, by layer name.
-        banks: What layers share, fitted before, by owner and name.
-        dtype_of: Dtype in which a layer is stored.
-        device: Where to compute.
-        whole: The dense model with all its blocks, where `source` lacks some. Its states are
-            aimed at, so that what is left makes up for blocks that are gone.
-        tables: Rewritten word embeddings by module path, fitted before.
-        attention: Attentions that get another mechanism; the layers behind them are fitted to what
-            it yields.
-        probe: Compares what the model puts out before and after, on the batches that are only
-            measured on; the result is `change`.
+    source: SourceModel  # the dense model
+    anatomy: Anatomy  # its blocks
+    entries: Sequence[LayerPlan]
+    batches: Sequence[Mapping[str, Tensor]]
+    holdout: Collection[int]  # indices of batches that are only measured on
+    _: KW_ONLY
+    damping: float  # ridge added to the moments
+    curvatures: Callable[[str], Mapping[str, Tensor]]
+    """Gives moments of the output gradients of a block's layers, by layer name."""
+    banks: SharedFactors  # fitted before
+    dtype_of: Callable[[LayerPlan], torch.dtype]  # in which a layer is stored
+    device: torch.device
+    whole: SourceModel
+    """The dense model with all its blocks, where `source` lacks some. Its states are the targets,
+    so that the blocks that stay make up for those that are gone."""
+    tables: Mapping[str, StructuredEmbedding]
+    """Rewritten word embeddings by module path, fitted before."""
+    attention: Sequence[AttentionPlan]
+    """Attentions that are replaced; the layers behind them are fitted to what these yield."""
+    probe: OutputProbe | None = None
+    """Compares what the model puts out before and after, on the batches that are only measured
+    on."""
 
-    Attributes:
-        change: Change of the output per sample, once all blocks are fitted; None without a probe.
-    """
-
-    def __init__(
-        self,
-        source: SourceModel,
-        anatomy: Anatomy,
-        entries: Sequence[LayerPlan],
-        batches: Sequence[Mapping[str, Tensor]],
-        holdout: Sequence[int],
-        *,
-        damping: float,
-        curvatures: Callable[[str], Mapping[str, Tensor]] = lambda _: {},
-        banks: Banks = NO_BANKS,
-        dtype_of: Callable[[LayerPlan], torch.dtype],
-        device: torch.device,
-        whole: SourceModel | None = None,
-        tables: Mapping[str, StructuredEmbedding] = MappingProxyType({}),
-        attention: Sequence[AttentionPlan] = (),
-        probe: OutputProbe | None = None,
-    ) -> None:
-        self.change: float | None = None if probe is None else 0.0
-        self._probe = probe
-        self._source = source
-        self._blocks = {source.original_name(block.name): block for block in anatomy.blocks}
-        self._damping = damping
-        self._curvatures = curvatures
-        self._banks = banks
-        self._installed: dict[BankKey, BankModule] = {}
-        self._dtype_of = dtype_of
-        self._holdout = frozenset(holdout)
-        self._device = device
-        dense = whole or source
-        names = [block.name for block in anatomy_of(dense.meta_model()).blocks]
-        self._skeleton = Skeleton(dense, names, device)
-        for path, table in tables.items():
-            for name in (path, *tied_to(dense, path)):
-                module = self._skeleton.model.get_submodule(name)
-                if isinstance(module, nn.Embedding):  # the output head is never reached
-                    fork = Fork(module, TiedTable(table, module))
-                    set_module(self._skeleton.model, name, fork)
-        own = intercept_blocks(self._skeleton.model, names)
-        self._own = {block.name: own[name] for name, block in self._blocks.items()}
-        self._gone = {name: own[name] for name in names if name not in self._blocks}
-        keymap = source.keymap
-        self._paths = {entry.name: keymap.runtime_name(entry.name) or "" for entry in entries}
-        self._entries = {(self._paths[entry.name], entry.parameter): entry for entry in entries}
-        self._attention = {keymap.runtime_name(entry.name) or "": entry for entry in attention}
-        self._runtime = keymap.runtime_name
-        moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
-        judged = self._holdout or range(len(moved))  # one sample is all that there is
-        kept = [probe is not None and index in judged for index in range(len(moved))]
-        pairs, model = list(zip(moved, kept, strict=True)), self._skeleton.model
-        self._dense = [Stream(model, batch, keep=keep) for batch, keep in pairs]
-        self._new = [Stream(model, batch, rewritten=True, keep=keep) for batch, keep in pairs]
+    def __post_init__(self) -> None:
+        self.change = None if self.probe is None else 0.0  # of the output, per sample
+        self._blocks = {self.source.original_name(b.name): b for b in self.anatomy.blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
+        names = [block.name for block in anatomy_of(self.whole.meta_model()).blocks]
+        head = self.probe is not None
+        self._model = PartialModel(self.whole, names, self.device, head=head)
+        for path, table in self.tables.items():
+            for name in (path, *tied_to(self.whole, path)):
+                module = self._model.model.get_submodule(name)
+                if isinstance(module, nn.Embedding):  # the output head is never reached
+                    branch = Branch(module, TiedTable(table, module))
+                    set_module(self._model.model, name, branch)
+        runtime = self.source.keymap.runtime_name
+        self._paths = {entry.name: runtime(entry.name) or "" for entry in self.entries}
+        self._entries = {(self._paths[e.name], e.parameter): e for e in self.entries}
+        self._attention = {runtime(entry.name) or "": entry for entry in self.attention}
+        self._installed: dict[BankKey, BankModule] = {}
+        judged = self.holdout or range(len(self.batches))  # one sample is all that there is
+        kept = [self.probe is not None and index in judged for index in range(len(self.batches))]
+        pairs = list(zip(self.batches, kept, strict=True))
+        self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]
+        self._new = [self._model.stream(b, rewritten=True, keep=keep) for b, keep in pairs]
         self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
-        if probe is not None:
-            self._skeleton.load_rest()
 
     def run(
         self,
@@ -365,122 +258,92 @@ class BlockFitter:
     ) -> Iterator[BlockResult]:
         """Fits all blocks in the order in which the model runs them.
 
-        Args:
-            done: Returns the stored result of a block that an interrupted run finished.
-            progress: Called with a block's name and the roles of the group at work.
+        Of a block that an interrupted run finished, `done` returns the stored result.
 
         Raises:
             DataError: The model does not run its blocks one after another.
             FitError: A fit failed, or activations are not finite.
         """
-        streams = [*self._dense, *self._new]
-        try:
-            for stream in streams:
-                stream.start()
-            left = self.unreached
-            while (left or self._probe) and self._dense[0].call is not None:
-                name = common_block(streams)
-                if name in self._gone:
-                    self._pass_by(name)
-                    continue
-                if name not in left:
+        streams, left = [*self._dense, *self._new], self.unreached
+        with self._model.paused(streams):
+            while (left or self.probe) and (name := common_block(streams)):
+                block = self._blocks.get(name)
+                if block is not None and name not in left:
                     raise _runs_twice(name)
                 left.discard(name)
-                block = self._blocks[name]
-                result = done(block.name)
-                fresh = result is None
-                result = self._block(block, result, progress, last=not left)
-                if fresh:
+                with self._model.loaded(name) as dense:
+                    own = self._model.forwards[name]
+                    if block is None:  # only the dense model has it
+                        self._advance(own, own, None)
+                        continue
+                    stored = done(block.name)
+                    new = copy.deepcopy(dense)
+                    del new.forward  # the copy runs by itself; the original pauses its stream
+                    pair = _Pair(block, dense, own, new)
+                    result = stored or BlockResult(block.name, {}, {})
+                    routing = self._fit(pair, result, progress, fresh=stored is None)
+                    if not left and self.probe is None:  # the output head was never loaded
+                        self._check_end(name)
+                    else:
+                        self._advance(own, new.forward, routing)
+                if stored is None:
                     yield result
-        finally:
-            for stream in streams:
-                stream.close()
 
-    def _pass_by(self, name: str) -> None:
-        """Goes past a block that only the dense model has."""
-        self._skeleton.load_block(name)
-        own = self._gone[name]
-        self._advance(own, own, None)
-        self._skeleton.drop_block(name)
-
-    def _block(
-        self,
-        block: Block,
-        stored: BlockResult | None,
-        progress: Callable[[str, str], None],
-        *,
-        last: bool,
-    ) -> BlockResult:
-        before = self._source.original_name(block.name)
-        dense = self._skeleton.load_block(before)
-        new = copy.deepcopy(dense)
-        del new.forward  # the copy runs by itself; the original pauses its stream
-        self._rows = TokenRows(dense, block)
-        result = BlockResult(block.name, {}, {})
-        self._exchange(block, new, (stored or result).attention)
-        experts = {layer.name for layer in block.layers if layer.routed}
-        routing = Routing(dense, [name.removeprefix(f"{block.name}.") for name in experts])
-        for group in self._groups(block):
+    def _fit(
+        self, pair: _Pair, result: BlockResult, progress: Callable[[str, str], None], *, fresh: bool
+    ) -> Routing:
+        """Rewrites a block's copy; what is fresh is fitted first."""
+        block = pair.block
+        self._rows = TokenRows(pair.dense, block)
+        self._replace_attention(pair, result.attention)
+        routed = {pair.inside(layer.name) for layer in block.layers if layer.routed}
+        routing = Routing(pair.dense, routed)
+        for layers in block.groups:
+            keys = [(layer.name, layer.parameter) for layer in layers]
+            group = tuple(self._entries[key] for key in keys if key in self._entries)
+            if not group:
+                continue
             progress(block.name, ", ".join(entry.role for entry in group))
-            if stored is None:
-                self._fit_group(block, group, dense, new, result)
-            self._install(block, group, new, stored or result)
+            if fresh:
+                self._fit_group(pair, group, result)
+            self._install(pair, group, result)
         self._rows.close()
-        if last and self._probe is None:  # the output head was never loaded
-            self._check_end(block.name)
-            return stored or result
-        routing.replay_in(new)
-        self._advance(self._own[block.name], new.forward, routing)
-        self._skeleton.drop_block(before)
-        return stored or result
+        routing.replay_in(pair.new)
+        return routing
 
-    def _exchange(self, block: Block, new: nn.Module, known: dict[str, Tensor]) -> None:
-        """Gives the block's attention its mechanism, before anything is fitted.
+    def _replace_attention(self, pair: _Pair, known: dict[str, Tensor]) -> None:
+        """Replaces the block's attention, before anything is fitted.
 
-        Args:
-            block: The block.
-            new: Its copy.
-            known: What an interrupted run stored of them; what is missing is added.
+        What an interrupted run stored of it is known; what is missing is added.
         """
+        name, new = pair.block.name, pair.new
 
-        def inside(name: str) -> str | None:
-            return (self._runtime(name) or "").removeprefix(f"{block.name}.")
+        def inside(stored: str) -> str:
+            return pair.inside(self.source.keymap.runtime_name(stored) or "")
 
-        fit = [s for index, s in enumerate(self._new) if index not in self._holdout]
-        own = [e for path, e in self._attention.items() if path.startswith(f"{block.name}.")]
+        own = [e for path, e in self._attention.items() if path.startswith(f"{name}.")]
         # The guard is a matter of storage.
         plain = [entry.model_copy(update={"guard": None}) for entry in own]
-        made = install_attention(new, plain, inside, dtype=torch.float32, device=self._device)
-        for name, module in made.items():
-            path = f"{module.name}.{CHILD}"
-            module.name = f"{block.name}.{module.name}"
+        made = install_attention(new, plain, inside, dtype=torch.float32, device=self.device)
+        fit = [s for index, s in enumerate(self._new) if index not in self.holdout]
+        for stored, module in made.items():
+            target = new.get_submodule(f"{module.name}.{CHILD}")
+            module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
-            calls = (
-                self._input(block.name, s, new.forward, new, path, queries_and_keys) for s in fit
-            )
-            adapt(module, f"{name}.{CHILD}", known, calls)
+            calls = (_input(s, new.forward, target, queries_and_keys) for s in fit)
+            adapt(module, f"{stored}.{CHILD}", known, calls)
 
-    def _check_end(self, block: str) -> None:
+    def _check_end(self, name: str) -> None:
         """Makes sure that no block follows the last one, such as one that runs again."""
         stream = self._dense[0]
-        call = stream.call
-        assert call is not None
-        with torch.no_grad():
-            answer = self._own[block](*call.args, **call.kwargs)
+        answer = self._model.answer_of(stream)
         try:
             stream.answer(answer)
         except Exception:  # the output head, which holds no weights: the end was reached
             return
-        if stream.call is not None and stream.call.block not in self._gone:
+        if stream.call is not None and stream.call.block in self._blocks:
             raise _runs_twice(stream.call.block)
-
-    def _groups(self, block: Block) -> Iterator[Group]:
-        for group in block.groups:
-            keys = [(layer.name, layer.parameter) for layer in group]
-            entries = tuple(self._entries[key] for key in keys if key in self._entries)
-            if entries:
-                yield entries
 
     def _advance(
         self, dense: Callable[..., Any], new: Callable[..., Any], routing: Routing | None
@@ -490,142 +353,114 @@ class BlockFitter:
             for stream, forward in ((one, dense), (two, new)):
                 if routing is not None:
                     routing.current = index
-                call = stream.call
-                assert call is not None
+                call = stream.waiting
                 with torch.no_grad():
                     answer = forward(*call.args, **call.kwargs)
                 skipped = routing is None and stream is two
                 stream.answer(handed_on(call, answer) if skipped else answer)
-            self._compare(one, two)
+            if self.probe is not None and self.change is not None and one.output is not None:
+                found = self.probe.change(one.output, two.output, one.batch)
+                self.change += found / self._measured
+                one.output = two.output = None  # at once: logits are large
 
-    def _compare(self, dense: Stream, new: Stream) -> None:
-        """Adds up the change of outputs, which are let go of at once: logits are large."""
-        if self._probe is None or dense.output is None or self.change is None:
-            return
-        self.change += self._probe.change(dense.output, new.output, dense.batch) / self._measured
-        dense.output = new.output = None
-
-    def _fit_group(
-        self, block: Block, group: Group, dense: nn.Module, new: nn.Module, result: BlockResult
-    ) -> None:
-        path = self._paths[group[0].name]
-        inside = path.removeprefix(f"{block.name}.")
+    def _fit_group(self, pair: _Pair, group: Group, result: BlockResult) -> None:
+        first = group[0]
+        inside = pair.inside(self._paths[first.name])
         try:
-            if group[0].kind == "experts" and not is_routed(dense.get_submodule(inside)):
-                moments = [{group[0].bias: LayerMoments()}]  # nothing is known of their routing
-            elif group[0].kind == "experts":
-                moments = self._expert_moments(block, group[0], dense, new, inside)
+            if first.kind == "experts" and not is_routed(pair.dense.get_submodule(inside)):
+                moments = [{first.bias: LayerMoments()}]  # nothing is known of their routing
+            elif first.kind == "experts":
+                moments = self._expert_moments(pair, first, inside)
             else:
-                moments = [self._moments(block, group, dense, new, inside)]
+                moments = [self._moments(pair, group, inside)]
         except FitError as error:
-            raise FitError(f"layer `{group[0].name}`: {error.message}", error.hint) from error
-        weights, own = [], []
+            raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
+        weights = []
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
-            weight = read_finite(self._source.store, self._source.keymap, name)
-            weights.append(entry.matrix(weight).to(self._device))
-            own.append([pair[entry.bias] for pair in moments])
-        by_dtype = self._dtype_of(group[0])
-        curves = {name: s.to(self._device) for name, s in self._curvatures(block.name).items()}
+            weight = read_finite(self.source.store, self.source.keymap, name)
+            weights.append(entry.matrix(weight).to(self.device))
+        curves = self.curvatures(pair.block.name).items()
+        dtype = self.dtype_of(first)
         fitted = fit_layers(
             group,
             weights,
-            own,
-            dtype=by_dtype,
-            damping=self._damping,
-            curvatures=curves,
-            banks=self._banks,
+            [[item[entry.bias] for item in moments] for entry in group],
+            dtype=dtype,
+            damping=self.damping,
+            curvatures={name: s.to(self.device) for name, s in curves},
+            banks=self.banks,
         )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[entry.key] = layer
             if entry.bias and entry.kind != "experts":
-                bias = dense.get_submodule(
-                    self._paths[entry.name].removeprefix(f"{block.name}.")
-                ).bias
+                bias = pair.dense.get_parameter(f"{pair.inside(self._paths[entry.name])}.bias")
                 shift = 0.0 if layer.shift is None else layer.shift
-                result.biases[entry.name] = (bias.double() + shift).to(by_dtype)  # type: ignore[operator,union-attr]
+                result.biases[entry.name] = (bias.double() + shift).to(dtype)
 
-    def _moments(
-        self, block: Block, group: Group, dense: nn.Module, new: nn.Module, inside: str
-    ) -> dict[bool, LayerMoments]:
+    def _moments(self, pair: _Pair, group: Group, inside: str) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
-        listed = self._rows.is_listed(self._paths[group[0].name])
+        name, path = group[0].name, self._paths[group[0].name]
+        listed = self._rows.is_listed(path)
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
             self._rows.batch = one.batch
-            x = self._input(block.name, one, self._own[block.name], dense, inside)
-            y = self._input(block.name, two, new.forward, new, inside)
+            x, y = pair.inputs(inside, one, two)
             if listed and x is None:  # an expert that no token of these chose
                 continue
             if listed and (y is None or y.shape != x.shape or x.shape[:-1].numel() < _tokens(one)):
                 y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
-                raise DataError(f"layer `{group[0].name}` did not run on calibration data")
-            x = channels_last(dense.get_submodule(inside), x)
-            y = channels_last(new.get_submodule(inside), y)
-            rows, mask = self._rows.of(x, self._paths[group[0].name], group[0].role)
+                raise DataError(f"layer `{name}` did not run on calibration data")
+            x = channels_last(pair.dense.get_submodule(inside), x)
+            y = channels_last(pair.new.get_submodule(inside), y)
+            rows, mask = self._rows.of(x, path, group[0].role)
             if y.numel() != x.numel():
                 raise DataError(
-                    f"layer `{group[0].name}` reads other tokens once others are rewritten",
+                    f"layer `{name}` reads other tokens once others are rewritten",
                     "convert this model without data: `--calib none`",
                 )
             pairs = y.reshape(rows.shape)
             if mask is not None:
                 rows, pairs = rows[mask], pairs[mask]
-            sums.add(rows, pairs, holdout=index in self._holdout)
-        centred = {entry.bias for entry in group}
-        return {flag: sums.moments(centred=flag) for flag in centred}
+            sums.add(rows, pairs, holdout=index in self.holdout)
+        return {flag: sums.moments(centred=flag) for flag in {entry.bias for entry in group}}
 
     def _expert_moments(
-        self, block: Block, entry: LayerPlan, dense: nn.Module, new: nn.Module, inside: str
+        self, pair: _Pair, entry: LayerPlan, inside: str
     ) -> list[dict[bool, LayerMoments]]:
         """Moments of one input per expert; those that no token chose are fitted without data."""
-        down = entry.parameter == "down_proj"
-        gathered = ExpertSums(dense.get_submodule(inside), new.get_submodule(inside), down=down)
+        modules = pair.dense.get_submodule(inside), pair.new.get_submodule(inside)
+        gathered = ExpertSums(*modules, down=entry.parameter == "down_proj")
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
-            own = self._own[block.name]
-            routed = self._input(block.name, one, own, dense, inside, routed_arguments)
-            other = self._input(block.name, two, new.forward, new, inside, routed_arguments)
+            routed, other = pair.inputs(inside, one, two, routed_arguments)
             if routed is None or other is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
-            _, mask = token_rows(routed[0], one.batch, block.name, entry.role)
-            gathered.add(routed, other[0], mask, holdout=index in self._holdout)
+            _, mask = token_rows(routed[0], one.batch, pair.block.name, entry.role)
+            gathered.add(routed, other[0], mask, holdout=index in self.holdout)
         return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
 
-    @staticmethod
-    def _input(
-        block: str,
-        stream: Stream,
-        forward: Callable[..., Any],
-        module: nn.Module,
-        inside: str,
-        arguments: Callable[..., Any] = first_tensor,
-    ) -> Any:
-        call = stream.call
-        assert call is not None
-        with torch.no_grad():
-            target = module.get_submodule(inside)
-            return run_to_input(lambda: forward(*call.args, **call.kwargs), target, arguments)
-
-    def _install(self, block: Block, group: Group, new: nn.Module, result: BlockResult) -> None:
-        def inside(name: str) -> str | None:
-            return self._paths[name].removeprefix(f"{block.name}.")
-
-        options = {"dtype": torch.float32, "device": self._device}
-        made = install_layers(new, group, inside, banks=self._installed, **options)  # type: ignore[arg-type]
+    def _install(self, pair: _Pair, group: Group, result: BlockResult) -> None:
+        made = install_layers(
+            pair.new,
+            group,
+            lambda name: pair.inside(self._paths[name]),
+            banks=self._installed,
+            dtype=torch.float32,
+            device=self.device,
+        )
         for entry in group:
             module = made[entry.name]
             fill(module, entry, result.layers[entry.key].tensors)
             if entry.bias and entry.kind != "experts":
                 with torch.no_grad():
-                    module.bias.copy_(result.biases[entry.name])  # type: ignore[union-attr,operator]
+                    module.get_parameter("bias").copy_(result.biases[entry.name])
             module.requires_grad_(False)
 
 
 def _tokens(stream: Stream) -> int:
     """Number of tokens that a block is given."""
-    call = stream.call
-    assert call is not None
+    call = stream.waiting
     return first_tensor(*call.args, **call.kwargs).shape[:-1].numel()
 
 

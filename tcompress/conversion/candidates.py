@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, fsum, log
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcompress.conversion.fit import CURVATURE_DAMPING, Judge, LayerMoments, fit_layers
-from tcompress.conversion.sensitivity import Worth
+from tcompress.conversion.sensitivity import Sensitivity
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
@@ -29,7 +29,6 @@ from tcompress.structures.modules.linear import PartLayout
 # all layers (methods: Which error matters, and where to spend parameters).
 
 
-Terms = tuple[Layout, ...]
 Parts = tuple[PartLayout, ...]
 
 SMALLEST, STEP = 0.01, 1.06
@@ -39,34 +38,23 @@ FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
 
 @dataclass
 class LayerCandidates:
-    """What one layer may become.
+    """What one layer may become: options by name of the method, labelled with layouts."""
 
-    Attributes:
-        key: Weight name in the checkpoint.
-        role: What the layer does.
-        dense: Its parameters.
-        left_out: Predicted loss of leaving it out.
-        unit: What one parameter costs: 1, or its bytes.
-        offers: By name of the method options, labelled with the layouts of the layer's parts.
-        quick: The same before calibration fits corrected the losses.
-        alone: By name of the method what it offers where all layers take it.
-    """
-
-    key: str
+    key: str  # weight name in the checkpoint
     role: str
-    dense: int
-    left_out: float
-    unit: int = 1
+    dense: int  # its parameters
+    left_out: float  # predicted loss of leaving it out
+    unit: int = 1  # what one parameter costs: 1, or its bytes
     offers: dict[str, list[Option]] = field(default_factory=dict)
     quick: dict[str, list[Option]] = field(default_factory=dict)
+    """Offers before calibration fits corrected the losses."""
     alone: dict[str, list[Option]] = field(default_factory=dict)
+    """What a method offers where all layers take it."""
 
     def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
-        """Returns what a budget may choose from.
+        """Returns what a budget may choose from with these methods.
 
-        Args:
-            methods: Names of the methods that count.
-            may_stay: Whether it may stay dense; it must where no method can take it.
+        It may stay dense where asked, and must where no method can take it.
         """
         options = [option for name in methods for option in self.offers.get(name, ())]
         priced = [replace(option, cost=option.cost * self.unit) for option in options]
@@ -74,8 +62,8 @@ class LayerCandidates:
 
 
 @dataclass(frozen=True)
-class Aim:
-    """One part of a layer: what its fit aims at, and what it costs to leave it out."""
+class FitTarget:
+    """What the fit of one output split of a layer aims at, and what it costs to leave it out."""
 
     target: Target
     constant: float
@@ -84,7 +72,7 @@ class Aim:
 def options_of(
     entry: LayerPlan,
     sites: Sequence[Site],
-    aims: Sequence[Aim],
+    aims: Sequence[FitTarget],
     specs: Sequence[Spec],
     fractions: Sequence[float],
     *,
@@ -97,28 +85,42 @@ def options_of(
 
     Args:
         entry: Its plan, of any size.
-        sites: Where its parts sit.
-        aims: What its parts aim at.
+        sites: Where its output splits sit.
+        aims: The fit targets of these.
         specs: Options of the method; the first that the layer's dimensions allow counts.
         fractions: Kept fractions to try, ascending.
-        residual_rank: Rank of the low-rank term beside it; 0 leaves it to the fraction.
-        rows: How many rows of data the aims are the mean of.
+        residual_rank: Rank of the low-rank summand beside it; 0 leaves it to the fraction.
+        rows: How many rows of data the targets are the mean of.
         sharing: How many layers read the same input.
         calibrated: Whether the fit will have data.
     """
+    readers = sharing * len(sites)
     for spec in specs:
-        choices = [Choice(spec, residual_rank, fraction) for fraction in fractions]
-        offered = list(_offered(entry, sites, choices, sharing, calibrated=calibrated))
-        if not offered:
-            continue
-        losses = [
-            part_losses(aim, [parts[index].terms for parts, _ in offered])
-            for index, aim in enumerate(aims)
-        ]
-        return [
-            Option(cost, max(0.0, sum(part[place] for part in losses)) * rows, parts)
-            for place, (parts, cost) in enumerate(offered)
-        ]
+        offered: list[tuple[Parts, int]] = []  # layouts that differ, and their parameters
+        before: Parts = ()
+        for fraction in fractions:
+            choice = Choice(spec, residual_rank, fraction)
+            try:
+                terms = [plan_terms(choice, s, readers, calibrated=calibrated) for s in sites]
+            except Refusal:
+                continue
+            cost = sum(term_cost(layout, readers, 1) for own in terms for layout in own)
+            parts = tuple(
+                PartLayout(name=site.role, terms=own)
+                for site, own in zip(sites, terms, strict=True)
+            )
+            if parts != before and cost < entry.dense_parameters:
+                offered.append((parts, round(cost)))
+            before = parts
+        if offered:
+            losses = [
+                split_losses(aim, [parts[index].terms for parts, _ in offered])
+                for index, aim in enumerate(aims)
+            ]
+            return [
+                Option(cost, max(0.0, sum(own[place] for own in losses)) * rows, parts)
+                for place, (parts, cost) in enumerate(offered)
+            ]
     return []
 
 
@@ -130,92 +132,50 @@ def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
     return tuple(step * n for n in range(1, int(1 / step) + 1))
 
 
-def part_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
+def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[float]:
     """Predicts the loss of every way to store one weight.
 
-    A low-rank term beside another one is judged by what the other leaves over, once for all ranks.
-    Where the other one differs, one pair is, and the rest by what the other terms lose alone.
+    A low-rank summand beside another one is judged by what the other leaves over, once for all
+    ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
     """
     losses = [0.0] * len(offered)
     alone = [index for index, terms in enumerate(offered) if len(terms) == 1]
-    for index, loss in zip(alone, _losses(aim, [offered[i][0] for i in alone]), strict=True):
+    pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
+    mains = {offered[index][0] for index in pairs}
+    found = _losses(aim, [offered[index][0] for index in alone])
+    if len(mains) > 1:
+        own = _losses(aim, [offered[index][0] for index in pairs])
+        middle = len(pairs) // 2
+        main, residual = offered[pairs[middle]]
+        both = _losses(_remainder(aim, main), [residual])[0]
+        ratio = both / own[middle] if own[middle] > 0 else 0.0
+        found += [ratio * loss for loss in own]
+    elif mains:
+        rest = _remainder(aim, mains.pop())
+        found += _losses(rest, [offered[index][1] for index in pairs])
+    for index, loss in zip([*alone, *pairs], found, strict=True):
         losses[index] = loss
-    beside: dict[Layout, list[int]] = {}
-    for index, terms in enumerate(offered):
-        if len(terms) > 1:
-            beside.setdefault(terms[0], []).append(index)
-    if len(beside) > 1:
-        pairs = [index for places in beside.values() for index in places]
-        for index, loss in zip(pairs, _pair_losses(aim, [offered[i] for i in pairs]), strict=True):
-            losses[index] = loss
-        return losses
-    for main, places in beside.items():
-        rest = _rest(aim, main)
-        for index, loss in zip(places, _losses(rest, [offered[i][1] for i in places]), strict=True):
-            losses[index] = loss
     return losses
 
 
-def _pair_losses(aim: Aim, offered: Sequence[Terms]) -> list[float]:
-    """Losses of terms of growing size, each beside a low-rank term of one rank."""
-    alone = _losses(aim, [terms[0] for terms in offered])
-    middle = len(offered) // 2
-    main, residual = offered[middle]
-    both = _losses(_rest(aim, main), [residual])[0]
-    ratio = both / alone[middle] if alone[middle] > 0 else 0.0
-    return [ratio * loss for loss in alone]
-
-
-def _losses(aim: Aim, layouts: Sequence[Layout]) -> list[float]:
+def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
     if not layouts:
         return []
-    kind = structure(layouts[0].structure)
-    return kind.losses(aim.target, aim.constant, layouts)
+    return [*structure(layouts[0].structure).losses(aim.target, aim.constant, layouts)]
 
 
-def _rest(aim: Aim, main: Layout) -> Aim:
-    """What the first term of a sum leaves to the second."""
+def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
+    """What the first summand leaves to the second."""
     kind, target = structure(main.structure), aim.target
     dense = kind.quick_fit(target, main)
     left = replace(target, product=target.product - dense @ target.full_gram())
-    return Aim(left, predicted_loss(dense, target, aim.constant))
+    return FitTarget(left, predicted_loss(dense, target, aim.constant))
 
 
-def _offered(
-    entry: LayerPlan,
-    sites: Sequence[Site],
-    choices: Sequence[Choice],
-    sharing: int,
-    *,
-    calibrated: bool,
-) -> Iterator[tuple[Parts, int]]:
-    """Layouts that differ, and their parameters."""
-    readers = sharing * len(sites)
-    before: Parts = ()
-    for choice in choices:
-        try:
-            parts = tuple(
-                PartLayout(
-                    name=site.role, terms=plan_terms(choice, site, readers, calibrated=calibrated)
-                )
-                for site in sites
-            )
-        except Refusal:
-            continue
-        cost = sum(term_cost(term, readers, 1) for part in parts for term in part.terms)
-        if parts != before and cost < entry.dense_parameters:
-            yield parts, round(cost)
-        before = parts
+def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[FitTarget]:
+    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
 
-
-def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[Aim]:
-    """Lists what the parts of a layer aim at, in the norm of both moments.
-
-    Args:
-        entry: The layer.
-        weight: Dense weight.  # (out, in)
-        gram: G, damped.  # (in, in)
-        curvature: S, not damped.  # (out, out)
+    The moments of inputs are damped, those of gradients are not.
     """
     aims, start = [], 0
     for part in entry.parts:
@@ -223,7 +183,7 @@ def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -
         rows = weight[start:stop].double()
         curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
         target = Target(rows @ gram, gram, curvature=curve)
-        aims.append(Aim(target, float(curved_constant(rows, gram, curve))))
+        aims.append(FitTarget(target, float(curved_constant(rows, gram, curve))))
         start = stop
     return aims
 
@@ -249,9 +209,7 @@ LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
     """Names the blocks to fit: of all that have the same layers the last and one in the middle.
 
-    Args:
-        blocks: Blocks of a model, in its order.
-        several: How many of a kind there have to be for a second one.
+    The second one is fitted only where there are `several` of a kind.
     """
     kinds: dict[frozenset[str], list[str]] = defaultdict(list)
     for block in blocks:
@@ -263,59 +221,44 @@ def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Moments of one layer, per row and not damped.
+class RowMoments:
+    """Moments of one layer, per row and not damped."""
 
-    Attributes:
-        gram: G.  # (in, in)
-        curvature: S, or None where only the inputs count.  # (out, out)
-        rows: Number of rows.
-    """
-
-    gram: Tensor
-    curvature: Tensor | None
+    gram: Tensor  # G  # (in, in)
+    curvature: Tensor | None  # S, or None where only the inputs count  # (out, out)
     rows: int
 
     @classmethod
-    def of(cls, worth: Worth, *, centred: bool) -> Moment:
+    def of(cls, sums: Sensitivity, *, centred: bool) -> RowMoments:
         """Takes the moments of what was seen."""
-        return cls(worth.moment(centred=centred), worth.curvature / worth.rows, worth.rows)
+        return cls(sums.moment(centred=centred), sums.curvature / sums.rows, sums.rows)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One layer and what is known of it.
+class LayerStatistics:
+    """One layer and what is known of it."""
 
-    Attributes:
-        weight: Dense weight.  # (out, in)
-        whole: Moments of all rows.
-        halves: Those that a calibration fit sees, and those of other rows that it is judged by.
-    """
-
-    weight: Tensor
-    whole: Moment
-    halves: tuple[Moment, Moment]
+    weight: Tensor  # dense  # (out, in)
+    whole: RowMoments  # of all rows
+    halves: tuple[RowMoments, RowMoments]
+    """Those that a calibration fit sees, and those of other rows that it is judged by."""
 
     @classmethod
-    def of(cls, weight: Tensor, worth: Worth, *, centred: bool) -> Seen:
+    def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         """Makes it of what was seen in a backward pass."""
-        whole = Moment.of(worth, centred=centred)
-        half = worth.half
-        if half is None or not 0 < half.rows < worth.rows:
+        whole = RowMoments.of(sums, centred=centred)
+        half = sums.half
+        if half is None or not 0 < half.rows < sums.rows:
             return cls(weight, whole, (whole, whole))
-        first = Moment.of(worth.include(half, -1), centred=centred)
-        return cls(weight, whole, (first, Moment.of(half, centred=centred)))
+        first = RowMoments.of(sums.include(half, -1), centred=centred)
+        return cls(weight, whole, (first, RowMoments.of(half, centred=centred)))
 
 
 @dataclass
 class CalibrationFits:
-    """What real fits gain over predictions, by method and role.
+    """What real fits gain over predictions, by method and role."""
 
-    Attributes:
-        fraction: Kept fraction that the budget comes to.
-    """
-
-    fraction: float
+    fraction: float  # kept fraction that the budget comes to
     _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     _dropped: set[tuple[str, str]] = field(default_factory=set)
 
@@ -330,33 +273,28 @@ class CalibrationFits:
         method: str,
         group: Sequence[LayerPlan],
         layers: Mapping[str, LayerCandidates],
-        seen: Mapping[str, Seen],
+        statistics: Mapping[str, LayerStatistics],
         damping: float,
     ) -> None:
         """Fits layers that read one input, and notes how much less than predicted they lose.
 
-        Args:
-            method: Name of the method.
-            group: Their plans, of the sizes that `option` picked.
-            layers: What the layers may become, by weight name.
-            seen: Their moments, by layer name.
-            damping: As for the conversion.
+        Their plans have the sizes that `option` picked.
         """
-        halves = {entry.name: seen[entry.name].halves for entry in group}
+        first = {entry.name: statistics[entry.name].halves[0] for entry in group}
+        second = {entry.name: statistics[entry.name].halves[1] for entry in group}
+        moments = []
+        for half in first.values():  # the input is still that of the dense model
+            zero = torch.zeros_like(half.gram[0])
+            known = Moments(half.gram, half.gram, half.gram, zero, zero, half.rows)
+            moments.append([LayerMoments(known)])
         fitted = fit_layers(
             group,
-            [seen[entry.name].weight for entry in group],
-            [[_moments(halves[entry.name][0])] for entry in group],
+            [statistics[entry.name].weight for entry in group],
+            moments,
             dtype=torch.float32,
             damping=damping,
-            curvatures={
-                name: first.curvature
-                for name, (first, _) in halves.items()
-                if first.curvature is not None
-            },
-            judges={
-                name: Judge(second.gram, second.curvature) for name, (_, second) in halves.items()
-            },
+            curvatures={n: own.curvature for n, own in first.items() if own.curvature is not None},
+            judges={name: Judge(own.gram, own.curvature) for name, own in second.items()},
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = layers[entry.key]
@@ -366,12 +304,7 @@ class CalibrationFits:
                 self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))
 
     def drop(self, layers: Iterable[LayerCandidates], spared: Collection[str] = ()) -> None:
-        """Drops methods that lose clearly more than others for a role, at all sizes that count.
-
-        Args:
-            layers: Layers that were fitted.
-            spared: Methods that stay in any case.
-        """
+        """Drops methods that lose clearly more than others for a role, at all sizes that count."""
         for item in layers:
             curves = {name: self.corrected(item, name) for name in item.offers}
             for name in curves.keys() - set(spared):
@@ -411,9 +344,3 @@ class CalibrationFits:
                 if not rivals or option.loss <= MARGIN * min(rivals):
                     return True
         return False
-
-
-def _moments(seen: Moment) -> LayerMoments:
-    """Moments of an input that is still that of the dense model."""
-    zero = torch.zeros_like(seen.gram[0])
-    return LayerMoments(Moments(seen.gram, seen.gram, seen.gram, zero, zero, seen.rows))

@@ -18,7 +18,7 @@ from tcompress.artifact.workplace import check_output
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.decision import STOP, Decision, try_out
 from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
-from tcompress.conversion.fit import Banks
+from tcompress.conversion.fit import SharedFactors
 from tcompress.conversion.output_sampler import OutputProbe, probe_of
 from tcompress.conversion.outputs import (
     Cluster,
@@ -334,7 +334,7 @@ class _Job:
         """Fits what layers share, if anything is."""
         if self.source.seed is not None:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
-            self.banks: Banks = start_banks(*own)
+            self.banks: SharedFactors = start_banks(*own)
             return
         parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
         self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)

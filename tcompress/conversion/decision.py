@@ -21,15 +21,15 @@ from tcompress.conversion.candidates import (
     FRACTIONS,
     CalibrationFits,
     LayerCandidates,
-    Moment,
-    Seen,
+    LayerStatistics,
+    RowMoments,
     aims_of,
     blocks_to_fit,
     fine_fractions,
     options_of,
 )
 from tcompress.conversion.output_sampler import probe_of
-from tcompress.conversion.sensitivity import BackwardWalk, Worth
+from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.conversion.state import FitWorkplace
 from tcompress.conversion.whole_model_fits import damped_inputs
 from tcompress.data.calibration import CalibrationData
@@ -444,7 +444,7 @@ class Decision:
 
     def _walk(
         self, anatomy: Anatomy, progress: Progress
-    ) -> Iterator[tuple[Block, dict[str, Seen]]]:
+    ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
         """Moments of all layers, from a backward pass, the last block first."""
         assert self.data is not None
         holdout = frozenset(self.data.holdout)
@@ -462,12 +462,14 @@ class Decision:
             seen = {}
             for key, worth in found.items() if self.recipe.by_loss else ():
                 entry = entries[key]
-                seen[entry.name] = Seen.of(self._weight(key, entry), worth, centred=entry.bias)
+                seen[entry.name] = LayerStatistics.of(
+                    self._weight(key, entry), worth, centred=entry.bias
+                )
             yield by_name[name], seen
 
     def _weights(
         self, anatomy: Anatomy, progress: Progress
-    ) -> Iterator[tuple[Block, dict[str, Seen]]]:
+    ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
         """All layers in the norm of their weights."""
         progress.stage("looking at weights", len(anatomy.blocks), "blocks")
         for block in reversed(anatomy.blocks):
@@ -475,8 +477,8 @@ class Decision:
             for key, entry in self._entries(block).items():
                 weight = self._weight(key, entry)
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
-                moment = Moment(gram, None, 1)
-                seen[entry.name] = Seen(weight, moment, (moment, moment))
+                moment = RowMoments(gram, None, 1)
+                seen[entry.name] = LayerStatistics(weight, moment, (moment, moment))
             yield block, seen
             progress.advance(1, block.name)
 
@@ -492,7 +494,7 @@ class Decision:
         return entry.matrix(weight)
 
     def _keep(
-        self, block: str, seen: Mapping[str, Worth], entries: Mapping[str, LayerPlan]
+        self, block: str, seen: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan]
     ) -> None:
         """Keeps what fits will need of a block's moments."""
         if self.recipe.calibration.output_moments is not False:
@@ -504,7 +506,7 @@ class Decision:
         if shared:
             self.place.keep_inputs(block, shared)
 
-    def _block(self, block: Block, seen: Mapping[str, Seen]) -> None:
+    def _block(self, block: Block, seen: Mapping[str, LayerStatistics]) -> None:
         """Lists what the layers of a block may become, and corrects it in some by real fits."""
         entries = self._entries(block)
         found: dict[str, LayerCandidates] = {}
@@ -533,7 +535,7 @@ class Decision:
         self._layers += found.values()
 
     def _candidates(
-        self, block: Block, layer: Layer, entry: LayerPlan, seen: Seen
+        self, block: Block, layer: Layer, entry: LayerPlan, seen: LayerStatistics
     ) -> LayerCandidates:
         gram, curvature, rows = seen.whole.gram, seen.whole.curvature, seen.whole.rows
         damping = self.recipe.calibration.damping * entry.in_features / rows
@@ -581,7 +583,7 @@ class Decision:
         name: str,
         block: Block,
         found: Mapping[str, LayerCandidates],
-        seen: Mapping[str, Seen],
+        seen: Mapping[str, LayerStatistics],
     ) -> None:
         """Fits the layers of a block with one method, of sizes close to the budget."""
         options = {key: self._fits.option(item, name) for key, item in found.items()}

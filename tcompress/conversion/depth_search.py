@@ -1,16 +1,16 @@
-"""What every block is worth to a model, and how many of them it can do without."""
+"""Which blocks a model can do without, by what leaving them out changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tcompress.conversion.output_sampler import probe_of
-from tcompress.conversion.paused import Skeleton, Stream, common_block, handed_on, intercept_blocks
+from tcompress.conversion.paused import PartialModel, Stream, common_block, handed_on
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError
 from tcompress.models import SourceModel
@@ -19,8 +19,6 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.progress import Progress, Silent
 from tcompress.roles import Anatomy, anatomy_of
 
-# What every block is worth to a model, and which ones it can do without.
-#
 # A block is left out by handing its input on. The change that this makes to what the model puts out
 # is measured on calibration data without labels, in the unit of the losses that a budget predicts
 # (`OutputProbe.change`). Blocks are chosen one after another, each the one whose loss, together
@@ -51,13 +49,6 @@ def choose_blocks(
 ) -> DepthPlan:
     """Chooses the blocks that stay by what the others change.
 
-    Args:
-        source: The dense model.
-        depth: How many blocks of each stack stay.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-        progress: Hears how far it is.
-
     Raises:
         DataError: The model has no outputs to judge by, or does not run its blocks in turn.
         FitError: Activations are not finite.
@@ -77,56 +68,34 @@ def dropping(
 ) -> Iterator[BlockLoss]:
     """Chooses blocks to drop, one after another, each only when it is asked for.
 
-    Args:
-        source: The dense model.
-        asked: How many blocks to choose, by the path of their stack.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-
-    Yields:
-        The block whose loss, together with those before, changes the output least.
+    Each is the one whose loss, together with those before, changes the output least. How many are
+    `asked` for is given by the path of their stack.
     """
     anatomy = anatomy_of(source.meta_model())
     walk = DepthWalk(source, anatomy, data, device)
     left = dict(asked)
-    fixed = {
-        f"{path}.{index}"
-        for path, count in left.items()
-        if count
-        for index in fixed_blocks(source, path)
-    }
+    fixed = {f"{path}.{i}" for path, n in left.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
     while any(left.values()):
         names = [
             block.name
             for block in anatomy.blocks
-            if block.name not in gone | fixed and left[_stack(block.name)]
+            if block.name not in gone | fixed and left[block.name.rpartition(".")[0]]
         ]
         least = min(walk.losses(names, gone), key=lambda item: item.loss)
-        left[_stack(least.path)] -= 1
+        left[least.path.rpartition(".")[0]] -= 1
         gone |= {least.path}
         yield least
 
 
 def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> DepthPlan:
-    """Plans to drop these blocks.
-
-    Args:
-        stacks: All stacks of the dense model.
-        dropped: What goes, in the order in which it was chosen.
-    """
-    gone = frozenset(item.path for item in dropped)
-    left = tuple(_without(stack, gone) for stack in stacks)
-    return DepthPlan(stacks=left, chosen="measured", dropped=tuple(dropped))
-
-
-def _stack(block: str) -> str:
-    return block.rpartition(".")[0]
-
-
-def _without(stack: StackPlan, gone: Gone) -> StackPlan:
-    kept = [index for index in range(stack.blocks) if f"{stack.path}.{index}" not in gone]
-    return stack.model_copy(update={"kept": tuple(kept)})
+    """Plans to drop these blocks, in the order in which they were chosen."""
+    gone = {item.path for item in dropped}
+    left = []
+    for stack in stacks:
+        kept = (index for index in range(stack.blocks) if f"{stack.path}.{index}" not in gone)
+        left.append(stack.model_copy(update={"kept": tuple(kept)}))
+    return DepthPlan(stacks=tuple(left), chosen="measured", dropped=tuple(dropped))
 
 
 @dataclass
@@ -135,47 +104,30 @@ class _Pass:
 
     stream: Stream
     gone: Gone
-    output: list[Any] = field(default_factory=list)
     change: float = 0.0  # of the output, from the dense model's
 
 
 class DepthWalk:
-    """Measures ways to leave blocks out, block by block.
-
-    Args:
-        source: The dense model.
-        anatomy: Its blocks.
-        data: Calibration data; what is held out is not looked at.
-        device: Where to compute.
-    """
+    """Measures ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(
-        self,
-        source: SourceModel,
-        anatomy: Anatomy,
-        data: CalibrationData,
-        device: torch.device,
+        self, source: SourceModel, anatomy: Anatomy, data: CalibrationData, device: torch.device
     ) -> None:
         blocks = [block.name for block in anatomy.blocks]
-        self._skeleton = Skeleton(source, blocks, device)
-        self._skeleton.load_rest()
-        self._own = intercept_blocks(self._skeleton.model, blocks)
+        self._model = PartialModel(source, blocks, device, head=True)
         self._probe = probe_of(source)
         self._sizes = {
-            name: sum(
-                item.numel() for item in self._skeleton.model.get_submodule(name).parameters()
-            )
+            name: sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
             for name in blocks
         }
-        batches, self._scale = _some_of(data)
-        self._batches = [
-            {key: value.to(device) for key, value in batch.items()} for batch in batches
-        ]
+        self._batches, self._scale = _some_of(data)
 
     def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
         """Measures the loss of each of these blocks together with those that are gone."""
+        width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
+        tokens = sum(max(map(_tokens, batch.values())) for batch in self._batches)
+        count = max(1, MOST_BYTES // max(1, 4 * width * tokens))
         ways = [gone | {name} for name in blocks]
-        count = max(1, MOST_BYTES // max(1, self._activations()))
         changes: list[float] = []
         for start in range(0, len(ways), count):
             changes += self._changes(ways[start : start + count])
@@ -184,65 +136,42 @@ class DepthWalk:
             for name, change in zip(blocks, changes, strict=True)
         )
 
-    def _activations(self) -> int:
-        """Bytes of the hidden states of one pass over all batches."""
-        config = self._skeleton.source.config.get_text_config()
-        width = int(getattr(config, "hidden_size", 0) or 1024)
-        return sum(4 * width * max(map(_rows, batch.values())) for batch in self._batches)
-
     def _changes(self, ways: Sequence[Gone]) -> list[float]:
         """Runs the dense model beside all these ways, and compares what they put out."""
         passes = [
-            [self._pass(batch, way) for way in (frozenset(), *ways)] for batch in self._batches
+            [_Pass(self._model.stream(batch, keep=True), way) for way in (frozenset(), *ways)]
+            for batch in self._batches
         ]
         streams = [item.stream for group in passes for item in group]
-        try:
-            for stream in streams:
-                stream.start()
-            seen: Gone = frozenset()
-            while any(stream.call is not None for stream in streams):
-                name = common_block(streams)
-                self._skeleton.load_block(name)
-                for group in passes:
-                    self._answer(group, name, seen)
-                self._skeleton.drop_block(name)
+        seen: Gone = frozenset()
+        with self._model.paused(streams):
+            while name := common_block(streams):
+                with self._model.loaded(name):
+                    for group in passes:
+                        self._answer(group, name, seen)
                 seen |= {name}
-        finally:
-            for stream in streams:
-                stream.close()
         return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
-
-    def _pass(self, batch: Mapping[str, Tensor], gone: Gone) -> _Pass:
-        output: list[Any] = []
-
-        def forward(**inputs: Tensor) -> None:
-            output.append(self._skeleton.model(**inputs))
-
-        return _Pass(Stream(forward, batch), gone, output)
 
     def _answer(self, group: Sequence[_Pass], name: str, seen: Gone) -> None:
         """Runs a block once for all passes that read the same: they lack the same blocks so far."""
         made: dict[Gone, Any] = {}
+        dense = group[0].stream
         for item in group:
-            call = item.stream.call
-            assert call is not None
-            before = item.gone & seen
+            stream, before = item.stream, item.gone & seen
             if before not in made:
-                with torch.no_grad():
-                    made[before] = self._own[name](*call.args, **call.kwargs)
+                made[before] = self._model.answer_of(stream)
             answer = made[before]
-            item.stream.answer(handed_on(call, answer) if name in item.gone else answer)
-            if item.output and item is not group[0]:  # outputs may be large: one at a time
-                self._compare(item, group[0].output[0])
-        group[0].output.clear()
-
-    def _compare(self, item: _Pass, dense: Any) -> None:
-        item.change = self._probe.change(dense, item.output.pop(), item.stream.batch)
-        if not item.change < float("inf"):
-            raise FitError(
-                f"without {', '.join(sorted(item.gone))} the output holds NaN or infinity",
-                "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
-            )
+            stream.answer(handed_on(stream.waiting, answer) if name in item.gone else answer)
+            if stream.output is None or stream is dense:
+                continue
+            item.change = self._probe.change(dense.output, stream.output, stream.batch)
+            stream.output = None  # outputs may be large: one at a time
+            if not item.change < float("inf"):
+                raise FitError(
+                    f"without {', '.join(sorted(item.gone))} the output holds NaN or infinity",
+                    "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
+                )
+        dense.output = None
 
 
 def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
@@ -259,6 +188,6 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
     return [seen[index] for index in chosen], scale
 
 
-def _rows(value: Tensor) -> int:
+def _tokens(value: Tensor) -> int:
     """Tokens of an input; of a picture or a sound a guess."""
     return value.numel() if value.dim() == 2 else 256 * len(value)

@@ -1,77 +1,46 @@
 """What a conversion will take: memory, disk and time, from shapes alone.
 
 Disk is exact but for the headers of files. Memory counts what comes on top of the interpreter with
-its libraries, and is meant to be right within a third. Time is rough: it assumes a speed.
+its libraries, and is meant to be right within a third:
 
-**Memory without data.** One group of layers that share input sides is in memory at a time:
+* Without data one group of layers that share an input transform is in memory at a time: its
+  weights as they are stored and in float64, the dense form of every summand, the temporaries of one
+  weight (three matrices in float64, six for sums), the gradient of a fitted transform, and what a
+  structure says of itself. All experts of a layer are one group.
+* With data come float32 parameters outside the blocks, the largest block twice (dense and
+  rewritten), the activations of two streams between blocks, and the moments of the largest input.
+  A backward pass takes less than that.
+* Factors that layers share, and tables of embeddings, count where they take more.
 
-    sum over the group of  elements x (stored + 8 + 8 x terms)     the weight, in float64 too, and
-                                                                   the dense form of every term
-    + 24 bytes (48 for sums of terms) x elements of the largest weight     temporaries
-    + 44 bytes x elements of the group where a transform is fitted         its gradient
-
-    + what the structure itself says, such as the normal matrix of a tensor train's largest core
-
-or, if that is more, the largest tensor that is carried over. All experts of a layer are one group.
-
-**Memory with data.** The same, plus
-
-    float32 parameters outside the blocks (what only the output head uses is not loaded)
-    + 2 x the largest block in float32                             dense and rewritten
-    + samples x tokens x width x 4 bytes x 2 streams               activations between blocks
-    + (28 + 6 per layer that reads it) x width^2 x 8 bytes         moments of the largest input and
-                                                                   what is made of them; of every
-                                                                   expert
-
-**Memory of a bank** that layers share: what its structure says, if that is more.
-
-**Memory of a backward pass**, where there is one, if it is more:
-
-    float32 parameters outside the blocks, and the largest block in float32
-    + 8 bytes x the sum over its layers of  width in^2 + width out^2          moments of both sides
-    + 8 bytes x 4 (width in + width out)^2 of its largest layer               one layer's sizes
-
-A sample is taken to be `TOKENS` tokens of the built-in text, or a quarter of the longest length
-allowed of other text; pictures and sounds have as many as their model makes of them.
-
-**Memory of choosing blocks**, where data does: everything outside the blocks and the largest one
-in float32, and activations of at most 128 samples for every block, up to 1 GiB.
-
-**Time.** Floating-point operations divided by `FLOPS` (per thread, or of a GPU): with data, every
-group of a block runs both streams through half of the block, and the block once more at the end;
-moments take 3 x 2 x tokens x width^2. A backward pass runs every block twice and back, and takes
-2 x tokens x width^2 for the moments of both sides of a layer and an SVD for its sizes. A fit takes
-what its structure says (20 s^3 + 4 m n s for an SVD, with s = min(m, n); 2 m n^2 for slices on
-data), 4 m n^2 more to measure an error on data, 2 m n x 64 without, and `STEPS` gradient steps of
-6 x rows x (transform + slices) where a transform is fitted.
+Time is rough: floating-point operations at an assumed speed. A text is taken to be `TOKENS` tokens
+of the built-in data, or a quarter of the longest length allowed; pictures and sounds have as many
+as their model makes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
+from tcompress.conversion.outputs import Cluster, clusters_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
-from tcompress.planning.entries import DepthPlan, LayerPlan, Plan
+from tcompress.planning.entries import Plan
 from tcompress.planning.sites import alone_of
-from tcompress.structures.base import Layout, structure
+from tcompress.structures.base import structure
 from tcompress.structures.capabilities import (
     SIDES,
     FitCost,
     SharesFactors,
     fit_cost,
-    macs_of,
     svd_flops,
     transform_shapes,
 )
@@ -82,11 +51,10 @@ TOKENS = 20
 FLOPS = {"cpu": 3e10, "cuda": 5e12, "mps": 5e11}
 """Floating-point operations in a second: of one thread of a CPU, of a whole GPU."""
 
-STEPS = 150
-ROUNDS = 6
+_STEPS = 150  # of the fit of a transform
+_ROUNDS = 7  # over the summands of a sum
+_TRIALS = 4  # conversions that a search for the number of blocks makes
 _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
-
-Group = tuple[LayerPlan, ...]
 
 
 class Estimate(BaseModel):
@@ -113,219 +81,106 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         source: The dense model.
         recipe: Calibration data, dtype of the output and device.
     """
-    drawn = 0 if source.seed is None else source.store.total_bytes  # all at once
-    whole, source = source, cut_to(source, plan.depth)
-    work = _Work.of(plan, source, recipe)
-    memory = max([work.largest_copy, *map(work.fit_memory, work.groups)])
-    if work.rows and work.groups:
-        memory = work.stream_memory() + max(
-            work.fit_memory(group) + work.moment_memory(group) for group in work.groups
-        )
-    memory = max(memory, *work.bank_memory(), *(_table_memory(item) for item in plan.embeddings))
-    flops = sum(map(work.fit_flops, work.groups)) + (work.stream_flops() if work.rows else 0)
-    flops += work.bank_flops(walks=not recipe.surveys)
-    if recipe.surveys and work.groups:
-        memory = max(memory, work.survey_memory())
-        flops += work.survey_flops()
+    random = 0 if source.seed is None else source.store.total_bytes  # all at once
+    source = cut_to(source, plan.depth)
+    tokens = _tokens(source, recipe.calibration)
+    groups = clusters_of(plan.layers)
+    fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
+    copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
+    shared = _shared_costs(plan, calibrated=tokens > 0)
+    memory = max([copied, *fits])
+    flops = sum(_fit_flops(group, calibrated=tokens > 0) for group in groups)
+    if tokens and groups:
+        walk_memory, walk_flops = _walk(plan, source, groups, tokens)
+        moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
+        memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
+        flops += walk_flops * (2 if recipe.surveys or shared else 1)
+    tables = [44 * entry.dense_parameters for entry in plan.embeddings]
+    memory = max([memory, *tables, *(cost.bytes for cost in shared)])
+    flops += sum(cost.flops for cost in shared)
     if plan.depth is not None and plan.depth.chosen == "later":
-        rows = _rows(source, recipe.calibration) * min(1, SAMPLES / recipe.calibration.samples)
-        memory = max(memory, _choice_memory(whole, plan.depth, rows))
-        flops += _choice_flops(plan, plan.depth, rows)
+        blocks, kept = plan.depth.blocks, plan.depth.kept
+        some = tokens * min(1, SAMPLES / recipe.calibration.samples)
+        width = getattr(source.config.get_text_config(), "hidden_size", 0)
+        weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
+        memory = max(memory, weights + min(MOST_BYTES, int(4 * some * width * (blocks + 1))))
+        # For each block that is dropped, half of what is left as often as there are blocks left.
+        passes = sum(left / 2 for left in range(kept + 1, blocks + 1))
+        flops += 2 * plan.block_parameters * passes * some
     if recipe.weighs_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
     elif recipe.weighs_methods and isinstance(recipe.method, AutoSpec):  # and so is every method
         flops *= 1 + len(alone_of(recipe.method, STAND_IN))
-    moved = source.store.total_bytes + work.disk
+    disk = disk_bytes(source, plan, recipe.dtype)
+    moved = (source.store.total_bytes + disk) / _DISK_SPEED
     return Estimate(
-        memory_bytes=memory + drawn,
-        disk_bytes=work.disk,
-        seconds=round(flops / _speed(recipe.device) + moved / _DISK_SPEED, 1),
+        memory_bytes=memory + random,
+        disk_bytes=disk,
+        seconds=round(flops / _speed(recipe.device) + moved, 1),
     )
 
 
-_TRIALS = 4
-"""Conversions that a search for the number of blocks makes, roughly."""
+def _fit_memory(group: Cluster, source: SourceModel, *, calibrated: bool) -> int:
+    layouts = [layout for entry in group for part in entry.parts for layout in part.terms]
+    terms = max(len(part.terms) for entry in group for part in entry.parts)
+    total = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
+    total += max(fit_cost(layout, calibrated=calibrated).bytes for layout in layouts)
+    for entry in group:
+        stored = weight_bytes(source, entry, None)
+        total += entry.dense_parameters * (stored + 8 + 8 * terms)
+    if any(transform_shapes(layout, side) for layout in layouts for side in SIDES):
+        total += 44 * sum(entry.dense_parameters for entry in group)
+    return total
 
 
-@dataclass(frozen=True)
-class _Work:
-    groups: tuple[Group, ...]
-    itemsize: dict[str, int]  # of the source's weights, by layer name
-    model: nn.Module
-    blocks: dict[str, tuple[str, list[LayerPlan]]]  # path and layers by block name
-    largest_copy: int
-    disk: int
-    rows: int  # tokens in the calibration data; none without
-
-    @classmethod
-    def of(cls, plan: Plan, source: SourceModel, recipe: Convert) -> _Work:
-        keymap = source.keymap
-        blocks: dict[str, tuple[str, list[LayerPlan]]] = {}
-        for entry in plan.layers:
-            path = keymap.runtime_name(entry.block) or entry.block
-            blocks.setdefault(entry.block, (path, []))[1].append(entry)
-        return cls(
-            groups=tuple(_groups(plan.layers)),
-            itemsize={item.name: weight_bytes(source, item, None) for item in plan.entries},
-            model=keymap.model,
-            blocks=blocks,
-            largest_copy=max(map(source.store.nbytes, copied_keys(source, plan)), default=0),
-            disk=disk_bytes(source, plan, recipe.dtype),
-            rows=_rows(source, recipe.calibration),
-        )
-
-    def fit_memory(self, group: Group) -> int:
-        terms = max(len(part.terms) for entry in group for part in entry.parts)
-        elements = sum(entry.dense_parameters for entry in group)
-        largest = max(entry.in_features * entry.out_features for entry in group)
-        total = (24 if terms == 1 else 48) * largest
-        total += max(
-            fit_cost(layout, calibrated=self.rows > 0).bytes
-            for entry in group
-            for part in entry.parts
-            for layout in part.terms
-        )
-        total += sum(
-            entry.dense_parameters * (self.itemsize[entry.name] + 8 + 8 * terms) for entry in group
-        )
-        return total + (44 * elements if _fits_side(group) else 0)
-
-    def moment_memory(self, group: Group) -> int:
-        first = group[0]
-        return (28 + 6 * len(group)) * first.in_features**2 * 8 * first.copies
-
-    def bank_memory(self) -> list[int]:
-        """One bank is fitted at a time, with all weights that use it."""
-        return [0, *(cost.bytes for cost in self._banks())]
-
-    def bank_flops(self, *, walks: bool) -> float:
-        flops = [cost.flops for cost in self._banks()]
-        if flops and self.rows and walks:  # for the moments of their inputs
-            flops.append(2.0 * _parameters(self.model) * self.rows)
-        return sum(flops)
-
-    def _banks(self) -> Iterator[FitCost]:
-        for entry in (entry for group in self.groups for entry in group):
-            for layout in entry.own_banks.values():
-                kind = structure(layout.structure)
-                assert isinstance(kind, SharesFactors)
-                yield kind.shared_cost(layout, calibrated=self.rows > 0)
-
-    def stream_memory(self) -> int:
-        inside = [self.model.get_submodule(path) for path, _ in self.blocks.values()]
-        block = max(map(_parameters, inside))
-        outside = _parameters(self.model) - sum(map(_parameters, inside)) - self._head()
-        return 4 * (outside + 2 * block + 2 * self.rows * self._width())
-
-    def stream_flops(self) -> float:
-        """Both streams through all blocks, as often as there are groups, and the moments."""
-        flops = 0.0
-        for path, entries in self.blocks.values():
-            own = list(_groups(entries))
-            macs = _parameters(self.model.get_submodule(path))
-            flops += 2 * 2 * macs * self.rows * (len(own) / 2 + 1)
-            flops += sum(6 * self.rows * group[0].in_features ** 2 for group in own)
-        return flops
-
-    def survey_memory(self) -> int:
-        inside = [self.model.get_submodule(path) for path, _ in self.blocks.values()]
-        outside = _parameters(self.model) - sum(map(_parameters, inside))
-        moments = max(
-            sum(entry.in_features**2 + entry.out_features**2 for entry in entries)
-            for _, entries in self.blocks.values()
-        )
-        layers = [entry for _, entries in self.blocks.values() for entry in entries]
-        largest = max(entry.in_features + entry.out_features for entry in layers)
-        return 4 * (outside + max(map(_parameters, inside))) + 8 * (moments + 4 * largest**2)
-
-    def survey_flops(self) -> float:
-        flops = 0.0
-        for path, entries in self.blocks.values():
-            flops += 8 * _parameters(self.model.get_submodule(path)) * self.rows
-            for entry in entries:
-                rows, columns = entry.out_features, entry.in_features
-                flops += 2 * self.rows * (rows**2 + columns**2) + svd_flops(rows, columns)
-        return flops
-
-    def fit_flops(self, group: Group) -> float:
-        flops = 0.0
-        for entry in group:
-            for part in entry.parts:
-                rounds = 1 if len(part.terms) == 1 else 1 + ROUNDS
-                own = sum(_term_flops(layout, self.rows > 0) for layout in part.terms)
-                flops += own * rounds * entry.copies
-                flops += sum(map(_side_flops, part.terms)) * entry.copies
-        return flops
-
-    def _head(self) -> int:
-        """Parameters of an output head that is not tied to the embeddings."""
-        model: Any = self.model
-        find = getattr(model, "get_output_embeddings", lambda: None)
-        head, words = find(), model.get_input_embeddings() if find() is not None else None
-        weight = getattr(head, "weight", None)
-        if weight is None or weight is getattr(words, "weight", None):
-            return 0
-        return int(weight.numel())
-
-    def _width(self) -> int:
-        return max(entry.in_features for entry in self.groups[0])
+def _fit_flops(group: Cluster, *, calibrated: bool) -> float:
+    flops = 0.0
+    for entry in group:
+        for part in entry.parts:
+            rounds = 1 if len(part.terms) == 1 else _ROUNDS
+            for layout in part.terms:
+                m, n = layout.out_features, layout.in_features
+                measured = 4 * m * n * n if calibrated else 2 * m * n * 64
+                own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
+                fitted = sum(bool(transform_shapes(layout, side)) for side in SIDES)
+                flops += (own + _STEPS * 6 * m * n * fitted) * entry.copies
+    return flops
 
 
-def _table_memory(entry: LayerPlan) -> int:
-    """The table as it is and in float64, weighted, fitted, and what is wrong of it."""
-    return 44 * entry.dense_parameters
+def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
+    """What factors that layers share take: one group is fitted at a time."""
+    costs = []
+    for layout in (layout for entry in plan.layers for layout in entry.own_banks.values()):
+        kind = structure(layout.structure)
+        assert isinstance(kind, SharesFactors)
+        costs.append(kind.shared_cost(layout, calibrated=calibrated))
+    return costs
 
 
-def _choice_memory(source: SourceModel, depth: DepthPlan, rows: float) -> int:
-    """The model but for its blocks, the largest of them, and the activations of all ways."""
-    model = source.keymap.model
-    names = [f"{item.path}.{index}" for item in depth.stacks for index in range(item.blocks)]
-    blocks = [_parameters(model.get_submodule(name)) for name in names]
-    width = getattr(source.config.get_text_config(), "hidden_size", 0)
-    activations = min(MOST_BYTES, int(4 * rows * width * (len(blocks) + 1)))
-    return 4 * (_parameters(model) - sum(blocks) + max(blocks)) + activations
-
-
-def _choice_flops(plan: Plan, depth: DepthPlan, rows: float) -> float:
-    """For each block that is dropped, half of what is left as often as there are blocks left."""
-    passes = sum(left / 2 for left in range(depth.kept + 1, depth.blocks + 1))
-    return 2 * plan.block_parameters * passes * rows
-
-
-def _groups(layers: Sequence[LayerPlan]) -> Iterator[Group]:
-    """Layers that are fitted together: an owner of input sides and those that share them."""
-    members: dict[str, list[LayerPlan]] = {}
-    for entry in layers:
-        name = f"{entry.input_of}.weight" if entry.input_of else entry.key
-        members.setdefault(name, []).append(entry)
-    return map(tuple, members.values())
-
-
-def _fits_side(group: Group) -> bool:
-    terms = [layout for entry in group for part in entry.parts for layout in part.terms]
-    return any(transform_shapes(layout, side) for layout in terms for side in SIDES)
-
-
-def _term_flops(layout: Layout, calibrated: bool) -> float:
-    """Fit of one term to one weight of m x n."""
-    m, n = layout.out_features, layout.in_features
-    measured = 4 * m * n * n if calibrated else 2 * m * n * 64
-    return measured + fit_cost(layout, calibrated=calibrated).flops
-
-
-def _side_flops(layout: Layout) -> float:
-    """Fit of the transforms of one term."""
-    macs, rows = macs_of(layout, 1), layout.out_features
-    sides = zip(SIDES, (macs.encode, macs.decode), strict=True)
-    turned = sum(own for side, own in sides if transform_shapes(layout, side))
-    return STEPS * 6 * (rows * turned + macs.apply**2 / rows) if turned else 0.0
+def _walk(
+    plan: Plan, source: SourceModel, groups: Sequence[Cluster], tokens: int
+) -> tuple[int, float]:
+    """Memory and operations of both streams through all blocks, as often as there are groups."""
+    keymap = source.keymap
+    sizes = {}
+    for block in dict.fromkeys(entry.block for entry in plan.layers):
+        path = keymap.runtime_name(block) or block
+        sizes[block] = _parameters(keymap.model.get_submodule(path))
+    flops = sum(4.0 * size * tokens for size in sizes.values())
+    for first, *others in groups:
+        flops += 2 * sizes[first.block] * tokens + 6 * tokens * first.in_features**2
+        svds = (svd_flops(entry.out_features, entry.in_features) for entry in (first, *others))
+        flops += sum(svds)
+    outside = _parameters(keymap.model) - sum(sizes.values())
+    width = max(entry.in_features for entry in groups[0])
+    return 4 * (outside + 2 * max(sizes.values()) + 2 * tokens * width), flops
 
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _rows(source: SourceModel, options: Calibration) -> int:
+def _tokens(source: SourceModel, options: Calibration) -> int:
     """Tokens in the calibration data."""
     if options.source == "none":
         return 0

@@ -1,8 +1,8 @@
-"""Fits all layers that read one input: sums of terms, sides shared among layers."""
+"""Fits all layers that read one input: sums of structures, with the input transform shared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isnan
@@ -29,19 +29,16 @@ from tcompress.structures.capabilities import (
 from tcompress.structures.modules.linear import side_name, tensor_prefix
 from tcompress.structures.modules.shared import bank_module
 
-# Fitted banks, as the layers that use them see them.
+SharedFactors = Mapping[BankKey, Mapping[str, Tensor]]
+"""Factors that layers share, as they are stored, by owner and name of the group."""
+
+NO_FACTORS: SharedFactors = {}
 
 
-Banks = Mapping[BankKey, Mapping[str, Tensor]]
-"""Tensors of banks as they are stored, by owner and name of the bank."""
-
-NO_BANKS: Banks = {}
-
-
-def bank_of(
-    entry: LayerPlan, layout: Layout, banks: Banks, device: torch.device
+def shared_factors(
+    entry: LayerPlan, layout: Layout, banks: SharedFactors, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the bank that a term of a layer uses, in float64; nothing if it uses none."""
+    """Returns the shared factors that a summand uses, float64; nothing if it has none."""
     shared = shared_of(layout)
     if shared is None:
         return {}
@@ -49,8 +46,8 @@ def bank_of(
     return {key: tensor.to(device).double() for key, tensor in found.items()}
 
 
-def owned(entry: LayerPlan, banks: Banks) -> dict[str, Tensor]:
-    """Returns the banks that are stored with a layer, by name relative to it."""
+def owned_factors(entry: LayerPlan, banks: SharedFactors) -> dict[str, Tensor]:
+    """Returns the shared factors that are stored with a layer, by name relative to it."""
     return {
         f"{bank_module(name)}.{key}": tensor
         for name in entry.own_banks
@@ -58,28 +55,25 @@ def owned(entry: LayerPlan, banks: Banks) -> dict[str, Tensor]:
     }
 
 
-# A weight while it is being fitted, and the moments that it is fitted on.
+@dataclass(frozen=True)
+class LayerMoments:
+    """Moments of one layer input."""
 
-
-Operators = dict[Side, Any]
+    train: Moments | None = None  # to fit on; None for a data-free fit
+    holdout: Moments | None = None  # to measure on, if rows were held out
 
 
 @dataclass(frozen=True)
-class LayerMoments:
-    """Moments of one layer input: those to fit on, and those to measure on.
+class Judge:
+    """Moments that a fit is judged by."""
 
-    Attributes:
-        train: Moments of the calibration rows, or None for a data-free fit.
-        holdout: Moments of rows kept back, if there are any.
-    """
-
-    train: Moments | None = None
-    holdout: Moments | None = None
+    gram: Tensor  # G  # (in, in)
+    curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
 
 
 @dataclass
-class FittedPart:
-    """One weight being fitted: a part of a layer, of one expert."""
+class _Split:
+    """One weight being fitted: an output split of a layer, of one expert."""
 
     entry: LayerPlan
     index: int
@@ -87,15 +81,21 @@ class FittedPart:
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: Moments | None  # damped
     curvature: Tensor | None  # damped
+    # Of every summand:
+    shared: list[dict[str, Tensor]]
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
-    operators: list[Operators] = field(default_factory=list)
-    banks: list[dict[str, Tensor]] = field(default_factory=list)
+    transforms: list[dict[Side, Any]] = field(default_factory=list)
     dense: list[Tensor | None] = field(default_factory=list)
 
     @property
     def weight(self) -> Tensor:
         """Dense weight in float64; made anew each time, so that large layers are held once."""
         return self.stored.double()
+
+    @property
+    def total(self) -> Tensor:
+        """What was fitted to it."""
+        return torch.stack([dense for dense in self.dense if dense is not None]).sum(0)
 
     @property
     def terms(self) -> tuple[Layout, ...]:
@@ -105,8 +105,8 @@ class FittedPart:
     def scale(self) -> float:
         """E||W x||^2, never zero."""
         weight = self.weight
-        seen = weight if self.moments is None else weight @ self.moments.dense
-        return max(float(seen.mul(weight).sum()), torch.finfo(torch.float64).tiny)
+        product = weight if self.moments is None else weight @ self.moments.dense
+        return max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
 
     @cached_property
     def _product(self) -> Tensor:
@@ -115,7 +115,7 @@ class FittedPart:
         return self.weight @ self.moments.cross
 
     def target(self, term: int) -> Target:
-        """What is left for one term."""
+        """What the other summands leave to one."""
         m = self.moments
         weight = self.weight
         product = weight if m is None else self._product
@@ -124,55 +124,28 @@ class FittedPart:
                 weight = weight - dense
                 product = weight if m is None else product - dense @ m.gram
         gram = None if m is None else m.gram
-        last, bank = self._fitted(term), self.banks[term]
-        operators = self.operators[term]
-        return Target(product, gram, 1.0, self.curvature, weight, last, bank, operators)
-
-    def _fitted(self, term: int) -> dict[str, Tensor]:
-        """The term's own tensors of the last round, as they are stored."""
-        tensors = self.tensors[term]
-        return {name: tensor.double() for name, tensor in tensors.items() if "." not in name}
+        last = {k: t.double() for k, t in self.tensors[term].items() if "." not in k}
+        shared, transforms = self.shared[term], self.transforms[term]
+        return Target(product, gram, 1.0, self.curvature, weight, last, shared, transforms)
 
 
 # How good a fit of a layer is: relative squared errors, and its predicted loss.
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Moments that a fit is judged by.
-
-    Attributes:
-        gram: G.  # (in, in)
-        curvature: S of the whole layer; None for the identity.  # (out, out)
-    """
-
-    gram: Tensor
-    curvature: Tensor | None
-
-
 PROBES = 64  # random inputs that measure a data-free fit
 
 
-def whole_of(parts: Sequence[FittedPart]) -> tuple[Tensor, Tensor]:
-    """Returns the dense weight of a layer, and what its parts were fitted to.  # (out, in) each."""
-    weight = torch.cat([part.weight for part in parts])
-    return weight, torch.cat([_total(part) for part in parts])
-
-
-def _total(part: FittedPart) -> Tensor:
-    return torch.stack([dense for dense in part.dense if dense is not None]).sum(0)
-
-
-def errors_of(
-    parts: Sequence[FittedPart], moments: LayerMoments, shift: Tensor | None
+def _errors(
+    splits: Sequence[_Split], moments: LayerMoments, shift: Tensor | None
 ) -> dict[str, float]:
-    """Returns the relative squared errors of one layer, or of one of its experts, by kind."""
+    """Relative squared errors of one layer, or of one of its experts, by kind."""
     if moments.train is None:
-        return {"weight": _probed_error(parts)}
-    weight, dense = whole_of(parts)
+        return {"weight": _sampled_error(splits)}
+    weight = torch.cat([split.weight for split in splits])
+    dense = torch.cat([split.total for split in splits])
     errors = {"calibration": moments.train.error(weight, dense)}
-    if moments.holdout is not None:
-        held = moments.holdout
+    held = moments.holdout
+    if held is not None:
         errors["held_out"] = held.error(weight, dense)
         if shift is not None:  # the bias was chosen on other rows
             gap = weight @ held.dense_mean - dense @ held.mean - shift
@@ -181,59 +154,50 @@ def errors_of(
     return errors
 
 
-def _probed_error(parts: Sequence[FittedPart]) -> float:
+def _sampled_error(splits: Sequence[_Split]) -> float:
     """Relative squared error of the weight, from random inputs: the dense form is never built."""
     generator = torch.Generator().manual_seed(0)
-    probes = torch.randn(PROBES, parts[0].stored.shape[1], generator=generator)
-    probes = probes.to(parts[0].stored.device).double()
+    inputs = torch.randn(PROBES, splits[0].stored.shape[1], generator=generator)
+    inputs = inputs.to(splits[0].stored.device).double()
     norm = error = 0.0
-    for part in parts:
-        wanted = probes @ part.weight.mT
-        found = sum((_applied(part, term, probes) for term in range(len(part.terms))), 0)
+    for split in splits:
+        wanted = inputs @ split.weight.mT
+        found: Tensor | int = 0
+        for term, layout in enumerate(split.terms):
+            tensors = {k: t.double() for k, t in split.tensors[term].items() if "." not in k}
+            transforms = split.transforms[term]
+            z = encoded(layout, inputs, transforms.get("in"))
+            z = structure(layout.structure).apply(z, tensors | split.shared[term], layout)
+            found = found + decoded(layout, z, transforms.get("out"))
         norm += float(wanted.square().sum())
         error += float((wanted - found).square().sum())
     return relative_error(error, norm)
 
 
-def loss_of(parts: Sequence[FittedPart], judge: Judge) -> float:
-    """Returns the predicted loss of a layer, relative to that of leaving it out.
-
-    Args:
-        parts: Its parts, fitted on data.
-        judge: Moments to judge by, which may be of other data.
-    """
+def _predicted(splits: Sequence[_Split], judge: Judge) -> float:
+    """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
     start = 0
-    for part in parts:
-        weight = part.weight
+    for split in splits:
+        weight = split.weight
         stop = start + len(weight)
         if judge.curvature is None:
             curve = torch.eye(len(weight)).to(weight)
         else:
             curve = judge.curvature[start:stop, start:stop]
-        lost += float(curved_constant(weight - _total(part), judge.gram, curve))
+        lost += float(curved_constant(weight - split.total, judge.gram, curve))
         missing += float(curved_constant(weight, judge.gram, curve))
         start = stop
     return relative_error(max(lost, 0.0), missing)
 
 
-def _applied(part: FittedPart, term: int, x: Tensor) -> Tensor:
-    layout = part.terms[term]
-    kind = structure(layout.structure)
-    tensors = {k: t.double() for k, t in part.tensors[term].items() if "." not in k}
-    tensors |= part.banks[term]
-    operators = part.operators[term]
-    z = encoded(layout, x.double(), operators.get("in"))
-    return decoded(layout, kind.apply(z, tensors, layout), operators.get("out"))
-
-
-# Fits all layers that read one input: sums of terms, sides shared among layers.
+# Fits all layers that read one input.
 #
-# The terms of a sum are fitted in turn, each to what the others leave over; every step is a closed
-# form, so the error never grows. What is stored is rounded before the next step looks at it.
+# The summands of a sum are fitted in turn, each to what the others leave over; every step is a
+# closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
 
-ROUNDS = 6  # passes over the terms of a sum; the error changes in the fourth digit after four
+ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
 
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
@@ -244,20 +208,12 @@ NO_JUDGES: Mapping[str, Judge] = {}
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """Result for one layer.
+    """Result for one layer."""
 
-    Attributes:
-        tensors: Tensors to store, by name relative to the layer.
-        errors: Relative errors by kind: `calibration` and `held_out`, or `weight`.
-        shift: What the bias gains, float64.  # (out,)
-        loss: Predicted loss relative to that of leaving the layer out, where it was
-            asked for.
-    """
-
-    tensors: dict[str, Tensor]
-    errors: dict[str, float]
-    shift: Tensor | None = None
-    loss: float | None = None
+    tensors: dict[str, Tensor]  # to store, by name relative to the layer
+    errors: dict[str, float]  # relative, by kind: `calibration` and `held_out`, or `weight`
+    shift: Tensor | None = None  # what the bias gains, float64  # (out,)
+    loss: float | None = None  # predicted, relative to leaving it out, where it was asked for
 
 
 def fit_layers(
@@ -268,62 +224,61 @@ def fit_layers(
     dtype: torch.dtype,
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
-    banks: Banks = NO_BANKS,
+    banks: SharedFactors = NO_FACTORS,
     judges: Mapping[str, Judge] = NO_JUDGES,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
     Args:
-        entries: Their plans; sides are shared within this list only.
+        entries: Their plans; transforms are shared within this list only.
         weights: Dense weights.  # ([experts,] out, in) each
         moments: Moments of the input, for every layer: one entry, or one per expert.
         dtype: Dtype in which tensors are stored.
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
-        banks: Tensors of banks as they are stored, by owner and name.
+        banks: Factors that layers share, fitted before.
         judges: Moments to predict losses of fits on data by, by name of the layer.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
     """
     results: dict[str, FittedLayer] = {}
-    for members in _clusters(entries):
-        clear = [
-            _parts(entries[i], weights[i], moments[i], damping, curvatures.get(entries[i].name))
-            for i in members
-        ]
-        names = [entries[i].name for i in members]
+    for owner, first in enumerate(entries):
+        if first.input_of is not None:
+            continue
+        members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
-            for part in (part for parts in clear for part in parts):
-                where = part.stored.device
-                part.banks = [bank_of(part.entry, item, banks, where) for item in part.terms]
-            _fit_cluster([part for parts in clear for part in parts], dtype, names)
-            for i, parts in zip(members, clear, strict=True):
-                fitted = _collect(entries[i], parts, moments[i], dtype, judges.get(entries[i].name))
-                fitted.tensors.update(owned(entries[i], banks))
-                results[_key(entries[i])] = fitted
-    return [results[_key(entry)] for entry in entries]
+            made = {
+                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, banks)
+                for i in members
+            }
+            try:
+                _fit_sum([split for own in made.values() for split in own], dtype)
+            except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+                listed = ", ".join(f"`{entries[i].name}`" for i in members)
+                raise FitError(
+                    f"the fit of {listed} failed: {message_of(error)}",
+                    getattr(error, "hint", None)
+                    or "use more calibration data or a larger `damping`, or leave the layer out "
+                    "with `--keep`",
+                ) from error
+            for i, splits in made.items():
+                entry = entries[i]
+                fitted = _collect(entry, splits, moments[i], judges.get(entry.name))
+                fitted.tensors.update(owned_factors(entry, banks))
+                results[entry.key] = fitted
+    return [results[entry.key] for entry in entries]
 
 
-def _key(entry: LayerPlan) -> str:
-    return entry.key
-
-
-def _clusters(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
-    """Indices of layers that share their input sides, owner first."""
-    for index, entry in enumerate(entries):
-        if entry.input_of is None:
-            yield [index] + [i for i, other in enumerate(entries) if other.input_of == entry.name]
-
-
-def _parts(
+def _splits(
     entry: LayerPlan,
     weight: Tensor,
     moments: Sequence[LayerMoments],
     damping: float,
-    curvature: Tensor | None,
-) -> list[FittedPart]:
+    curvatures: Mapping[str, Tensor],
+    banks: SharedFactors,
+) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
     if not _finite(stack):
         raise FitError(
@@ -336,146 +291,112 @@ def _parts(
         for m in moments
     ]
     sizes = [part.out_features for part in entry.parts]
-    curves = _curvatures(curvature, sizes)
+    curves: list[Tensor | None] = [None] * len(sizes)
+    curvature = curvatures.get(entry.name)
+    if curvature is not None:  # splits are fitted one by one
+        rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        own = [curvature[part, part].double() for part in rows]
+        curves = [damped_curvature(block, CURVATURE_DAMPING) for block in own]
     return [
-        FittedPart(entry, index, expert, rows, damped[min(expert, len(damped) - 1)], curves[index])
+        _Split(
+            entry,
+            index,
+            expert,
+            rows,
+            damped[min(expert, len(damped) - 1)],
+            curves[index],
+            [shared_factors(entry, item, banks, rows.device) for item in entry.parts[index].terms],
+        )
         for expert, matrix in enumerate(stack)
         for index, rows in enumerate(matrix.split(sizes))
     ]
 
 
-def _curvatures(curvature: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
-    """Every part's own block of S, damped; parts are fitted one by one."""
-    if curvature is None:
-        return [None] * len(sizes)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    blocks = [
-        curvature[start : start + size, start : start + size].double()
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-    return [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
+def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
+    count = max(len(split.terms) for split in splits)
+    having = [[split for split in splits if term < len(split.terms)] for term in range(count)]
+    for split in splits:
+        split.tensors = [{} for _ in split.terms]
+        split.transforms = [{} for _ in split.terms]
+        split.dense = [None for _ in split.terms]
+    for term in reversed(range(count)):  # the residual first: it takes what everybody needs
+        own = having[term]
+        _fit_transform(own, term, "in", dtype)  # one for all
+        for key in dict.fromkeys((split.entry.name, split.index) for split in own):
+            experts = [split for split in own if (split.entry.name, split.index) == key]
+            _fit_transform(experts, term, "out", dtype)
+        _fit_term(own, term, dtype)
+    for _ in range(ROUNDS if count > 1 else 0):
+        for term in range(count):
+            _fit_term([split for split in having[term] if len(split.terms) > 1], term, dtype)
 
 
-def _fit_cluster(parts: Sequence[FittedPart], dtype: torch.dtype, names: Sequence[str]) -> None:
-    count = max(len(part.terms) for part in parts)
-    having = [[part for part in parts if term < len(part.terms)] for term in range(count)]
-    try:
-        for part in parts:
-            part.tensors = [{} for _ in part.terms]
-            part.operators = [{} for _ in part.terms]
-            part.dense = [None for _ in part.terms]
-        for term in reversed(range(count)):  # the residual first: it takes what everybody needs
-            _fit_sides(having[term], term, dtype)
-            _fit_terms(having[term], term, dtype)
-        sums = [part for part in parts if len(part.terms) > 1]
-        for _ in range(ROUNDS if sums else 0):
-            for term in range(count):
-                _fit_terms([part for part in sums if term < len(part.terms)], term, dtype)
-    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-        listed = ", ".join(f"`{name}`" for name in names)
-        raise FitError(
-            f"the fit of {listed} failed: {message_of(error)}",
-            getattr(error, "hint", None)
-            or "use more calibration data or a larger `damping`, or leave the layer out with "
-            "`--keep`",
-        ) from error
-
-
-def _fit_sides(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> None:
-    """Fits and builds both sides of a term; the input side is one for all parts."""
-    layout = parts[0].terms[term]
-    if transform_of(layout, "in") is not None:
-        _install(parts, term, "in", _side_tensors(parts, term, "in"), dtype)
-    by_part: dict[str, list[FittedPart]] = {}
-    for part in parts:
-        by_part.setdefault(f"{part.entry.name}/{part.index}", []).append(part)
-    for group in by_part.values():
-        layout = group[0].terms[term]
-        if transform_of(layout, "out") is not None:
-            _install(group, term, "out", _side_tensors(group, term, "out"), dtype)
-
-
-def _side_tensors(parts: Sequence[FittedPart], term: int, side: Side) -> dict[str, Tensor]:
-    layout = parts[0].terms[term]
+def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch.dtype) -> None:
+    """Fits a transform that these share, if there is one, and builds it as it is stored."""
+    layout = splits[0].terms[term]
+    transform = transform_of(layout, side)
+    if transform is None:
+        return
+    tensors: Mapping[str, Tensor] = {}
     kind = structure(layout.structure)
-    if not isinstance(kind, Transformed) or not transform_shapes(layout, side):
-        return {}  # a fixed transform
-    targets = [_scaled(part, term) for part in parts]
-    return kind.fit_transform(_pooled(targets) if side == "in" else targets, layout, side)
+    if isinstance(kind, Transformed) and transform_shapes(layout, side):  # else it is a fixed one
+        targets = [replace(split.target(term), scale=split.scale) for split in splits]
+        if side == "in":
+            targets = _with_mean_moments(targets)
+        tensors = kind.fit_transform(targets, layout, side)
+    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if not all(map(_finite, stored.values())):
+        raise FitError(f"the fitted transform is not finite in {dtype}")
+    exact = {name: tensor.double() for name, tensor in stored.items()}
+    like = torch.empty(0, dtype=torch.float64, device=splits[0].stored.device)
+    built = transform.build(exact, like)
+    for split in splits:
+        split.transforms[term][side] = built
+        split.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
 
 
-def _scaled(part: FittedPart, term: int) -> Target:
-    return replace(part.target(term), scale=part.scale)
-
-
-def _pooled(targets: list[Target]) -> list[Target]:
+def _with_mean_moments(targets: list[Target]) -> list[Target]:
     """Gives experts, whose inputs differ, the mean of their moments to choose one transform."""
     grams = [target.gram for target in targets if target.gram is not None]
     if not grams or all(gram is grams[0] for gram in grams):
         return targets
     mean = torch.stack(grams).mean(0)
-    return [
-        replace(target, gram=mean) if target.gram is not None else _seen(target, mean)
-        for target in targets
-    ]
+    found = []
+    for target in targets:
+        if target.gram is None:  # no token chose this expert
+            product = target.product @ mean
+            found.append(Target(product, mean, float(product.mul(target.product).sum())))
+        else:
+            found.append(replace(target, gram=mean))
+    return found
 
 
-def _seen(target: Target, gram: Tensor) -> Target:
-    """Weighs an expert that no token chose by the others' mean moments."""
-    product = target.product @ gram
-    return Target(product, gram, float(product.mul(target.product).sum()))
-
-
-def _install(
-    parts: Sequence[FittedPart],
-    term: int,
-    side: Side,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> None:
-    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    if not all(map(_finite, stored.values())):
-        raise FitError(f"the fitted transform is not finite in {dtype}")
-    layout = parts[0].terms[term]
-    exact = {name: tensor.double() for name, tensor in stored.items()}
-    like = torch.empty(0, dtype=torch.float64, device=parts[0].stored.device)
-    transform = transform_of(layout, side)
-    assert transform is not None  # there is one to install
-    operator = transform.build(exact, like)
-    for part in parts:
-        part.operators[term][side] = operator
-        part.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
-
-
-def _fit_terms(parts: Sequence[FittedPart], term: int, dtype: torch.dtype) -> None:
-    for part in parts:
-        layout = part.terms[term]
-        kind = structure(layout.structure)
-        fitted = kind.fit(part.target(term), layout)
+def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
+    for split in splits:
+        layout = split.terms[term]
+        fitted = structure(layout.structure).fit(split.target(term), layout)
         if not all(map(_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
         if not all(map(_finite, stored.values())):
             raise FitError(f"the result does not fit into {dtype}", WIDER)
-        part.tensors[term] |= stored
-        if len(part.terms) > 1 or part.moments is not None:
+        split.tensors[term] |= stored
+        if len(split.terms) > 1 or split.moments is not None:
             exact = {name: tensor.double() for name, tensor in stored.items()}
-            tensors = exact | part.banks[term]
-            part.dense[term] = dense_of(layout, tensors, part.operators[term])
+            tensors = exact | split.shared[term]
+            split.dense[term] = dense_of(layout, tensors, split.transforms[term])
 
 
 def _collect(
     entry: LayerPlan,
-    parts: Sequence[FittedPart],
+    splits: Sequence[_Split],
     moments: Sequence[LayerMoments],
-    dtype: torch.dtype,
     judge: Judge | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
-    width = len(entry.parts)
-    for index, layout_part in enumerate(entry.parts):
-        for term in range(len(layout_part.terms)):
-            experts = [part.tensors[term] for part in parts if part.index == index]
+    for index, part in enumerate(entry.parts):
+        for term in range(len(part.terms)):
+            experts = [split.tensors[term] for split in splits if split.index == index]
             prefix = tensor_prefix(entry.parts, index, term)
             for name in experts[0]:
                 side, _, leaf = name.rpartition(".")
@@ -486,15 +407,15 @@ def _collect(
                     owner = side_name(entry.parts, side, index, term)  # type: ignore[arg-type]
                     tensors[f"{owner}.{leaf}"] = experts[0][name]
     errors: list[dict[str, float]] = []
-    shifts: list[Tensor] = []
+    shift: Tensor | None = None
     for expert in range(entry.copies):
-        own = list(parts[expert * width : (expert + 1) * width])
-        own_moments = moments[min(expert, len(moments) - 1)]
-        if own_moments.train is not None and entry.bias and not entry.experts:
-            m = own_moments.train
-            weight, dense = whole_of(own)
-            shifts.append(weight @ m.dense_mean - dense @ m.mean)
-        errors.append(errors_of(own, own_moments, shifts[0] if shifts else None))
+        own = [split for split in splits if split.expert == expert]
+        known = moments[min(expert, len(moments) - 1)]
+        if known.train is not None and entry.bias and not entry.experts:
+            weight = torch.cat([split.weight for split in own])
+            dense = torch.cat([split.total for split in own])
+            shift = weight @ known.train.dense_mean - dense @ known.train.mean
+        errors.append(_errors(own, known, shift))
     if any(isnan(value) for own in errors for value in own.values()):
         raise FitError(
             f"the error of layer `{entry.name}` is not a number: its weight or its inputs are too "
@@ -504,9 +425,7 @@ def _collect(
     kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
-    return FittedLayer(
-        tensors, mean, shifts[0] if shifts else None, loss_of(parts, judge) if judge else None
-    )
+    return FittedLayer(tensors, mean, shift, _predicted(splits, judge) if judge else None)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -67,12 +67,7 @@ class OutputProbe:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """Gives tensors of the output, and a gradient for each.
-
-        Raises:
-            DataError: The output has nothing that could be compared.
-            FitError: The output holds NaN or infinity.
-        """
+        """Gives tensors of the output, and a gradient for each."""
         scored, parts = self._parts(output, batch)
         _require_numbers(parts)
         draw = self._outcome if scored else self._direction
@@ -84,10 +79,6 @@ class OutputProbe:
         That is the mean over drawn gradients of the squared product with the change: twice the
         Kullback-Leibler divergence of scores (to second order), else the squared distance; a sum
         over the batch, padding left out. It is a sum of terms in float64 none of which is negative.
-
-        Raises:
-            DataError: The output has nothing that could be compared.
-            FitError: One of both holds NaN or infinity.
         """
         (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         _require_numbers([*first, *second])
@@ -104,11 +95,7 @@ class OutputProbe:
         return change
 
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
-        """Scores of an output; where it has none, the vectors that count.
-
-        Returns:
-            Whether they are scores, and each with the mask of its tokens, if it has tokens.
-        """
+        """Whether an output has scores, and these or its vectors, with masks of tokens."""
         scores = {name: getattr(output, name, None) for name in _SCORES}
         found = [
             (item, _mask_of(item, batch, per_token=name in self._of_tokens))
@@ -190,9 +177,7 @@ def _binary_divergence(dense: Tensor, other: Tensor) -> Tensor:
 def _surprise(one: Tensor, two: Tensor) -> Tensor:
     """Terms p ln(p / q) - p + q, none of which is negative; p and q each add up to one.
 
-    Args:
-        one: ln p; minus infinity for what is ruled out.
-        two: ln q.
+    Given are ln p, which is minus infinity for what is ruled out, and ln q.
     """
     p, q = one.exp(), two.exp()
     gap = torch.where(p > 0, one - two, 0.0)
@@ -218,10 +203,7 @@ def _mask_of(
 ) -> Tensor | None:
     """Finds the mask of the tokens along an output's second axis, if that is what stands there.
 
-    Args:
-        item: What a model puts out.
-        batch: What it read.
-        per_token: Whether a matrix is of examples and tokens, not of examples and anything else.
+    A matrix may be of examples and tokens, not of examples and anything else (`per_token`).
     """
     if item.dim() != 3 and not per_token:
         return None

@@ -25,12 +25,11 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import identity_of
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import WIDER, Banks
-from tcompress.conversion.start import generator_of, projection_moments
+from tcompress.conversion.fit import WIDER, SharedFactors
+from tcompress.conversion.start import started_values
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
 from tcompress.files import write_text
-from tcompress.hf.attention_hooks import first_values
 from tcompress.hf.build import first_table, stored_name
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
@@ -45,50 +44,36 @@ from tcompress.structures.modules.linear import StructuredLinear, bank_layouts
 from tcompress.structures.modules.shared import BankModule
 
 Cluster = tuple[LayerPlan, ...]
-"""Layers that are fitted together: an owner of input sides and those that share them."""
+"""Layers that are fitted together: an owner of an input transform and those that share it."""
 
 
 def clusters_of(layers: Sequence[LayerPlan]) -> list[Cluster]:
-    """Groups planned layers by the input sides they share."""
+    """Groups planned layers by the input transforms they share."""
     members: dict[str, list[LayerPlan]] = {}
     for entry in layers:
-        name = entry.input_of or entry.key
-        if entry.input_of is not None:
-            name = f"{entry.input_of}.weight"
+        name = f"{entry.input_of}.weight" if entry.input_of else entry.key
         members.setdefault(name, []).append(entry)
     return [tuple(group) for group in members.values()]
 
 
 @dataclass
 class Outputs:
-    """All tensors of the output, in the order of the source's weight files.
-
-    Attributes:
-        source: The dense model.
-        dtype: Dtype asked for, or None to keep that of the source.
-        copied: Checkpoint names of tensors that are carried over.
-        made: Clusters by the names of the tensors they yield.
-        started: Attentions by the names of the tensors that their mechanisms store.
-        moved: Checkpoint names of dense tensors by the name under which they are stored.
-        parts: Dense parameters of the model by the name under which they are stored, where the
-            checkpoint has them fused with what is rewritten.
-        positions: Tables of positions that are made anew, by checkpoint name.
-        tensors: Everything that will be written.
-        adapted: First values of mechanisms that calibration data told, by checkpoint name.
-        begun: The attention whose first values were made last, and these, by checkpoint name.
-    """
+    """All tensors of the output, in the order of the source's weight files."""
 
     source: SourceModel
-    dtype: torch.dtype | None
-    copied: set[str] = field(default_factory=set)
-    made: dict[str, Cluster] = field(default_factory=dict)
-    started: dict[str, AttentionPlan] = field(default_factory=dict)
-    moved: dict[str, str] = field(default_factory=dict)
+    dtype: torch.dtype | None  # asked for, or None to keep that of the source
+    # By the name under which they are stored:
+    copied: set[str] = field(default_factory=set)  # carried over
+    made: dict[str, Cluster] = field(default_factory=dict)  # layers that yield them
+    started: dict[str, AttentionPlan] = field(default_factory=dict)  # of attention replacements
+    moved: dict[str, str] = field(default_factory=dict)  # dense; with their old names
     parts: dict[str, str] = field(default_factory=dict)
-    positions: dict[str, FormPlan] = field(default_factory=dict)
-    tensors: list[Stored] = field(default_factory=list)
+    """Dense parameters that the checkpoint has fused with what is rewritten."""
+    positions: dict[str, FormPlan] = field(default_factory=dict)  # tables made anew
     adapted: dict[str, Tensor] = field(default_factory=dict)
-    begun: tuple[str, dict[str, Tensor]] = ("", {})
+    """First values of attention replacements that calibration data told."""
+    tensors: list[Stored] = field(default_factory=list)  # everything that will be written
+    begun: tuple[str, dict[str, Tensor]] = ("", {})  # the attention started last, and its values
 
     @classmethod
     def of(
@@ -139,25 +124,22 @@ class Outputs:
             dtype = self._cast(source.keymap.sources(path).keys[0])
             self.tensors.append(Stored(name, shape, dtype))
         for other in attention:
-            self._add_mechanism(other)
+            dtype = self._cast(self._key(other.like, "weight"))
+            for name, shape in (
+                dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
+            ).items():
+                self.started[name] = other
+                self.tensors.append(Stored(name, shape, dtype))
         return self
 
     def take(self, block: Callable[[str], BlockResult | None]) -> None:
-        """Takes over what calibration data told of the first values of mechanisms.
-
-        Args:
-            block: Reads the fits of a block by its name in the model.
-        """
+        """Takes over what calibration data told of the first values of attention replacements."""
         for name in dict.fromkeys(entry.block for entry in self.started.values()):
             result = block(self.source.keymap.runtime_name(name) or name)
             self.adapted |= result.attention if result is not None else {}
 
     def given(self, item: Stored) -> Tensor | None:
-        """Makes the value of a tensor that is not fitted; None for one that is.
-
-        Raises:
-            FitError: It is carried over and holds NaN.
-        """
+        """Makes the value of a tensor that is not fitted; None for one that is."""
         if item.key in self.positions:
             drawn = self.source.store.tensor(item.key)
             return first_table(self.positions[item.key], drawn).to(item.dtype)
@@ -174,11 +156,7 @@ class Outputs:
         return None
 
     def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
-        """Gives a tensor of a rewritten layer as it is stored.
-
-        Raises:
-            FitError: A bias does not fit into the dtype.
-        """
+        """Gives a tensor of a rewritten layer as it is stored."""
         entry = next(e for e in self.made[item.key] if item.key.startswith(f"{e.name}."))
         leaf = item.key.removeprefix(f"{entry.name}.")
         if leaf == entry.parameter:
@@ -197,13 +175,6 @@ class Outputs:
         """Name in the checkpoint of a tensor of a planned module."""
         path = self.source.keymap.runtime_name(name) or name
         return self.source.keymap.sources(f"{path}.{leaf}").keys[0]
-
-    def _add_mechanism(self, entry: AttentionPlan) -> None:
-        dtype = self._cast(self._key(entry.like, "weight"))
-        shapes = dict(entry.tensor_shapes) | dict.fromkeys(entry.guards, (0,))
-        for key, shape in shapes.items():
-            self.started[key] = entry
-            self.tensors.append(Stored(key, shape, dtype))
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
         keymap, path = self.source.keymap, self.runtime_name(entry)
@@ -239,31 +210,11 @@ class Outputs:
                 self.tensors.append(Stored(key, shape, dtype))
 
 
-def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
-    """Makes the tensors of a mechanism, and empty ones under the names of dense weights.
-
-    Args:
-        source: The dense model; with a seed it is trained from scratch.
-        entry: The attention.
-    """
-    guards = {key: torch.empty(0) for key in entry.guards}
-    if source.seed is None:
-        return guards | first_values(entry, moments=projection_moments(source, entry))
-    own = generator_of(source.seed, entry.name).initial_seed()
-    return guards | first_values(entry, own, pretrained=False)
-
-
 def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:
-    """Reads a tensor that is carried over.
+    """Reads a tensor that is carried over, under another name in the source where one is given.
 
-    Args:
-        source: The dense model.
-        item: What is stored.
-        key: Its name in the source, where that is another.
-
-    Raises:
-        FitError: It holds NaN or infinity, or does not fit into the dtype; what is no weight may
-            hold minus infinity, as masks do, and a single number infinity, as bounds do.
+    It has to be finite and fit into the dtype; but what is no weight may hold minus infinity, as
+    masks do, and a single number infinity, as bounds do.
     """
     key = item.key if key is None else key
     tensor = source.store.tensor(key)
@@ -304,12 +255,7 @@ def conversion_identity(
 
 
 def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
-    """Says what was converted.
-
-    Args:
-        source: The dense model, without the blocks that were dropped.
-        dense: The same with all its blocks.
-    """
+    """Says what was converted: the dense model without dropped blocks, and with all of them."""
     return SourceFacts(
         id=source.id,
         revision=source.revision,
@@ -336,14 +282,7 @@ def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
 
 
 def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
-    """Writes everything but the weights; `config.json`, which makes it loadable, last.
-
-    Args:
-        folder: Where the weights are.
-        source: The dense model, without the blocks that were dropped.
-        manifest: What was done.
-        dtype: Dtype of the weights; None for that of the source.
-    """
+    """Writes everything but the weights; `config.json`, which makes it loadable, last."""
     carry_files(source.folder, source.companion_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
@@ -377,8 +316,9 @@ def with_links(plan: Plan, source: SourceModel) -> Plan:
     if not names:
         return plan
     listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    note = f"links out of the model's folder are not carried along: {listed}; copy the files there"
-    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
+    return plan.warned(
+        f"links out of the model's folder are not carried along: {listed}; copy the files there"
+    )
 
 
 def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Plan:
@@ -386,27 +326,20 @@ def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Pl
     compares = recipe.weighs_methods or recipe.weighs_depth
     if data is None or data.holdout or not compares:
         return plan
-    note = (
+    return plan.warned(
         f"the calibration data has no sample to hold out ({data.samples} in all): candidates were "
         "compared on what they were fitted to, which favours those that adapt most; give more data"
     )
-    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
 def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:
-    """Warns of layers that were fitted without data, as in towers that read pictures.
-
-    Args:
-        plan: The plan.
-        names: Those layers.
-    """
+    """Warns of layers that were fitted without data, as in towers that read pictures."""
     if not names:
         return plan
-    note = (
+    return plan.warned(
         f"the calibration data does not reach {len(names)} of {len(plan.layers)} layers (such as "
         f"`{names[0]}`): they are fitted without data; `--keep` leaves them dense"
     )
-    return plan.model_copy(update={"warnings": (*plan.warnings, note)})
 
 
 # What was written is opened and compared with what was fitted, before it is published.
@@ -418,12 +351,7 @@ EXACT = 1e-9  # largest difference where the very same numbers are compared, in 
 
 @dataclass
 class Proof:
-    """Compares the files with the fits of one block, and of one place of every other kind.
-
-    Args:
-        outputs: What is written.
-        plan: The plan.
-    """
+    """Compares the files with the fits of one block, and of one place of every other kind."""
 
     outputs: Outputs
     plan: Plan
@@ -444,17 +372,9 @@ class Proof:
         self.entries = (*self.plan.embeddings[:1], *chosen)
 
     def check(
-        self,
-        folder: Path,
-        fit: Callable[[Cluster], BlockResult],
-        banks: Banks,
+        self, folder: Path, fit: Callable[[Cluster], BlockResult], banks: SharedFactors
     ) -> None:
         """Opens the folder and compares.
-
-        Args:
-            folder: Folder of the written model.
-            fit: Gives the fits of layers.
-            banks: What layers share.
 
         Raises:
             WriteError: It does not load, or a layer is not what was fitted.
@@ -464,27 +384,24 @@ class Proof:
             with unloadable():
                 Artifact.open(folder)
         written = Reopened(folder, source.model_class, source.keymap.missing)
-        self._check_headers(written)
-        prefixes = tuple(f"{block}." for block in self.blocks)
-        for item in self.outputs.tensors:
-            if item.key.startswith(prefixes) or item.key in self.outputs.positions:
-                wanted = self.outputs.given(item)
-                if wanted is not None and not _same(written.store.tensor(item.key), wanted):
-                    raise differs(item.key, "its values are others")
-        for cluster in {id(c): c for c in self.outputs.made.values()}.values():
-            if cluster[0] in self.entries:
-                self._check_cluster(written, cluster, fit(cluster), banks)
-
-    def _check_headers(self, written: Reopened) -> None:
         store = written.store
         wanted = {item.key: (tuple(item.shape), item.dtype) for item in self.outputs.tensors}
         found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
         wrong = {key for key, _ in wanted.items() ^ found.items()}
         if wrong:
             raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
+        prefixes = tuple(f"{block}." for block in self.blocks)
+        for item in self.outputs.tensors:
+            if item.key.startswith(prefixes) or item.key in self.outputs.positions:
+                value = self.outputs.given(item)
+                if value is not None and not _same(store.tensor(item.key), value):
+                    raise differs(item.key, "its values are others")
+        for cluster in {id(c): c for c in self.outputs.made.values()}.values():
+            if cluster[0] in self.entries:
+                self._check_cluster(written, cluster, fit(cluster), banks)
 
     def _check_cluster(
-        self, written: Reopened, cluster: Cluster, result: BlockResult, banks: Banks
+        self, written: Reopened, cluster: Cluster, result: BlockResult, banks: SharedFactors
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         for entry, wanted in zip(cluster, _fitted(cluster, result, banks), strict=True):
@@ -499,16 +416,23 @@ class Proof:
                 raise differs(entry.name, "its bias is another")
 
 
-def _fitted(cluster: Cluster, result: BlockResult, banks: Banks) -> Iterator[StructuredLinear]:
+def _fitted(
+    cluster: Cluster, result: BlockResult, banks: SharedFactors
+) -> Iterator[StructuredLinear]:
     """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
     made: dict[str, StructuredLinear] = {}
     for entry in cluster:
         tensors = result.layers[entry.key].tensors
+        borrowed: dict[str, BankModule] = {}
+        for name, owner in entry.bank_of.items():
+            borrowed[name] = BankModule(bank_layouts(entry.parts)[name], torch.float64)
+            exact = {key: item.double() for key, item in banks[owner, name].items()}
+            borrowed[name].load_state_dict(exact, assign=True)
         layer = StructuredLinear(
             entry.parts,
             input_of=None if entry.input_of is None else made[entry.input_of],
             readers=entry.readers,
-            banks={name: _lent(entry, name, banks) for name in entry.bank_of},
+            banks=borrowed,
             experts=entry.experts,
             dtype=torch.float64,
         )
@@ -517,13 +441,6 @@ def _fitted(cluster: Cluster, result: BlockResult, banks: Banks) -> Iterator[Str
                 parameter.copy_(tensors[name])
         made[entry.name] = layer
         yield layer
-
-
-def _lent(entry: LayerPlan, name: str, banks: Banks) -> BankModule:
-    module = BankModule(bank_layouts(entry.parts)[name], torch.float64)
-    exact = {key: item.double() for key, item in banks[entry.bank_of[name], name].items()}
-    module.load_state_dict(exact, assign=True)
-    return module
 
 
 def _same(found: Tensor | None, wanted: Tensor) -> bool:

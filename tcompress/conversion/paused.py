@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +17,27 @@ from torch import Tensor, nn
 from tcompress.attention import Visible
 from tcompress.errors import DataError, SourceError
 from tcompress.models import SourceModel, read_finite
+from tcompress.roles import Block
+from tcompress.roles.projections import chooses
 
-# A model of which only the parts in use hold weights.
 
-
-class Skeleton:
+class PartialModel:
     """The source model with its blocks on the meta device until they are needed.
 
-    Everything outside the blocks is loaded at once, except what only the output head uses: a
-    calibration stops after the last block. Activations are computed in float32.
+    Its forward passes pause at every block. Everything outside the blocks is loaded at once;
+    activations are computed in float32.
 
     Args:
         source: The model.
         blocks: Names of its blocks.
         device: Where to compute.
+        head: Whether the output head is loaded too; a calibration stops after the last block.
+            What is not stored at all, such as a pooler that nobody trained, is then zero.
     """
 
-    def __init__(self, source: SourceModel, blocks: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, source: SourceModel, blocks: list[str], device: torch.device, *, head: bool = False
+    ) -> None:
         self.source = source
         self.device = device
         config = copy.deepcopy(source.config)
@@ -44,33 +50,56 @@ class Skeleton:
                 module.config.use_cache = False  # type: ignore[union-attr]
         for buffer_name, buffer in list(self.model.named_buffers()):
             _place(self.model, buffer_name, buffer.to(device))
-        self._inside = tuple(f"{name}." for name in blocks)
-        skipped = (*self._inside, *(f"{name}." for name in self._heads()))
-        self.load(name for name in self._stored_names() if not name.startswith(skipped))
+        output = self.model.get_output_embeddings()  # type: ignore[operator]
+        heads = [name for name, item in self.model.named_modules() if item is output and name]
+        inside = tuple(f"{name}." for name in blocks)
+        skipped = (*inside, *(f"{name}." for name in heads))
+        self._stored = list(self.model.state_dict(keep_vars=True))
+        self._load(name for name in self._stored if not name.startswith(skipped))
+        if head:
+            self._load(self._empty(inside))
+            for name in self._empty(inside):
+                shape = self.model.get_parameter(name).shape
+                _place(self.model, name, torch.zeros(shape, device=device))
+        self.forwards = intercept_blocks(self.model, blocks)
 
-    def load_rest(self) -> None:
-        """Loads the output head too, where it has weights of its own.
+    def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
+        """Makes a forward pass; options as for `Stream`."""
+        moved = {key: value.to(self.device) for key, value in batch.items()}
+        return Stream(self.model, moved, **options)
 
-        What is not stored at all, such as a pooler that nobody trained, is zero.
-        """
-        self.load(self._empty())
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        for name in self._empty():
-            _place(self.model, name, torch.zeros(own[name].shape, device=self.device))
+    @contextmanager
+    def paused(self, streams: Sequence[Stream]) -> Iterator[None]:
+        """Starts forward passes, which pause at their first block, and ends them afterwards."""
+        try:
+            for stream in streams:
+                stream.start()
+            yield
+        finally:
+            for stream in streams:
+                stream.close()
 
-    def _empty(self) -> list[str]:
+    @contextmanager
+    def loaded(self, block: str) -> Iterator[nn.Module]:
+        """Loads one block, and frees its weights afterwards."""
+        self._load(name for name in self._stored if name.startswith(f"{block}."))
+        module = self.model.get_submodule(block)
+        yield module
+        for name, parameter in list(module.named_parameters()):
+            _place(module, name, parameter.to("meta"))
+
+    def answer_of(self, stream: Stream) -> Any:
+        """Runs the block at which a pass waits, and returns what it computes."""
+        call = stream.waiting
+        with torch.no_grad():
+            return self.forwards[call.block](*call.args, **call.kwargs)
+
+    def _empty(self, inside: tuple[str, ...]) -> list[str]:
+        """Parameters outside the blocks that are not loaded."""
         named = self.model.named_parameters(remove_duplicate=False)
-        empty = [name for name, item in named if item.is_meta]
-        return [name for name in empty if not name.startswith(self._inside)]
+        return [name for name, item in named if item.is_meta and not name.startswith(inside)]
 
-    def _heads(self) -> list[str]:
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        return [name for name, module in self.model.named_modules() if head is module and name]
-
-    def _stored_names(self) -> list[str]:
-        return list(self.model.state_dict(keep_vars=True))
-
-    def load(self, names: Iterable[str]) -> None:
+    def _load(self, names: Iterable[str]) -> None:
         """Reads parameters and persistent buffers; what the checkpoint lacks stays empty."""
         shared: dict[tuple[str, ...], torch.Tensor] = {}
         for name in names:
@@ -85,17 +114,6 @@ class Skeleton:
                     value = value.float()
                 shared[key] = value.to(self.device)
             _place(self.model, name, shared[key])
-
-    def load_block(self, block: str) -> nn.Module:
-        """Loads one block and returns it."""
-        self.load(name for name in self._stored_names() if name.startswith(f"{block}."))
-        return self.model.get_submodule(block)
-
-    def drop_block(self, block: str) -> None:
-        """Frees the weights of a block."""
-        module = self.model.get_submodule(block)
-        for name, parameter in list(module.named_parameters()):
-            _place(module, name, parameter.to("meta"))
 
 
 def _place(root: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -124,15 +142,9 @@ class _Stop(BaseException):
 
 @dataclass
 class Call:
-    """A call of a block that waits to be answered.
+    """A call of a block that waits to be answered."""
 
-    Attributes:
-        block: Name of the block.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
-
-    block: str
+    block: str  # its name
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -145,6 +157,7 @@ class Stream:
         batch: Inputs of the model.
         rewritten: Whether it is the stream of what was rewritten already.
         keep: Whether to keep what the pass puts out, as `output`.
+        gradients: Whether what it computes outside the blocks has a graph.
     """
 
     def __init__(
@@ -154,11 +167,12 @@ class Stream:
         *,
         rewritten: bool = False,
         keep: bool = False,
+        gradients: bool = False,
     ) -> None:
         self.batch = batch
         self.rewritten = rewritten
         self.output: Any = None
-        self._keep = keep
+        self._keep, self._gradients = keep, gradients
         self.call: Call | None = None
         self._forward = forward
         self._answer: Any = None
@@ -166,6 +180,12 @@ class Stream:
         self._mine = threading.Semaphore(0)
         self._main = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+
+    @property
+    def waiting(self) -> Call:
+        """The call that waits to be answered."""
+        assert self.call is not None
+        return self.call
 
     def start(self) -> None:
         """Runs up to the first block."""
@@ -203,7 +223,7 @@ class Stream:
     def _run(self) -> None:
         _CURRENT.stream = self
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(self._gradients):
                 output = self._forward(**self.batch)
             self.output = output if self._keep else None
         except _Stop:
@@ -214,13 +234,8 @@ class Stream:
             self._main.release()
 
 
-class Fork(nn.Module):
-    """Two modules in one place, outside the blocks: each stream runs its own.
-
-    Args:
-        dense: The model's own.
-        rewritten: What takes its place.
-    """
+class Branch(nn.Module):
+    """Two modules in one place, outside the blocks: each stream runs its own."""
 
     def __init__(self, dense: nn.Module, rewritten: nn.Module) -> None:
         super().__init__()
@@ -238,47 +253,32 @@ class Fork(nn.Module):
 
 
 def common_block(streams: Sequence[Stream]) -> str:
-    """Returns the block at which all these passes wait.
-
-    Raises:
-        DataError: They do not run the same blocks in the same order.
-    """
+    """Returns the block at which all these passes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     if len(names) > 1:
         raise DataError(
             f"forward passes differ in their blocks: {', '.join(sorted(names))}",
             "convert this model without data: `--calib none`",
         )
-    return names.pop()
+    return next(iter(names), "")
 
 
 _CURRENT = threading.local()
 
 
 def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[..., Any]]:
-    """Makes every call of these blocks pause its stream.
+    """Makes every call of these blocks pause its stream; returns their own forward functions."""
 
-    Args:
-        model: The model; its blocks keep their modules, only their `forward` is replaced.
-        blocks: Names of the blocks.
+    def pausing(name: str, *args: Any, **kwargs: Any) -> Any:
+        stream: Stream = _CURRENT.stream
+        return stream.visit(Call(name, args, kwargs))
 
-    Returns:
-        The blocks' own forward functions by name.
-    """
     own: dict[str, Callable[..., Any]] = {}
     for name in blocks:
         block = model.get_submodule(name)
         own[name] = block.forward
-        block.forward = _pausing(name)
+        block.forward = partial(pausing, name)
     return own
-
-
-def _pausing(name: str) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        stream: Stream = _CURRENT.stream
-        return stream.visit(Call(name, args, kwargs))
-
-    return forward
 
 
 # What a layer reads while a block runs, and which of its rows are real tokens.
@@ -293,13 +293,8 @@ def run_to_input(
 ) -> Any:
     """Runs a block up to the first call of one of its modules.
 
-    Args:
-        forward: Runs the block.
-        module: The module whose input is wanted.
-        arguments: Takes the module's arguments and returns what is wanted of them.
-
     Returns:
-        What `arguments` returned, or None if the module was not called.
+        What `arguments` makes of the module's arguments, or None if the module was not called.
     """
     found: list[Any] = []
 
@@ -332,12 +327,7 @@ def queries_and_keys(
 def handed_on(call: Call, answer: Any) -> Any:
     """Returns what a block that is left out would return: the state that it was given.
 
-    Args:
-        call: Its call.
-        answer: What it returns itself; all but its state is kept, such as position biases.
-
-    Raises:
-        DataError: It changes the shape of the state.
+    All else of its own answer is kept, such as position biases.
     """
     state = first_tensor(*call.args, **call.kwargs)
     own = answer[0] if isinstance(answer, tuple | list) else answer
@@ -375,3 +365,94 @@ def token_rows(
                 continue
             return rows, mask.reshape(-1).to(torch.bool)
     return rows, None
+
+
+def _listed_item(block: nn.Module, inside: str) -> str | None:
+    """Finds the item of a list of experts, which a router chooses, that a layer belongs to.
+
+    Both paths are below the block; None if the layer is in no such list.
+    """
+    modules = {name: module for name, module in block.named_modules() if name}
+    steps = inside.split(".")
+    for depth in range(1, len(steps)):
+        if isinstance(modules[".".join(steps[:depth])], (nn.ModuleList, nn.ModuleDict)):
+            parent = ".".join(steps[: depth - 1])
+            names = [name for name, _ in block.get_submodule(parent).named_children()]
+            if any(chooses(f"{parent}.{name}".lstrip("."), modules) for name in names):
+                return ".".join(steps[: depth + 1])
+    return None
+
+
+class TokenRows:
+    """Tells which rows that the layers of a block read are no padding.
+
+    The items of a list of experts read some tokens each. A list that is handed the routing is run
+    with the mask in the place of hidden states and with items that only listen, before it runs
+    as it is: so every item's rows are known, whatever form the routing has. Where the list has no
+    pass of its own, the rows of its items cannot be told apart and all count.
+    """
+
+    def __init__(self, module: nn.Module, block: Block) -> None:
+        self.batch: Mapping[str, Tensor] = {}  # what the model reads
+        self._block = block.name
+        self._masks: dict[str, Tensor] = {}  # by path of an item
+        self._items: dict[str, str] = {}  # by name of a layer
+        for layer in block.layers:
+            item = _listed_item(module, layer.name.removeprefix(f"{block.name}."))
+            if item is not None:
+                self._items[layer.name] = item
+        self._handles = [
+            module.get_submodule(path).register_forward_pre_hook(
+                partial(self._ask, path), with_kwargs=True
+            )
+            for path in {item.rpartition(".")[0] for item in self._items.values()}
+        ]
+
+    def is_listed(self, layer: str) -> bool:
+        """Tells whether a layer belongs to an item of a list of experts."""
+        return layer in self._items
+
+    def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
+        """Flattens what a layer reads, as `token_rows` does.  # (..., d)."""
+        rows, mask = token_rows(x, self.batch, self._block, role)
+        own = self._masks.get(self._items.get(layer, ""))
+        return rows, own if own is not None and len(own) == len(rows) else mask
+
+    def close(self) -> None:
+        """Asks no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _ask(
+        self, path: str, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        own = dict(experts._modules)
+        for name in own:
+            self._masks.pop(f"{path}.{name}", None)
+        if not args or len(args) + len(kwargs) < 2:  # it is not handed the routing
+            return
+        hidden, *routing = args
+        _, mask = token_rows(hidden, self.batch, self._block, "")
+        if mask is None:
+            return
+        marked = mask.to(hidden)[:, None].expand(-1, hidden.shape[-1]).reshape(hidden.shape)
+        listeners = {name: _Listener() for name in own}
+        experts._modules.update(listeners)
+        try:
+            with torch.no_grad():
+                experts.forward(marked, *routing, **kwargs)
+        finally:
+            experts._modules.update(own)
+        for name, listener in listeners.items():
+            if listener.heard is not None:
+                self._masks[f"{path}.{name}"] = listener.heard
+
+
+class _Listener(nn.Module):
+    """Stands in for an expert, and keeps which of its rows are marked."""
+
+    heard: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.heard = rows[..., 0].flatten() > 0
+        return rows

@@ -1,10 +1,13 @@
-"""One walk of the dense model: what each layer reads, and what its output is worth."""
+"""Sensitivity: what each layer reads, and how much a change of its output costs the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from tcompress.conversion.blocks import TokenRows
-from tcompress.conversion.paused import Skeleton, Stream, first_tensor, intercept_blocks
+from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
 from tcompress.models import SourceModel
-from tcompress.roles import Anatomy, Block
+from tcompress.roles import Anatomy, Block, Layer
 from tcompress.structures.modules.linear import channels_last
 
-# One label-free backward pass, block by block: what each layer's output is worth to the model.
+# One label-free backward pass, block by block.
 #
 # Random directions of what the model is used for are propagated back through the dense model
 # (methods: Kronecker-factored Gauss-Newton curvature). For a linear layer with input x and with the
@@ -38,27 +40,18 @@ Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
 
 
 @dataclass
-class Worth:
-    """Second moments of a linear layer's input and of the gradients at its output, float64.
+class Sensitivity:
+    """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
-    Attributes:
-        gram: G about the centre, summed over rows.  # (in, in)
-        curvature: S, summed over rows.  # (out, out)
-        total: Sum of the inputs, less the centre.  # (in,)
-        centre: Mean of the first inputs, float32.  # (in,)
-        rows: Tokens that were summed over; padding is left out.
-        half: The same of every second batch alone, where that was asked for.
-    """
-
-    gram: Tensor
-    curvature: Tensor
-    total: Tensor
-    centre: Tensor
-    rows: int = 0
-    half: Worth | None = None
+    gram: Tensor  # G about the centre, summed over rows  # (in, in)
+    curvature: Tensor  # S, summed over rows  # (out, out)
+    total: Tensor  # sum of the inputs, less the centre  # (in,)
+    centre: Tensor  # mean of the first inputs, float32  # (in,)
+    rows: int = 0  # tokens that were summed over; padding is left out
+    half: Sensitivity | None = None  # of every second batch alone, where that was asked for
 
     @classmethod
-    def empty(cls, inputs: int, outputs: int, device: torch.device) -> Worth:
+    def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
         """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
@@ -77,12 +70,12 @@ class Worth:
         self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
 
-    def include(self, other: Worth, sign: int = 1) -> Worth:
+    def include(self, other: Sensitivity, sign: int = 1) -> Sensitivity:
         """Returns the sums of both; without the other one where the sign is -1."""
         apart = other.centre.double() - self.centre.double()
         cross = torch.outer(other.total, apart)
         gram = other.gram + cross + cross.mT + other.rows * torch.outer(apart, apart)
-        return Worth(
+        return Sensitivity(
             self.gram + sign * gram,
             self.curvature + sign * other.curvature,
             self.total + sign * (other.total + other.rows * apart),
@@ -109,13 +102,6 @@ class _Visit:
     sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
 
 
-@dataclass
-class _Pass:
-    stream: Stream
-    output: list[Any] = field(default_factory=list)
-    visits: list[_Visit] = field(default_factory=list)
-
-
 class _Mark(torch.autograd.Function):
     """The identity, which starts a graph and collects the gradient that comes back to it."""
 
@@ -133,14 +119,8 @@ class _Mark(torch.autograd.Function):
 class BackwardWalk:
     """Runs all batches through the model, and gradients back through its blocks.
 
-    Args:
-        source: The dense model.
-        anatomy: Its blocks.
-        batches: Calibration batches.
-        probe: Chooses random gradients of the model's output.
-        folder: Where inputs of blocks are kept meanwhile; files are deleted as they are used.
-        device: Where to compute.
-        halved: Blocks of which sums over every second batch are wanted too.
+    Inputs of blocks are kept in a folder meanwhile; files are deleted as they are used. Of blocks
+    that are `halved` sums over every second batch are taken too.
     """
 
     def __init__(
@@ -155,91 +135,74 @@ class BackwardWalk:
     ) -> None:
         self._halved = halved
         self._blocks = {block.name: block for block in anatomy.blocks}
-        self._skeleton = Skeleton(source, list(self._blocks), device)
-        self._skeleton.load_rest()
-        self._own = intercept_blocks(self._skeleton.model, list(self._blocks))
+        self._model = PartialModel(source, list(self._blocks), device, head=True)
         self._probe = probe
         self._folder = folder
         self._device = device
         self._anchor = torch.zeros((), requires_grad=True, device=device)
-        self._passes: list[_Pass] = []
-        for batch in batches:
-            moved = {key: value.to(device) for key, value in batch.items()}
-            output: list[Any] = []
-            self._passes.append(_Pass(Stream(self._recording(output), moved), output))
+        self._streams = [self._model.stream(batch, keep=True, gradients=True) for batch in batches]
+        self._visits: list[list[_Visit]] = [[] for _ in batches]
 
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
-    ) -> Iterator[tuple[str, dict[str, Worth]]]:
-        """Yields a block's name and what its layers are worth by name, from the last block on.
-
-        Args:
-            progress: Called with a block's name and `forward` or `backward`.
+    ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
+        """Yields a block's name and the sensitivity of its layers by name, from the last block on.
 
         Raises:
             DataError: The model does not run its blocks alike for all batches.
             FitError: Activations or gradients are not finite.
         """
+        order: list[str] = []
         try:
-            order = list(self._forward(progress))
+            with self._model.paused(self._streams):
+                while name := common_block(self._streams):
+                    progress(name, "forward")
+                    with self._model.loaded(name):
+                        for index, stream in enumerate(self._streams):
+                            file = self._folder / f"{len(order)}-{index}.safetensors"
+                            self._visit(stream, self._visits[index], file)
+                    order.append(name)
             for name in reversed(order):
                 progress(name, "backward")
                 yield name, self._backward(self._blocks[name])
         finally:
-            for item in self._passes:
-                item.stream.close()
-                for visit in item.visits:
-                    visit.file.unlink(missing_ok=True)
+            for visit in chain(*self._visits):
+                visit.file.unlink(missing_ok=True)
 
-    def _recording(self, output: list[Any]) -> Callable[..., None]:
-        def forward(**batch: Tensor) -> None:
-            with torch.enable_grad():
-                output.append(self._skeleton.model(**batch))
+    def _visit(self, stream: Stream, visits: list[_Visit], file: Path) -> None:
+        """Answers a call of a block with what it computes; its graph begins anew there.
 
-        return forward
-
-    def _forward(self, progress: Callable[[str, str], None]) -> Iterator[str]:
-        for item in self._passes:
-            item.stream.start()
-        count = 0
-        while any(item.stream.call is not None for item in self._passes):
-            names = {item.stream.call.block if item.stream.call else "" for item in self._passes}
-            if len(names) > 1:
-                raise DataError(
-                    f"forward passes differ in their blocks: {', '.join(sorted(names))}"
-                )
-            name = names.pop()
-            progress(name, "forward")
-            self._skeleton.load_block(name)
-            for index, item in enumerate(self._passes):
-                self._visit(item, self._folder / f"{count}-{index}.safetensors")
-            self._skeleton.drop_block(name)
-            count += 1
-            yield name
-
-    def _visit(self, item: _Pass, file: Path) -> None:
-        """Answers a call of a block with what it computes; its graph begins anew there."""
-        call = item.stream.call
-        assert call is not None
-        flat = pytree.tree_leaves((call.args, call.kwargs))
+        The tensors among its arguments go to a file; the rest stays in memory.
+        """
+        call = stream.waiting
+        arguments = (call.args, call.kwargs)
         edges = [
             get_gradient_edge(value) if value.requires_grad else None
-            for value in flat
+            for value in pytree.tree_leaves(arguments)
             if _floating(value)
         ]
-        bare = pytree.tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
-        visit = _kept(call.block, bare, file, edges)
-        item.visits.append(visit)
+        bare = pytree.tree_map_only(Tensor, Tensor.detach, arguments)
+        flat, form = pytree.tree_flatten(bare)
+        tensors = {
+            str(index): value.cpu().clone(memory_format=torch.contiguous_format)
+            for index, value in enumerate(flat)
+            if isinstance(value, Tensor)
+        }
+        save_file(tensors, file)
+        values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
+        visit = _Visit(call.block, file, values, form, edges, [])
+        visits.append(visit)
         with torch.no_grad():
-            answer = self._own[call.block](*bare[0], **bare[1])
-        if not _finite(answer[0] if isinstance(answer, tuple | list) else answer):
+            answer = self._model.forwards[call.block](*bare[0], **bare[1])
+        state = answer[0] if isinstance(answer, tuple | list) else answer
+        if _floating(state) and not _finite(state):
             raise FitError(
                 f"block `{call.block}` puts out NaN or infinity on the calibration data",
                 "repair the checkpoint, or convert this model without data: `--calib none`",
             )
-        item.stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
-        if item.stream.call is None:  # before the next pass ends: outputs may be large
-            self._start_backward(item)
+        stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
+        if stream.call is None:  # before the next pass ends: outputs may be large
+            self._start_backward(stream)
 
     def _marked(self, value: Any, visit: _Visit) -> Any:
         if not _floating(value):
@@ -248,21 +211,30 @@ class BackwardWalk:
         with torch.enable_grad():
             return _Mark.apply(self._anchor, value, visit.sinks[-1])  # type: ignore[no-untyped-call]
 
-    def _start_backward(self, item: _Pass) -> None:
-        _propagate(self._probe(item.output.pop(), item.stream.batch))
+    def _start_backward(self, stream: Stream) -> None:
+        output, stream.output = stream.output, None
+        _propagate(self._probe(output, stream.batch))
 
-    def _backward(self, block: Block) -> dict[str, Worth]:
-        module = self._skeleton.load_block(block.name)
-        halved = block.name in self._halved
-        watch = _Watch(module, block, self._device, halved=halved)
-        for index, item in enumerate(self._passes):
-            visit = item.visits.pop()
-            watch.rows.batch = item.stream.batch
-            watch.sums = watch.second if halved and index % 2 else watch.found
-            self._backward_visit(visit)
-        watch.close()
-        self._skeleton.drop_block(block.name)
-        return watch.joined() if halved else watch.found
+    def _backward(self, block: Block) -> dict[str, Sensitivity]:
+        # No module computes one expert's output.
+        layers = [layer for layer in block.layers if layer.kind != "experts"]
+        first = _nothing_seen(layers, self._device, gradients=True)
+        second = first
+        if block.name in self._halved:
+            second = _nothing_seen(layers, self._device, gradients=True)
+        with (
+            self._model.loaded(block.name) as module,
+            _Watch(module, block, layers, gradients=True).hooked() as watch,
+        ):
+            for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
+                watch.begin(stream.batch, second if index % 2 else first)
+                self._backward_visit(visits.pop())
+        if second is first:
+            return first
+        found = {name: own.include(second[name]) for name, own in first.items()}
+        for name, own in found.items():
+            own.half = second[name]
+        return found
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_file(visit.file, device=str(self._device))
@@ -272,7 +244,7 @@ class BackwardWalk:
         # Embeddings have no graph, but what a layer computes from them has to.
         inputs = [value.requires_grad_() for value in flat if _floating(value)]
         with torch.enable_grad():
-            answer = self._own[visit.block](*args, **kwargs)
+            answer = self._model.forwards[visit.block](*args, **kwargs)
         results = [value for value in pytree.tree_flatten(answer)[0] if _floating(value)]
         pairs = [
             (value, torch.stack(sink).sum(0))
@@ -287,76 +259,6 @@ class BackwardWalk:
                 if edge is not None and value.grad is not None
             ]
         )
-
-
-class _Watch:
-    """Sums what the linear layers of a block read and which gradients come back to them."""
-
-    def __init__(
-        self, module: nn.Module, block: Block, device: torch.device, *, halved: bool
-    ) -> None:
-        self.rows = TokenRows(module, block)
-        self.found: dict[str, Worth] = {}
-        self.second: dict[str, Worth] = {}
-        self.sums = self.found
-        self._handles = []
-        for layer in block.layers:
-            if layer.kind == "experts":
-                continue  # no module computes one expert's output
-            outputs = sum(part.size for part in layer.parts)
-            for sums in (self.found, self.second) if halved else (self.found,):
-                sums[layer.name] = Worth.empty(layer.in_features, outputs, device)
-            inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
-            hook = self._hook(layer.name, layer.role)
-            self._handles.append(inside.register_forward_hook(hook, with_kwargs=True))
-
-    def _hook(self, name: str, role: str) -> Callable[..., None]:
-        def seen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            x = channels_last(layer, first_tensor(*args, **kwargs).detach())
-            rows, mask = self.rows.of(x, name, role)
-
-            def arrived(gradient: Tensor) -> None:
-                back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
-                kept = (rows, back) if mask is None else (rows[mask], back[mask])
-                if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in kept):
-                    raise FitError(
-                        f"layer `{name}`: gradients hold NaN or infinity",
-                        "repair the checkpoint, or convert this model without data: `--calib none`",
-                    )
-                self.sums[name].add(*kept)
-
-            if output.requires_grad:
-                output.register_hook(arrived)
-
-        return seen
-
-    def joined(self) -> dict[str, Worth]:
-        """Sums over all batches, with those of the second half apart."""
-        found = {name: worth.include(self.second[name]) for name, worth in self.found.items()}
-        for name, worth in found.items():
-            worth.half = self.second[name]
-        return found
-
-    def close(self) -> None:
-        """Stops watching."""
-        self.rows.close()
-        for handle in self._handles:
-            handle.remove()
-
-
-def _kept(
-    block: str, arguments: tuple[Any, Any], file: Path, edges: list[GradientEdge | None]
-) -> _Visit:
-    """Writes the tensors among the arguments of a block to a file; the rest stays in memory."""
-    flat, form = pytree.tree_flatten(arguments)
-    tensors = {
-        str(index): value.cpu().clone(memory_format=torch.contiguous_format)
-        for index, value in enumerate(flat)
-        if isinstance(value, Tensor)
-    }
-    save_file(tensors, file)
-    values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
-    return _Visit(block, file, values, form, edges, [])
 
 
 def _copied(value: Any) -> Any:
@@ -374,15 +276,15 @@ def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
         torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
-def _finite(state: Any) -> bool:
-    return not _floating(state) or bool(torch.isfinite(state.sum(dtype=torch.float64)))
+def _finite(state: Tensor) -> bool:
+    return bool(torch.isfinite(state.sum(dtype=torch.float64)))
 
 
 def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-# One walk of the dense model: moments of what layers read, without anything that is rewritten.
+# Sums over what the layers of a block read, with or without gradients.
 
 
 def input_moments(
@@ -392,95 +294,101 @@ def input_moments(
     batches: Sequence[Mapping[str, Tensor]],
     device: torch.device,
     progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[tuple[str, dict[str, Worth]]]:
+) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
     """Runs all batches through the dense model, block by block.
 
-    Args:
-        source: The model.
-        anatomy: Its blocks.
-        wanted: Names of layers in the model.
-        batches: Calibration batches.
-        device: Where to compute.
-        progress: Called with a block's name.
-
     Yields:
-        A block's name, and the moments of the inputs of its layers by name; nothing is known of
-        outputs.
-
-    Raises:
-        DataError: The model does not run its blocks one after another.
+        A block's name, and the moments of the inputs of its wanted layers by name; nothing is known
+        of outputs.
     """
     blocks = {block.name: block for block in anatomy.blocks}
-    skeleton = Skeleton(source, list(blocks), device)
-    own = intercept_blocks(skeleton.model, list(blocks))
-    moved = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
-    streams = [Stream(skeleton.model, batch) for batch in moved]
-    try:
-        for stream in streams:
-            stream.start()
-        while blocks and streams[0].call is not None:
-            names = {stream.call.block if stream.call else "" for stream in streams}
-            block = blocks.pop(names.pop(), None)
-            if names or block is None:
+    model = PartialModel(source, list(blocks), device)
+    streams = [model.stream(batch) for batch in batches]
+    with model.paused(streams):
+        while blocks and (name := common_block(streams)):
+            block = blocks.pop(name, None)
+            if block is None:
                 raise DataError(
                     "the model does not run its blocks one after another",
                     "convert this model without data: `--calib none`",
                 )
-            progress(block.name)
-            module = skeleton.load_block(block.name)
-            with _InputSums(module, block, wanted, device) as watch:
+            progress(name)
+            layers = [layer for layer in block.layers if layer.name in wanted]
+            found = _nothing_seen(layers, device, gradients=False)
+            with (
+                model.loaded(name) as module,
+                _Watch(module, block, layers, gradients=False).hooked() as watch,
+            ):
                 for stream in streams:
-                    call = stream.call
-                    assert call is not None
-                    watch.begin(stream.batch)
-                    with torch.no_grad():
-                        answer = own[block.name](*call.args, **call.kwargs)
+                    watch.begin(stream.batch, found)
+                    answer = model.answer_of(stream)
                     if blocks:  # the output head was never loaded
                         stream.answer(answer)
-            skeleton.drop_block(block.name)
-            yield block.name, watch.found
-    finally:
-        for stream in streams:
-            stream.close()
+            yield name, found
 
 
-class _InputSums:
-    """Sums what the layers of a block read."""
+def _nothing_seen(
+    layers: Sequence[Layer], device: torch.device, *, gradients: bool
+) -> dict[str, Sensitivity]:
+    def outputs(layer: Layer) -> int:
+        return sum(part.size for part in layer.parts) if gradients else 0
+
+    return {
+        layer.name: Sensitivity.empty(layer.in_features, outputs(layer), device) for layer in layers
+    }
+
+
+class _Watch:
+    """Sums what the linear layers of a block read, and which gradients come back to them.
+
+    Without gradients only the first call of a layer counts: it reads tokens.
+    """
 
     def __init__(
-        self, module: nn.Module, block: Block, wanted: Collection[str], device: torch.device
+        self, module: nn.Module, block: Block, layers: Sequence[Layer], *, gradients: bool
     ) -> None:
-        self.found: dict[str, Worth] = {}
         self._rows = TokenRows(module, block)
-        self._seen: set[str] = set()
-        self._handles = []
-        for layer in block.layers:
-            if layer.name in wanted:
-                self.found[layer.name] = Worth.empty(layer.in_features, 0, device)
-                inside = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
-                hook = self._hook(layer.name, layer.role)
-                self._handles.append(inside.register_forward_pre_hook(hook, with_kwargs=True))
+        self._gradients = gradients
+        self._handles = [
+            module.get_submodule(layer.name.removeprefix(f"{block.name}.")).register_forward_hook(
+                partial(self._ran, layer.name, layer.role), with_kwargs=True
+            )
+            for layer in layers
+        ]
 
-    def begin(self, batch: Mapping[str, Tensor]) -> None:
-        """Looks at another batch."""
-        self._rows.batch, self._seen = batch, set()
+    @contextmanager
+    def hooked(self) -> Iterator[_Watch]:
+        """Removes the hooks afterwards."""
+        try:
+            yield self
+        finally:
+            self._rows.close()
+            for handle in self._handles:
+                handle.remove()
 
-    def _hook(self, name: str, role: str) -> Callable[..., None]:
-        def seen(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if name in self._seen:  # only the first call reads tokens
-                return
-            self._seen.add(name)
-            x = channels_last(layer, first_tensor(*args, **kwargs))
-            rows, mask = self._rows.of(x, name, role)
-            rows = rows if mask is None else rows[mask]
-            self.found[name].add(rows, rows.new_empty(len(rows), 0))
+    def begin(self, batch: Mapping[str, Tensor], sums: dict[str, Sensitivity]) -> None:
+        """Looks at another batch, and adds to these sums."""
+        self._rows.batch, self._sums, self._called = batch, sums, set[str]()
 
-        return seen
+    def _ran(
+        self, name: str, role: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
+    ) -> None:
+        x = channels_last(layer, first_tensor(*args, **kwargs).detach())
+        rows, mask = self._rows.of(x, name, role)
 
-    def __enter__(self) -> _InputSums:
-        return self
+        def arrived(gradient: Tensor) -> None:
+            back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
+            kept = (rows, back) if mask is None else (rows[mask], back[mask])
+            if not all(map(_finite, kept)):
+                raise FitError(
+                    f"layer `{name}`: gradients hold NaN or infinity",
+                    "repair the checkpoint, or convert this model without data: `--calib none`",
+                )
+            self._sums[name].add(*kept)
 
-    def __exit__(self, *_: object) -> None:
-        self._rows.close()
-        for handle in self._handles:
-            handle.remove()
+        if not self._gradients and name not in self._called:
+            own = rows if mask is None else rows[mask]
+            self._sums[name].add(own, own.new_empty(len(own), 0))
+        elif self._gradients and output.requires_grad:
+            output.register_hook(arrived)
+        self._called.add(name)

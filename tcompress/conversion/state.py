@@ -20,8 +20,7 @@ from tcompress.files import beside, remove, write_text
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import BankKey, DepthPlan, Plan
 
-TRIALS = "trials"
-"""Folder, within the working folder, of conversions that are tried out."""
+TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _T = TypeVar("_T")
 
@@ -55,34 +54,28 @@ class FitWorkplace(Workplace):
         path = self._path_of(name)
         if not path.is_file():
             return None
-        layers: dict[str, dict[str, Tensor]] = {}
-        biases: dict[str, Tensor] = {}
-        attention: dict[str, Tensor] = {}
+        found: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
         try:
             with safe_open(path, "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     kind, _, rest = key.partition("/")
-                    if kind == "bias":
-                        biases[rest] = file.get_tensor(key)
-                    elif kind == "attention":
-                        attention[rest] = file.get_tensor(key)
-                    else:
-                        layer, _, tensor = rest.partition("/")
-                        layers.setdefault(layer, {})[tensor] = file.get_tensor(key)
+                    found[kind][rest] = file.get_tensor(key)
         except (SafetensorError, OSError, KeyError, ValueError):
             return None  # cut off by a kill: fitted again
-        fitted = {key: FittedLayer(tensors, errors[key]) for key, tensors in layers.items()}
-        return BlockResult(name, fitted, biases, attention)
+        layers = {name: FittedLayer({}, own) for name, own in errors.items()}
+        for key, tensor in found["layer"].items():
+            layer, _, leaf = key.partition("/")
+            layers[layer].tensors[leaf] = tensor
+        return BlockResult(name, layers, found["bias"], found["attention"])
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
         """Reads the errors of a finished block's layers, by weight name."""
         try:
             with safe_open(self._path_of(name), "pt") as file:
-                found: dict[str, dict[str, float]] = json.loads(file.metadata()["errors"])
+                return dict(json.loads(file.metadata()["errors"]))
         except (SafetensorError, OSError, KeyError, ValueError):
             return None
-        return found
 
     def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
         """Stores moments of the output gradients of a block's layers."""
@@ -138,9 +131,7 @@ class FitWorkplace(Workplace):
 
     def answers(self) -> dict[str, Plan] | None:
         """Reads them, as an interrupted run had made them; none if what led to them is gone."""
-        moments = (
-            path for kind in ("curvature", "inputs") for path in (self.folder / kind).glob("*")
-        )
+        moments = [*self.folder.glob("curvature/*"), *self.folder.glob("inputs/*")]
         whole = all(_load(path) is not None for path in moments)
         return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 

@@ -12,14 +12,14 @@ from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import (
     CURVATURE_DAMPING,
     WIDER,
-    Banks,
     FittedLayer,
     LayerMoments,
+    SharedFactors,
     fit_layers,
 )
 from tcompress.conversion.outputs import Cluster, Outputs
-from tcompress.conversion.sensitivity import Worth, input_moments
-from tcompress.conversion.start import start_layers
+from tcompress.conversion.sensitivity import Sensitivity, input_moments
+from tcompress.conversion.start import start_layer
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, SourceError, message_of
@@ -37,12 +37,12 @@ from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.linear import bank_layouts
 
-# Fits tables of word embeddings: what counts is how often a word occurs.
+# Tables of word embeddings: what counts is how often a word occurs.
 #
 # A table is a weight whose input is one word at a time, so that the moments of its input are the
 # frequencies of words: rows are weighted by their square roots. Calibration texts hold few of the
-# words that a model knows. As much weight as words that were never seen have in text, which Good
-# and Turing put at the share of words that were seen once, is shared out over all words alike.
+# words that a model knows. Unseen words share a smoothed estimate: Good and Turing put it at the
+# share of words that were seen once, and it is spread over all words alike.
 #
 # Reference: Good (1953), The population frequencies of species; Chen et al. (2018), GroupReduce
 # (arXiv:1806.06950), weighs rows by frequency.
@@ -51,7 +51,7 @@ from tcompress.structures.modules.linear import bank_layouts
 EMBEDDINGS = "embeddings"
 """Name of what is fitted before all blocks."""
 
-LEAST = 0.01  # share of the weight that all words have alike, at least
+LEAST = 0.01  # share of the weight that is spread over all words, at least
 
 _INPUTS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 
@@ -65,13 +65,6 @@ def fit_embeddings(
 ) -> BlockResult:
     """Fits all tables of a plan.
 
-    Args:
-        source: The dense model.
-        entries: Planned tables.
-        data: Calibration data.
-        dtype_of: Dtype in which a table is stored.
-        device: Where to compute.
-
     Raises:
         FitError: A table is not finite, or a fit failed.
         SourceError: An output head is stored that is not the table to which the model ties it.
@@ -79,19 +72,14 @@ def fit_embeddings(
     result = BlockResult(EMBEDDINGS, {}, {})
     for entry in entries:
         weight = read_table(source, entry).to(device)
-        counts = [
-            count_words(data, len(weight), held_out=held).to(device) for held in (False, True)
-        ]
+        words = len(weight)
+        counts = [count_words(data, words, held_out=held).to(device) for held in (False, True)]
         result.layers[entry.key] = fit_table(entry, weight, counts[0], counts[1], dtype_of(entry))
     return result
 
 
 def read_table(source: SourceModel, entry: LayerPlan) -> Tensor:
-    """Reads a table, and makes sure that heads which are stored apart are the same.
-
-    Raises:
-        SourceError: One is not.
-    """
+    """Reads a table, and makes sure that heads which are stored apart are the same."""
     path = source.keymap.runtime_name(entry.name) or entry.name
     weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
     own = source.keymap.sources(f"{path}.{entry.parameter}").keys
@@ -103,8 +91,8 @@ def read_table(source: SourceModel, entry: LayerPlan) -> Tensor:
             raise SourceError(
                 f"the config ties `{other}` to `{path}`, but the checkpoint stores both, and they "
                 "differ",
-                hint="set `tie_word_embeddings` to false in `config.json`, or leave the word "
-                "embedding as it is",
+                "set `tie_word_embeddings` to false in `config.json`, or leave the word embedding "
+                "as it is",
             )
     return weight
 
@@ -136,18 +124,7 @@ def frequencies(counts: Tensor) -> Tensor:
 def fit_table(
     entry: LayerPlan, weight: Tensor, counts: Tensor, held_out: Tensor, dtype: torch.dtype
 ) -> FittedLayer:
-    """Fits one table.
-
-    Args:
-        entry: Its plan.
-        weight: The dense table.  # (words, width)
-        counts: How often words occur in the data to fit to.  # (words,)
-        held_out: How often they occur in what is held out.  # (words,)
-        dtype: Dtype to store in.
-
-    Raises:
-        FitError: The fit is not finite.
-    """
+    """Fits one table, weighted by how often words occur in the data to fit to."""
     layout = entry.parts[0].terms[0]
     kind = structure(layout.structure)
     exact = weight.double()
@@ -165,16 +142,14 @@ def fit_table(
             f"{WIDER}, or leave the word embedding as it is",
         )
     dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
-    errors = {"calibration": _error(exact, dense, frequencies(counts))}
+    wrong, norm = (exact - dense).square().sum(1), exact.square().sum(1)
+    weights = {"calibration": frequencies(counts)}
     if bool(held_out.any()):
-        errors["held_out"] = _error(exact, dense, held_out)
+        weights["held_out"] = held_out
+    errors = {  # of the vectors that are looked up
+        kind: relative_error(float(own @ wrong), float(own @ norm)) for kind, own in weights.items()
+    }
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
-
-
-def _error(weight: Tensor, dense: Tensor, counts: Tensor) -> float:
-    """Squared error over squared norm of the vectors that are looked up."""
-    wrong, norm = (weight - dense).square().sum(1), weight.square().sum(1)
-    return relative_error(float(counts @ wrong), float(counts @ norm))
 
 
 def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> StructuredEmbedding:
@@ -188,19 +163,9 @@ def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> St
 
 
 def fit_without_data(
-    outputs: Outputs, cluster: Cluster, banks: Banks, device: torch.device
+    outputs: Outputs, cluster: Cluster, banks: SharedFactors, device: torch.device
 ) -> BlockResult:
-    """Fits layers to their weights, or draws them where the model begins at random.
-
-    Args:
-        outputs: What is written, and of which model.
-        cluster: Layers that are fitted together.
-        banks: What layers share.
-        device: Where to compute.
-
-    Raises:
-        FitError: A weight holds NaN or infinity.
-    """
+    """Fits layers to their weights, or draws them where the model begins at random."""
     source = outputs.source
     weights, biases = [], {}
     for entry in cluster:
@@ -214,7 +179,10 @@ def fit_without_data(
             biases[entry.name] = read_finite(source.store, source.keymap, f"{path}.bias")
     dtype = outputs.dtype_of(cluster[0])
     if source.seed is not None:
-        fitted = start_layers(cluster, weights, dtype=dtype, banks=banks, seed=source.seed)
+        pairs = zip(cluster, weights, strict=True)
+        seed = source.seed
+        with torch.no_grad():
+            fitted = [start_layer(e, w, dtype=dtype, banks=banks, seed=seed) for e, w in pairs]
     else:
         moments = [[LayerMoments()] for _ in cluster]
         fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, banks=banks)
@@ -222,61 +190,54 @@ def fit_without_data(
     return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
 
-# Fits banks: what many layers share is fitted once, before any of them, to all of them.
+# Factors that many layers share are fitted once, before any of them, to all of them.
 #
-# The moments are those of the dense model, from the survey where there was one, else from a walk of
-# their own. Without data the weights alone decide.
+# The moments are those of the dense model, from the backward pass where there was one, else from a
+# walk of their own. Without data the weights alone decide.
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One weight that uses a bank: a part of a layer."""
+    """One weight that uses shared factors: an output split of a layer."""
 
     entry: LayerPlan
     layout: Layout
-    start: int
-    stop: int
+    rows: slice
 
 
 @dataclass
 class BankFitter:
-    """Fits the banks of a plan.
-
-    Args:
-        source: The dense model.
-        recipe: How to convert it.
-        outputs: Knows in which dtype layers are stored.
-        layers: The plan's layers.
-        data: Calibration data, if there is any; what is held out is not looked at.
-        place: Where results are kept.
-        moments: Where moments are kept.
-        device: Where to compute.
-    """
+    """Fits the factors that layers of a plan share."""
 
     source: SourceModel
     recipe: Convert
-    outputs: Outputs
+    outputs: Outputs  # knows in which dtype layers are stored
     layers: Sequence[LayerPlan]
-    data: CalibrationData | None
-    place: FitWorkplace
-    moments: FitWorkplace
+    data: CalibrationData | None  # what is held out is not looked at
+    place: FitWorkplace  # where results are kept
+    moments: FitWorkplace  # where moments are kept
     device: torch.device
 
-    def run(self, progress: Progress) -> Banks:
-        """Returns the tensors of all banks as they are stored, or those of an interrupted run.
-
-        Raises:
-            DataError: The model does not run its blocks one after another.
-            FitError: A weight or a result is not finite.
-        """
-        uses = self._uses()
+    def run(self, progress: Progress) -> SharedFactors:
+        """Returns all shared factors as they are stored, or those of an interrupted run."""
+        uses: dict[BankKey, list[_Use]] = {}  # owners first
+        for entry in self.layers:
+            start = 0
+            for part in entry.parts:
+                rows = slice(start, start + part.out_features)
+                start = rows.stop
+                for layout in part.terms:
+                    shared = shared_of(layout)
+                    if shared is not None:
+                        key = (entry.bank_of.get(shared.name, entry.name), shared.name)
+                        uses.setdefault(key, []).append(_Use(entry, layout, rows))
         if not uses:
             return {}
-        kept = self.place.banks()
-        if kept is not None:
-            return kept
+        stored = self.place.banks()
+        if stored is not None:
+            return stored
         if self.data is not None and not self.recipe.surveys:
-            self._walk(self.data, progress)
+            self._measure(self.data, progress)
         progress.stage("fitting what layers share", len(uses), "banks")
         owners = {entry.name: entry for entry in self.layers}
         fitted: dict[BankKey, dict[str, Tensor]] = {}
@@ -286,37 +247,18 @@ class BankFitter:
         self.place.keep_banks(fitted)
         return fitted
 
-    def _uses(self) -> dict[BankKey, list[_Use]]:
-        """Weights by the bank that they use, owners of banks first."""
-        found: dict[BankKey, list[_Use]] = {}
-        for entry in self.layers:
-            start = 0
-            for part in entry.parts:
-                stop = start + part.out_features
-                for layout in part.terms:
-                    shared = shared_of(layout)
-                    if shared is not None:
-                        key = (entry.bank_of.get(shared.name, entry.name), shared.name)
-                        found.setdefault(key, []).append(_Use(entry, layout, start, stop))
-                start = stop
-        return found
-
-    def _walk(self, data: CalibrationData, progress: Progress) -> None:
-        """Keeps the input moments of all layers that use a bank."""
+    def _measure(self, data: CalibrationData, progress: Progress) -> None:
+        """Keeps the input moments of all layers that use shared factors."""
         anatomy = anatomy_of(self.source.meta_model())
-        holdout = frozenset(data.holdout)
-        batches = [batch for i, batch in enumerate(data.batches) if i not in holdout]
-        entries = {
-            self.outputs.runtime_name(entry): entry
-            for entry in self.layers
-            if bank_layouts(entry.parts)
-        }
+        batches = [batch for i, batch in enumerate(data.batches) if i not in data.holdout]
+        own = (entry for entry in self.layers if bank_layouts(entry.parts))
+        entries = {self.outputs.runtime_name(entry): entry for entry in own}
         progress.stage("measuring what layers read", len(anatomy.blocks), "blocks")
         found = input_moments(
             self.source, anatomy, entries, batches, self.device, lambda b: progress.advance(1, b)
         )
-        for block, worths in found:
-            moments = damped_inputs(worths, entries, self.recipe.calibration.damping)
+        for block, measured in found:
+            moments = damped_inputs(measured, entries, self.recipe.calibration.damping)
             self.moments.keep_inputs(block, moments)
 
     def _fit(self, used: Sequence[_Use], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -339,17 +281,17 @@ class BankFitter:
         return stored
 
     def _target(self, use: _Use) -> Target:
-        entry = use.entry
+        entry, rows = use.entry, use.rows
         name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
-        weight = entry.matrix(weight)[use.start : use.stop].double()
+        weight = entry.matrix(weight)[rows].double()
         block = self.source.keymap.runtime_name(entry.block) or entry.block
         gram = self.moments.inputs(block).get(entry.name)
         curvature = self.moments.curvature(block).get(entry.name)
         if gram is not None:
             gram = gram.to(self.device).double()
         if curvature is not None:
-            own = curvature[use.start : use.stop, use.start : use.stop].to(self.device).double()
+            own = curvature[rows, rows].to(self.device).double()
             curvature = damped_curvature(own, CURVATURE_DAMPING)
         product = weight if gram is None else weight @ gram
         scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
@@ -357,20 +299,17 @@ class BankFitter:
 
 
 def damped_inputs(
-    worths: Mapping[str, Worth], entries: Mapping[str, LayerPlan], damping: float
+    measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
 ) -> dict[str, Tensor]:
-    """Returns damped input moments of the layers that use banks, by planned name.
+    """Returns damped input moments of the layers that use shared factors, by planned name.
 
-    Args:
-        worths: What was seen, by name of the layer in the model.
-        entries: Planned layers, likewise.
-        damping: Ridge at one row per input, as a multiple of the mean diagonal.
+    Both mappings are by name of the layer in the model.
     """
     return {
         entries[name].name: damped_curvature(
-            worth.moment(centred=entries[name].bias),
-            damping * entries[name].in_features / worth.rows,
+            own.moment(centred=entries[name].bias),
+            damping * entries[name].in_features / own.rows,
         )
-        for name, worth in worths.items()
-        if worth.rows and name in entries and bank_layouts(entries[name].parts)
+        for name, own in measured.items()
+        if own.rows and name in entries and bank_layouts(entries[name].parts)
     }

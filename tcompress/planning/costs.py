@@ -21,35 +21,30 @@ from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.capabilities import shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout
 
-# What one weight becomes: the terms of a choice, and what they cost.
+# What one weight becomes: the summands of a choice, and what they cost.
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer becomes.
-
-    Attributes:
-        method: Options of the method.
-        residual_rank: Rank of the low-rank term beside it; 0 leaves it to the target.
-        target: Kept fraction that the residual, or the method itself, fills up to; without
-            meaning for a method that fixes its size.
-    """
+    """What one layer becomes."""
 
     method: Spec
-    residual_rank: int = 0
+    residual_rank: int = 0  # of the low-rank summand beside it; 0 leaves it to the target
     target: float | None = None
+    """Kept fraction that the residual, or the method itself, fills up to; without meaning for a
+    method that fixes its size."""
 
 
 def plan_terms(
     choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
 ) -> tuple[Layout, ...]:
-    """Decides the terms of one weight.
+    """Decides the summands of one weight.
 
     Args:
         choice: What it becomes.
         site: Where it sits.
-        readers: How many weights share its input side.
-        copies: How many share its output side: the experts of a layer.
+        readers: How many weights share its input transform.
+        copies: How many share its output transform: the experts of a layer.
         calibrated: Whether the fit will have data.
 
     Raises:
@@ -62,7 +57,17 @@ def plan_terms(
         main = kind.layout(spec, site)
         return (main,) if residual is None else (main, residual)
     dense = site.in_features * site.out_features
-    reserved = _reserved(choice.residual_rank, choice.target, site)
+    reserved = 0.0
+    if residual is not None:  # the same for all that share factors
+        sites = site.peers or (site,)
+        rank = choice.residual_rank
+        weights = sum(item.in_features * item.out_features for item in sites)
+        reserved = sum(term_cost(_low_rank(rank, item), 1, 1) for item in sites) / weights
+        if reserved >= choice.target:
+            raise Refusal(
+                f"a residual of rank {rank} alone keeps {reserved:.1%}, "
+                f"no less than the target of {choice.target:.1%}"
+            )
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
     if spec.fills:
@@ -85,51 +90,33 @@ def _low_rank(rank: int, site: Site) -> LowRankLayout:
     return layout
 
 
-def _reserved(rank: int, target: float, site: Site) -> float:
-    """Kept fraction that a residual takes, the same for all that share a bank."""
-    if not rank:
-        return 0.0
-    sites = site.peers or (site,)
-    dense = sum(item.in_features * item.out_features for item in sites)
-    share = sum(term_cost(_low_rank(rank, item), 1, 1) for item in sites) / dense
-    if share >= target:
-        raise Refusal(
-            f"a residual of rank {rank} alone keeps {share:.1%}, "
-            f"no less than the target of {target:.1%}"
-        )
-    return share
-
-
 def kept_share(entry: LayerPlan, sharing: int) -> float:
-    """Kept fraction of a layer, with its share of an input side and of banks."""
-    inputs = sum(
-        prod(shape)
-        for term in entry.parts[0].terms
-        for shape in transform_shapes(term, "in").values()
-    )
+    """Kept fraction of a layer, with its share of an input transform and of shared factors."""
+    shapes = (transform_shapes(term, "in").values() for term in entry.parts[0].terms)
+    inputs = sum(prod(shape) for own in shapes for shape in own)
     terms = [term for part in entry.parts for term in part.terms]
-    banks = sum(map(bank_cost, terms)) - sum(map(bank_size, entry.own_banks.values()))
+    banks = sum(map(_shared_cost, terms)) - sum(map(_shared_size, entry.own_banks.values()))
     return (entry.parameters + banks - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
-def bank_size(layout: Layout) -> int:
-    """Parameters of the bank that a term uses."""
+def _shared_size(layout: Layout) -> int:
+    """Parameters of the shared factors that a summand uses."""
     shared = shared_of(layout)
     return 0 if shared is None else sum(map(prod, shared.shapes.values()))
 
 
-def bank_cost(layout: Layout) -> float:
-    """What a term answers for of its bank, in parameters."""
+def _shared_cost(layout: Layout) -> float:
+    """What a summand answers for of its shared factors, in parameters."""
     shared = shared_of(layout)
-    return 0.0 if shared is None else bank_size(layout) * shared.share
+    return 0.0 if shared is None else _shared_size(layout) * shared.share
 
 
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
-    """Parameters of one weight, with its share of sides and banks that others use too."""
+    """Parameters of one summand, with its share of transforms and factors that others use too."""
     own = sum(map(prod, structure(layout.structure).tensors(layout).values()))
     after = sum(map(prod, transform_shapes(layout, "out").values()))
     before = sum(map(prod, transform_shapes(layout, "in").values()))
-    return own + bank_cost(layout) + after / writers + before / readers
+    return own + _shared_cost(layout) + after / writers + before / readers
 
 
 # Bytes that the tensors of an output take; exact, but for the headers of files.
@@ -158,7 +145,7 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     for entry in plan.embeddings:
         for name in tied_to(source, source.keymap.runtime_name(entry.name) or entry.name):
             replaced.update(source.keymap.sources(f"{name}.weight").keys)
-    for other in plan.attention:  # queries that a mechanism does not need
+    for other in plan.attention:  # queries that an attention does not need
         for layer in other.unused:
             path = source.keymap.runtime_name(layer.name) or layer.name
             leaves = ("weight", "bias") if layer.bias else ("weight",)
@@ -168,13 +155,7 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 
 
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
-    """Counts the bytes of all tensors of an output.
-
-    Args:
-        source: The dense model, without blocks that are dropped.
-        plan: What is done to it.
-        dtype: Dtype of the output; None for that of the source.
-    """
+    """Counts the bytes of all tensors of an output, from a model without dropped blocks."""
     store = source.store
     asked = None if dtype is None else getattr(torch, dtype)
     total = sum(
@@ -218,10 +199,7 @@ _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
     """Measures a plan in the unit of its recipe's budget: parameters or bytes.
 
-    Args:
-        plan: What is done; for a fraction the rewritten weights count, else the whole model.
-        source: The dense model, without blocks that are dropped.
-        recipe: What was asked for.
+    For a fraction the rewritten weights count, else the whole model without dropped blocks.
     """
     kind = recipe.budget.kind if recipe.budget else "target"
     if kind == "target_bytes":
@@ -231,15 +209,17 @@ def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
     return plan.structured_rewritten
 
 
-def plan_within(
-    recipe: Convert, source: SourceModel, plan_of: Callable[[float | None], Plan]
-) -> Plan:
+PlanOf = Callable[[float | None], Plan]
+"""Plans with a kept fraction; with None as large as the methods themselves say."""
+
+
+def plan_within(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
     """Plans the same kept fraction for all layers: the largest that a budget allows.
 
     Args:
         recipe: What was asked for.
         source: The dense model, without blocks that are dropped.
-        plan_of: Plans with a kept fraction; with None as large as the methods themselves say.
+        plan_of: Makes plans.
 
     Raises:
         PlanError: The budget is below what the smallest sizes take, or the model is within it.
@@ -261,7 +241,7 @@ def plan_within(
     return plan.model_copy(update={"budget": facts})
 
 
-def _smallest(fraction: float, plan_of: Callable[[float | None], Plan]) -> str | None:
+def _smallest(fraction: float, plan_of: PlanOf) -> str | None:
     """Says from which target on layers are rewritten, if a larger one than this helps at all."""
 
     @cache
@@ -284,15 +264,20 @@ def _smallest(fraction: float, plan_of: Callable[[float | None], Plan]) -> str |
 
 
 def _largest(
-    recipe: Convert, budget: Budget, source: SourceModel, plan_of: Callable[[float | None], Plan]
+    recipe: Convert, budget: Budget, source: SourceModel, plan_of: PlanOf
 ) -> tuple[float, Plan]:
     """Finds the fraction that comes close to an amount, in three plans where nothing refuses.
 
     A first plan tells which layers are rewritten, and so what the rest of the model takes. Sizes
     are rounded down, so that a second one keeps within the budget; a third spends what that left.
     """
-    _check_below_dense(plan_of, budget, source, recipe)
-    limit = int(budget.limit)
+    empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
+    whole, limit = size_of(empty, source, recipe), int(budget.limit)
+    if whole <= limit:
+        raise PlanError(
+            f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}",
+            "give a smaller number",
+        )
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
     for _ in range(3):
@@ -301,65 +286,40 @@ def _largest(
         except PlanError:
             break
         over = size_of(plan, source, recipe) - limit
-        own, dense = _layer_cost(plan, source, recipe)
+        units = [
+            weight_bytes(source, e, recipe.dtype) if budget.kind == "target_bytes" else 1
+            for e in plan.layers
+        ]
+        pairs = list(zip(plan.layers, units, strict=True))
+        own = sum(entry.parameters * unit for entry, unit in pairs)
+        dense = sum(entry.dense_parameters * unit for entry, unit in pairs)
         if over <= 0:
             fits[fraction] = plan
         if -_UNSPENT * limit <= over <= 0 or own <= over:
             break
         fraction = (own - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
-    if not fits:
-        return _smaller(recipe, budget, source, plan_of)
-    best = max(fits)
-    return best, fits[best]
-
-
-def _layer_cost(plan: Plan, source: SourceModel, recipe: Convert) -> tuple[int, int]:
-    """What rewritten layers cost in the unit of the budget, and what they do if dense."""
-    pairs = [(entry, 1) for entry in plan.layers]
-    if recipe.budget and recipe.budget.kind == "target_bytes":
-        pairs = [(entry, weight_bytes(source, entry, recipe.dtype)) for entry in plan.layers]
-    return (
-        sum(entry.parameters * unit for entry, unit in pairs),
-        sum(entry.dense_parameters * unit for entry, unit in pairs),
-    )
-
-
-def _smaller(
-    recipe: Convert,
-    budget: Budget,
-    source: SourceModel,
-    plan_of: Callable[[float | None], Plan],
-) -> tuple[float, Plan]:
-    """Finds a fraction that fits where layers refuse to become as small as the others."""
-    fraction, sizes = STAND_IN, []
+    if fits:
+        best = max(fits)
+        return best, fits[best]
+    fraction, sizes = STAND_IN, []  # layers refuse to become as small as the others
     for _ in range(_STEPS):
         with suppress(PlanError):
             plan = plan_of(fraction)
             sizes.append(size_of(plan, source, recipe))
-            if sizes[-1] <= budget.limit:
+            if sizes[-1] <= limit:
                 return fraction, plan
         fraction *= _STEP
     raise out_of_reach(budget, min(sizes, default=0))
 
 
+def _unit(budget: Budget) -> str:
+    return "bytes" if budget.kind == "target_bytes" else "parameters"
+
+
 def out_of_reach(budget: Budget, smallest: int) -> PlanError:
     """Says that a budget is too small, and how small it may be."""
-    unit = "bytes" if budget.kind == "target_bytes" else "parameters"
     return PlanError(
-        f"`{budget}` is out of reach: the smallest possible is {smallest:,} {unit}",
+        f"`{budget}` is out of reach: the smallest possible is {smallest:,} {_unit(budget)}",
         "embeddings and norms count and stay as they are; allow more, offer a method with "
         "smaller sizes, keep fewer layers dense, or drop blocks too",
     )
-
-
-def _check_below_dense(
-    plan_of: Callable[[float | None], Plan], budget: Budget, source: SourceModel, recipe: Convert
-) -> None:
-    plan = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
-    dense = size_of(plan, source, recipe)
-    if dense <= budget.limit:
-        unit = "bytes" if budget.kind == "target_bytes" else "parameters"
-        raise PlanError(
-            f"`{budget}` asks for nothing: the dense model has {dense:,} {unit}",
-            "give a smaller number",
-        )

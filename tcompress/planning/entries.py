@@ -11,34 +11,31 @@ from torch import Tensor
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyMechanismLayout, mechanism
 from tcompress.options.method_options import BudgetKind
-from tcompress.structures.base import Layout, Shapes, Side
-from tcompress.structures.capabilities import lookup_macs, macs_of, shared_of, transform_shapes
+from tcompress.structures.base import Layout, Shapes
+from tcompress.structures.capabilities import (
+    SIDES,
+    lookup_macs,
+    macs_of,
+    shared_of,
+    transform_shapes,
+)
 from tcompress.structures.modules.linear import PartLayout, bank_layouts, own_shapes, side_name
 from tcompress.structures.modules.shared import bank_module
 
-# A plan's entry for a module of the host that keeps its tensors, and takes another form.
 
-
-class FormPlan(BaseModel):
-    """A module of the host that keeps its tensors, and takes another form.
-
-    Attributes:
-        name: Name of the module in the checkpoint.
-        kind: A table of positions, or a layer norm.
-        form: What it becomes, see `Convert.positions` and `Convert.norm`.
-        p: Number of slices.
-        shape: Shape of its weight.
-        offset: Rows of a table before that of the first position.
-    """
-
+class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+
+class FormPlan(_Entry):
+    """A table of positions, or a layer norm, that keeps its tensors and takes another form."""
+
+    name: str  # of the module in the checkpoint
     kind: Literal["positions", "norm"]
-    form: str
-    p: int
-    shape: tuple[int, ...]
-    offset: int = 0
+    form: str  # what it becomes, see `Convert.positions` and `Convert.norm`
+    p: int  # number of slices
+    shape: tuple[int, ...]  # of its weight
+    offset: int = 0  # rows of a table before that of the first position
 
     @property
     def is_trained(self) -> bool:
@@ -46,61 +43,41 @@ class FormPlan(BaseModel):
         return self.kind == "norm" or self.form == "learned"
 
 
-# A plan's entries for stacks of blocks: which of them stay.
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+# Stacks of blocks: which of them stay.
 
 
 class StackPlan(_Entry):
-    """What stays of one stack of blocks.
+    """What stays of one stack of blocks."""
 
-    Attributes:
-        name: What it is called, such as `decoder`.
-        path: Its module path.
-        blocks: Number of blocks of the dense model.
-        kept: Those that stay, from 0.
-    """
-
-    name: str
-    path: str
-    blocks: int
-    kept: tuple[int, ...]
+    name: str  # such as `decoder`
+    path: str  # module path
+    blocks: int  # number of blocks of the dense model
+    kept: tuple[int, ...]  # those that stay, from 0
 
 
 class BlockLoss(_Entry):
-    """What dropping one block costs.
+    """What dropping one block costs."""
 
-    Attributes:
-        path: Its module path in the dense model.
-        loss: Change of what the model puts out, summed over the calibration data, in the unit of
-            predicted losses.
-        parameters: Its parameters.
-    """
-
-    path: str
+    path: str  # module path in the dense model
     loss: float
+    """Change of what the model puts out, summed over the calibration data, in the unit of
+    predicted losses."""
     parameters: int
 
 
 class DepthPlan(_Entry):
-    """Which blocks stay.
+    """Which blocks stay."""
 
-    Attributes:
-        stacks: All stacks of the model, in its order.
-        chosen: Who chose: the recipe (`asked`), the change that blocks make on data (`measured`),
-            equal distances (`spread`), or nobody yet (`later`; the blocks named stand in).
-        dropped: In the order in which they were chosen, with the loss of all up to each.
-        weighed: Where the number of blocks was chosen under a budget, the change of the output
-            per sample, measured on data held out, with no block dropped, one, and so on; None
-            where the budget was out of reach.
-    """
-
-    stacks: tuple[StackPlan, ...]
+    stacks: tuple[StackPlan, ...]  # all of the model, in its order
     chosen: Literal["asked", "measured", "spread", "later"]
+    """By whom: the recipe, the change that blocks make on data, equal distances, or nobody yet
+    (the blocks named stand in)."""
     dropped: tuple[BlockLoss, ...] = ()
+    """In the order in which they were chosen, with the loss of all up to each."""
     weighed: tuple[float | None, ...] = ()
+    """Where the number of blocks was chosen under a budget: change of the output per sample,
+    measured on data held out, with no block dropped, one, and so on; None where the budget was out
+    of reach."""
 
     @property
     def blocks(self) -> int:
@@ -140,48 +117,29 @@ class DepthPlan(_Entry):
         return tuple(found)
 
 
-# A plan: a flat list of frozen entries that says all about a conversion before it runs.
-
-
-SIDES: tuple[Side, Side] = ("in", "out")
+# Layers and attentions.
 
 
 BankKey = tuple[str, str]
-"""Name of the layer that owns a bank, and name of the bank."""
+"""Name of the layer that owns shared factors, and their own name."""
 
 
 class LayerPlan(_Entry):
-    """One layer, or table of word embeddings, that will be rewritten.
+    """One layer, or table of word embeddings, that will be rewritten."""
 
-    Attributes:
-        name: Name of the module in the checkpoint (for experts, of the experts module).
-        parameter: The weight of that module which is rewritten.
-        block: Name of the block in the checkpoint.
-        role: What the layer does, such as `q` or `down`.
-        kind: How the dense weight is stored.
-        bias: Whether the layer has a bias.
-        experts: Number of stacked experts, if any.
-        transposed: Whether stacked experts are stored as (experts, in, out).
-        parts: Layouts of the runs of output features.
-        input_of: Layer whose input sides this one shares, if not its own.
-        readers: Number of layers that share this layer's input sides, itself included.
-        bank_of: Layers that own the banks which this one uses, by name; others are its own.
-        axes: Number of axes that a convolution moves along.
-    """
-
-    name: str
-    parameter: str = "weight"
-    block: str
-    role: str
-    kind: Literal["linear", "conv1d", "experts", "embedding", "pointwise"]
+    name: str  # of the module in the checkpoint; for experts, of the experts module
+    parameter: str = "weight"  # the weight of that module which is rewritten
+    block: str  # name in the checkpoint
+    role: str  # what the layer does, such as `q` or `down`
+    kind: Literal["linear", "conv1d", "experts", "embedding", "pointwise"]  # how it is stored
     bias: bool
-    experts: int | None = None
-    transposed: bool = False
-    parts: tuple[PartLayout, ...] = Field(min_length=1)
-    input_of: str | None = None
-    readers: int = 1
-    bank_of: dict[str, str] = Field(default={})
-    axes: int = 0
+    experts: int | None = None  # number of stacked experts
+    transposed: bool = False  # whether stacked experts are stored as (experts, in, out)
+    parts: tuple[PartLayout, ...] = Field(min_length=1)  # layouts of its output splits
+    input_of: str | None = None  # layer whose input transform it shares, if not its own
+    readers: int = 1  # number of layers that share its input transform, itself included
+    bank_of: dict[str, str] = Field(default={})  # owners of shared factors that are not its own
+    axes: int = 0  # that a convolution moves along
 
     @property
     def key(self) -> str:
@@ -205,7 +163,7 @@ class LayerPlan(_Entry):
         return weight.mT if self.is_flipped else weight
 
     def as_stored(self, matrix: Tensor) -> Tensor:
-        """Gives the dense weight as the host stores it, of its matrix; the other way round."""
+        """Gives the dense weight as the base model stores it, of its matrix."""
         if self.axes:
             return matrix[(..., *(None,) * self.axes)]
         return matrix.mT if self.is_flipped else matrix
@@ -246,7 +204,7 @@ class LayerPlan(_Entry):
 
     @property
     def own_banks(self) -> dict[str, Layout]:
-        """A layout for every bank that is stored with this layer, by the bank's name."""
+        """A layout for all factors that are stored with this layer and shared, by their name."""
         used = bank_layouts(self.parts)
         return {bank: layout for bank, layout in used.items() if bank not in self.bank_of}
 
@@ -258,8 +216,7 @@ class LayerPlan(_Entry):
     @property
     def row_macs(self) -> int:
         """Multiply-adds of looking one word up, of a table of embeddings."""
-        terms = self.parts[0].terms
-        return sum(map(lookup_macs, terms))
+        return sum(map(lookup_macs, self.parts[0].terms))
 
     def macs(self, tokens: int) -> int:
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
@@ -273,23 +230,14 @@ class LayerPlan(_Entry):
 
 
 class DenseLayer(_Entry):
-    """A dense projection of an attention.
+    """A dense projection of an attention."""
 
-    Attributes:
-        name: Name of the module in the checkpoint.
-        role: What it does.
-        in_features: Width of the input.
-        out_features: Width of the output.
-        bias: Whether it has a bias.
-        transposed: Whether its weight is stored as (in, out).
-    """
-
-    name: str
+    name: str  # in the checkpoint
     role: str
     in_features: int
     out_features: int
     bias: bool
-    transposed: bool = False
+    transposed: bool = False  # whether its weight is stored as (in, out)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -304,28 +252,20 @@ class DenseLayer(_Entry):
 
 
 class AttentionPlan(_Entry):
-    """One attention that gets another mechanism.
+    """One attention that is replaced."""
 
-    Attributes:
-        name: Name of the host's attention in the checkpoint.
-        block: Name of the block in the checkpoint.
-        layout: The mechanism.
-        unused: Projections that are dropped, since the mechanism has no use for them.
-        guard: A layer that stays dense and is stored under another name, so that plain
-            Transformers stops; needed once in a model where no layer is rewritten.
-        like: Name of a projection whose dtype the mechanism's tensors have.
-    """
-
-    name: str
-    block: str
-    layout: AnyMechanismLayout
-    unused: tuple[DenseLayer, ...] = ()
+    name: str  # of the base model's attention in the checkpoint
+    block: str  # in the checkpoint
+    layout: AnyMechanismLayout  # of the replacement
+    unused: tuple[DenseLayer, ...] = ()  # projections that it has no use for
     guard: DenseLayer | None = None
-    like: str
+    """A layer that stays dense and is stored under another name, so that plain Transformers stops;
+    needed once in a model where no layer is rewritten."""
+    like: str  # name of a projection whose dtype its tensors have
 
     @property
     def tensor_shapes(self) -> Shapes:
-        """Names in the checkpoint, and shapes, of the mechanism's own tensors."""
+        """Names in the checkpoint, and shapes, of the replacement's own tensors."""
         shapes = mechanism(self.layout.mechanism).tensors(self.layout)
         return {f"{self.name}.{CHILD}.{name}": shape for name, shape in shapes.items()}
 
@@ -337,7 +277,7 @@ class AttentionPlan(_Entry):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the mechanism."""
+        """Parameters of the replacement."""
         return sum(prod(shape) for shape in self.tensor_shapes.values())
 
     @property
@@ -357,39 +297,23 @@ class Left(_Entry):
 
 
 class Dense(_Entry):
-    """Weights of one kind that stay as they are.
+    """Weights of one kind that stay as they are."""
 
-    Attributes:
-        name: Their role, or the module that they belong to.
-        parameters: How many they have together.
-        reason: Why they stay dense; empty outside the blocks.
-    """
-
-    name: str
+    name: str  # their role, or the module that they belong to
     parameters: int
-    reason: str = ""
+    reason: str = ""  # why they stay dense; empty outside the blocks
 
 
 class Coverage(_Entry):
-    """What becomes of the parameters of the whole dense model; the parts add up to the total.
+    """What becomes of the parameters of the whole dense model; the parts add up to the total."""
 
-    Attributes:
-        total: All of them; tied ones count once.
-        rewritten: Weights that get a structure, as they are in the dense model.
-        replaced: Projections that another attention has no use for.
-        dropped: Blocks that are dropped.
-        embeddings: Tables that stay as they are.
-        norms: Norms, biases and other single vectors.
-        left: Other weights that stay dense, the largest first.
-    """
-
-    total: int
-    rewritten: int = 0
-    replaced: int = 0
-    dropped: int = 0
-    embeddings: int = 0
-    norms: int = 0
-    left: tuple[Dense, ...] = ()
+    total: int  # tied ones count once
+    rewritten: int = 0  # weights that get a structure, as they are in the dense model
+    replaced: int = 0  # projections that another attention has no use for
+    dropped: int = 0  # blocks
+    embeddings: int = 0  # tables that stay as they are
+    norms: int = 0  # and biases and other single vectors
+    left: tuple[Dense, ...] = ()  # other weights that stay dense, the largest first
 
     def without(self, dropped: int) -> Coverage:
         """The same of a model that had more blocks, with so many parameters."""
@@ -398,72 +322,49 @@ class Coverage(_Entry):
 
 
 class BudgetPlan(_Entry):
-    """What a conversion may keep, and how that was shared out.
+    """What a conversion may keep, and how that was spent.
 
-    Errors are predicted: squared errors of outputs, weighed by what they are worth to the model,
+    Errors are predicted: squared errors of outputs, weighted by the sensitivity of the model,
     summed over layers, relative to leaving all of them out.
-
-    Attributes:
-        kind: The option that limits it.
-        limit: A fraction, a number of parameters or bytes, or an error.
-        chosen: How layers got their sizes: all alike (`uniform`), by predicted loss (`loss`), or
-            not yet (`later`; those planned stand in).
-        fraction: Kept fraction of every layer if all were alike.
-        error: Predicted error of what was chosen.
-        uniform_error: That of the same budget shared out alike, by the best method offered.
-        single_errors: That of each method offered on its own, by its name.
-        tried: Change of the output per sample, measured on data held out, of what was predicted
-            (`auto`) and of methods on their own, by name, where they were tried.
-        taken: Which of them was taken.
     """
 
     kind: BudgetKind
-    limit: float
+    limit: float  # a fraction, a number of parameters or bytes, or an error
     chosen: Literal["uniform", "loss", "later"]
-    fraction: float
-    error: float | None = None
-    uniform_error: float | None = None
-    single_errors: dict[str, float] = Field(default={})
+    """How layers got their sizes: all alike, by predicted loss, or not yet (those planned stand
+    in)."""
+    fraction: float  # kept fraction of every layer if all were alike
+    error: float | None = None  # predicted, of what was chosen
+    uniform_error: float | None = None  # of the budget spent alike, by the best method offered
+    single_errors: dict[str, float] = Field(default={})  # of each method offered on its own
     tried: dict[str, float] = Field(default={})
-    taken: str | None = None
+    """Change of the output per sample, measured on data held out, of `auto` and of methods on
+    their own, by name, where they were tried."""
+    taken: str | None = None  # which of them was taken
 
 
 class Plan(_Entry):
-    """What a conversion will do.
+    """What a conversion will do."""
 
-    Attributes:
-        layers: Layers of the blocks to be rewritten, in order of execution.
-        attention: Attentions that get another mechanism.
-        embeddings: Tables of word embeddings to be rewritten: words are their output features.
-        forms: Other modules that take another form.
-        left: Layers of the blocks that stay dense.
-        source: Name of the source model.
-        family: Its model type.
-        method: Name of the method.
-        parameters: Parameters of the whole dense model.
-        block_parameters: Parameters of all blocks, with biases and norms.
-        dropped_parameters: Those of them in blocks that are dropped.
-        depth: Which blocks stay, where some are dropped.
-        budget: What may be kept, where something limits it.
-        coverage: How much of the whole model is rewritten; None in plans of older versions.
-        warnings: What the user should know.
-    """
-
-    layers: tuple[LayerPlan, ...]
-    attention: tuple[AttentionPlan, ...] = ()
-    embeddings: tuple[LayerPlan, ...] = ()
-    forms: tuple[FormPlan, ...] = ()
-    left: tuple[Left, ...] = ()
-    source: str = ""
-    family: str = ""
-    method: str = ""
-    parameters: int = 0
-    block_parameters: int = 0
-    dropped_parameters: int = 0
-    depth: DepthPlan | None = None
-    budget: BudgetPlan | None = None
-    coverage: Coverage | None = None
+    layers: tuple[LayerPlan, ...]  # of the blocks, to be rewritten, in order of execution
+    attention: tuple[AttentionPlan, ...] = ()  # to be replaced
+    embeddings: tuple[LayerPlan, ...] = ()  # tables to be rewritten: words are output features
+    forms: tuple[FormPlan, ...] = ()  # position tables and norms
+    left: tuple[Left, ...] = ()  # layers of the blocks that stay dense
+    source: str = ""  # name of the source model
+    family: str = ""  # its model type
+    method: str = ""  # name of the method
+    parameters: int = 0  # of the whole dense model
+    block_parameters: int = 0  # of all blocks, with biases and norms
+    dropped_parameters: int = 0  # those of them in blocks that are dropped
+    depth: DepthPlan | None = None  # which blocks stay, where some are dropped
+    budget: BudgetPlan | None = None  # what may be kept, where something limits it
+    coverage: Coverage | None = None  # None in plans of older versions
     warnings: tuple[str, ...] = Field(default=())
+
+    def warned(self, note: str) -> Plan:
+        """The same with one more warning."""
+        return self.model_copy(update={"warnings": (*self.warnings, note)})
 
     @property
     def dense_rewritten(self) -> int:
@@ -477,7 +378,7 @@ class Plan(_Entry):
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of an input, where mechanisms limit them."""
+        """Most tokens of an input, where attentions limit them."""
         layouts = (entry.layout for entry in self.attention)
         limits = (mechanism(layout.mechanism).longest(layout) for layout in layouts)
         return min((limit for limit in limits if limit is not None), default=None)
@@ -490,15 +391,12 @@ class Plan(_Entry):
     @property
     def reads_data(self) -> bool:
         """Whether calibration data matters, where there is any."""
-        return (
-            bool(self.entries)
-            or self.reads_queries
-            or (self.depth is not None and self.depth.chosen == "later")
-        )
+        chooses = self.depth is not None and self.depth.chosen == "later"
+        return bool(self.entries) or self.reads_queries or chooses
 
     @property
     def reads_queries(self) -> bool:
-        """Whether an attention begins with what the host's queries and keys are like."""
+        """Whether an attention begins with what the base model's queries and keys are like."""
         return any(
             mechanism(entry.layout.mechanism).centres_keys(entry.layout) is not None
             for entry in self.attention

@@ -25,45 +25,26 @@ ROUNDING = 1e-12  # sums of losses are compared up to this, relative to the larg
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to store a site.
+    """One way to store a site."""
 
-    Attributes:
-        cost: Parameters, or bytes: any unit that all sites share.
-        loss: Predicted loss of the model after rewriting the site this way.
-        label: What the caller knows the option by, such as a rank.
-    """
-
-    cost: int
-    loss: float
-    label: Hashable = None
+    cost: int  # parameters, or bytes: any unit that all sites share
+    loss: float  # predicted loss of the model after rewriting the site this way
+    label: Hashable = None  # what the caller knows the option by, such as a rank
 
 
 @dataclass(frozen=True)
 class BudgetSite:
-    """A weight, or a group of weights that are chosen together.
+    """A weight, or a group of weights that are chosen together."""
 
-    Attributes:
-        name: For messages.
-        options: The ways to rewrite it, in any order; useless ones do no harm.
-        dense: Cost of the site as it is.
-        may_stay: Whether it may stay as it is, at no loss, under the label `DENSE`.
-    """
-
-    name: str
-    options: Sequence[Option]
-    dense: int
-    may_stay: bool = True
+    name: str  # for messages
+    options: Sequence[Option]  # in any order; useless ones do no harm
+    dense: int  # cost of the site as it is
+    may_stay: bool = True  # as it is, at no loss, under the label `DENSE`
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One option for every site.
-
-    Attributes:
-        choices: In the order of the sites.
-        cost: Their sum.
-        loss: Their sum.
-    """
+    """One option for every site, in their order, and the sums."""
 
     choices: tuple[Option, ...]
     cost: int
@@ -71,11 +52,7 @@ class Allocation:
 
 
 def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
-    """Chooses options of the smallest total loss that fit into a budget.
-
-    Args:
-        sites: What may be chosen.
-        budget: Largest total cost.
+    """Chooses options of the smallest total loss that fit into a budget of total cost.
 
     Raises:
         PlanError: Even the cheapest options cost more, or a site has no usable option.
@@ -101,11 +78,7 @@ def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
 
 
 def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocation:
-    """Chooses options of the smallest total cost that lose no more than allowed.
-
-    Args:
-        sites: What may be chosen.
-        max_loss: Largest total loss, met up to rounding.
+    """Chooses options of the smallest total cost that lose no more than allowed, up to rounding.
 
     Raises:
         PlanError: Even the best options lose more, or a site has no usable option.
@@ -134,10 +107,6 @@ def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocatio
 
 def uniform(sites: Sequence[BudgetSite], fraction: float) -> Allocation:
     """Gives every site the best option within the same fraction of its dense cost.
-
-    Args:
-        sites: What may be chosen.
-        fraction: Largest cost of an option, relative to the dense cost of its site.
 
     Raises:
         PlanError: A site has no option that small, or no usable option.
@@ -223,12 +192,8 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     slopes = [np.minimum.accumulate(s / p) for s, p in zip(saved, prices, strict=True)]
     sites = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
     order = np.argsort(-np.concatenate(slopes), kind="stable")  # ties: the first site, from below
-    columns = (
-        sites,
-        np.concatenate([hull[1:] for hull in hulls]),
-        np.concatenate(prices),
-        np.concatenate(saved),
-    )
+    places = np.concatenate([hull[1:] for hull in hulls])
+    columns = (sites, places, np.concatenate(prices), np.concatenate(saved))
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
 
@@ -256,10 +221,7 @@ def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better:
     What a site could save only shrinks as less is left, so a stale entry of the queue is an upper
     bound, and only its top has to be brought up to date.
     """
-    queue = []
-    for index, ladder in enumerate(ladders):
-        _, saved, _ = better(ladder, places[index], left)
-        queue.append((-saved, index))
+    queue = [(-better(a, places[index], left)[1], index) for index, a in enumerate(ladders)]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:
         bound, index = queue[0]
@@ -275,8 +237,4 @@ def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better:
 
 def _allocation(ladders: Sequence[_Ladder], places: Sequence[int]) -> Allocation:
     choices = tuple(ladder.options[place] for ladder, place in zip(ladders, places, strict=True))
-    return Allocation(
-        choices,
-        sum(choice.cost for choice in choices),
-        fsum(choice.loss for choice in choices),
-    )
+    return Allocation(choices, sum(c.cost for c in choices), fsum(c.loss for c in choices))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -11,50 +12,44 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, LayerRule
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.attention_sites import plan_attention, with_guard
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
+from tcompress.planning.module_sites import (
+    plan_attention,
+    plan_embeddings,
+    plan_forms,
+    with_guard,
+)
 from tcompress.planning.sites import (
-    Pools,
     check_patterns,
     left_out,
     matched_names,
     matches,
     named_outside,
-    note_of,
     offered_by,
-    plan_embeddings,
-    plan_forms,
     structure_of,
 )
 from tcompress.roles import Anatomy, Block, Layer, Part, anatomy_of
-from tcompress.structures import Layout, Refusal, Site
-from tcompress.structures.capabilities import SharesFactors, transform_of
-from tcompress.structures.modules.linear import PartLayout
+from tcompress.structures import Refusal, Site
+from tcompress.structures.capabilities import SharesFactors, shared_of, transform_of
+from tcompress.structures.modules.linear import PartLayout, bank_layouts
 
 # How much of a whole model a plan rewrites, and what the rest of it is.
 
 
 def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
-    """Counts every parameter once; tied ones are one.
-
-    Args:
-        plan: The plan.
-        source: The dense model.
-        model: The same on the meta device.
-    """
+    """Counts every parameter of a model, on the meta device, once; tied ones are one."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
 
-    def runtime(name: str) -> str:
-        return source.keymap.runtime_name(name) or name
-
-    rewritten = {f"{runtime(entry.name)}.{entry.parameter}" for entry in plan.entries}
-    unused = {runtime(layer.name) for entry in plan.attention for layer in entry.unused}
+    runtime = source.keymap.runtime_name
+    rewritten = {_runtime(source, entry) for entry in plan.entries}
+    layers = [layer.name for entry in plan.attention for layer in entry.unused]
+    unused = {runtime(name) or name for name in layers}
     tables = {
         f"{name}.weight"
         for name, module in model.named_modules(remove_duplicate=False)
@@ -62,7 +57,9 @@ def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
     }
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for own in names.values() for name in own]
-    above = _above((*tables, *(name for name in every if _numbered(name) or _is_table(name))))
+    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
+    steps = [name.split(".") for name in known]
+    above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
     dense: dict[tuple[str, str], int] = {}
     for key, own in names.items():
@@ -76,8 +73,8 @@ def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
         elif tensors[key].ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
         else:
-            known = (reasons.get(name) or reasons.get(_module(name)) for name in own)
-            role, reason = next((item for item in known if item), ("", ""))
+            why = (reasons.get(name) or reasons.get(_module(name)) for name in own)
+            role, reason = next((item for item in why if item), ("", ""))
             label = role or _label(own[0], above)
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
@@ -86,12 +83,7 @@ def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
 
 
 def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
-    """Warns where most of a model cannot be rewritten.
-
-    Args:
-        plan: The plan, with its coverage.
-        chosen: Reasons to leave a layer dense that are somebody's choice.
-    """
+    """Warns where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
     own = plan.coverage
     assert own is not None
     layers = min(own.rewritten, plan.dense_rewritten)
@@ -123,12 +115,6 @@ def _numbered(name: str) -> bool:
     return any(step.isdecimal() for step in name.split("."))
 
 
-def _above(names: Collection[str]) -> set[str]:
-    """All starts of names."""
-    steps = (name.split(".") for name in names)
-    return {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
-
-
 def _label(name: str, above: Collection[str]) -> str:
     """What people call a parameter: its module in a block, else the largest module around it."""
     steps = _module(name).split(".") if name.endswith(".weight") else name.split(".")
@@ -140,7 +126,58 @@ def _label(name: str, above: Collection[str]) -> str:
     return next((step for step in reversed(steps) if step and not step.isdecimal()), name)
 
 
-# From a recipe and a model's anatomy to a plan; no weight is read.
+# Which weights share factors: known before any of them has a size.
+#
+# Shared factors are sized for all that use them, so a plan begins by asking every weight which it
+# would use. Experts use none: their moments differ, and one module applies them.
+
+
+Place = tuple[str, str]
+"""Weight name in the checkpoint, and name of the output split."""
+
+
+@dataclass
+class SharingGroups:
+    """Weights by the factors that they share."""
+
+    left_out: set[str] = field(default_factory=set)
+    """Weights, by their names in the model, that turned out to stay dense."""
+    _keys: dict[Place, Hashable] = field(default_factory=dict)
+    _weights: set[str] = field(default_factory=set)
+    _members: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, place: Place, site: Site, key: Hashable, weight: str) -> None:
+        """Notes what a split of a weight, called `weight` in the model, would share."""
+        if weight not in self.left_out:
+            self._keys[place] = key
+            self._weights.add(weight)
+            self._members[key].append(site)
+
+    def site(self, place: Place, site: Site) -> Site:
+        """Returns a site with all of its sharing group."""
+        key = self._keys.get(place)
+        return site if key is None else replace(site, peers=tuple(self._members[key]))
+
+    def without(self, refused: Iterable[str]) -> SharingGroups | None:
+        """Returns empty groups that leave out what was refused; None if all members were taken."""
+        lost = self._weights & set(refused)
+        return SharingGroups(self.left_out | lost) if lost else None
+
+    def owned(self, layers: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
+        """Lets the first layer of a group own what it shares, and the others refer to it."""
+        owners: dict[Hashable, str] = {}
+        for entry in layers:
+            borrowed: dict[str, str] = {}
+            for part in entry.parts:
+                for layout in part.terms:
+                    if (shared := shared_of(layout)) is not None:
+                        key = self._keys[entry.key, part.name]
+                        borrowed[shared.name] = owners.setdefault(key, entry.name)
+            others = {name: owner for name, owner in borrowed.items() if owner != entry.name}
+            yield entry.model_copy(update={"bank_of": others}) if others else entry
+
+
+# The layers of blocks.
 
 
 KEPT = "kept dense by the recipe"
@@ -157,50 +194,48 @@ class _Planner:
     left: list[Left] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
-    pools: Pools = field(default_factory=Pools)
+    groups: SharingGroups = field(default_factory=SharingGroups)
 
     def run(self) -> None:
-        """Plans all layers; again without those that then did not take their part of a bank."""
-        pools: Pools | None = self.pools
-        while pools is not None:
-            self.pools, self.layers, self.left = pools, [], []
-            self._pool()
+        """Plans all layers; again without those that then did not take what they would share."""
+        groups: SharingGroups | None = self.groups
+        while groups is not None:
+            self.groups, self.layers, self.left = groups, [], []
+            self._ask_what_is_shared()
             for block in self.anatomy.blocks:
                 for group in block.groups:
                     self._plan_group(block, group)
-            pools = self.pools.without(item.name for item in self.left)
-        self.layers = list(self.pools.lend(self.layers))
+            groups = self.groups.without(item.name for item in self.left)
+        self.layers = list(self.groups.owned(self.layers))
 
-    def _pool(self) -> None:
-        """Asks every weight which bank it would use, if any may."""
-        recipe = self.recipe
-        rules = (rule.method for rule in recipe.layers)
-        if not any(method.pools for method in (recipe.method, *rules) if method):
+    def _ask_what_is_shared(self) -> None:
+        rules = (rule.method for rule in self.recipe.layers)
+        if not any(method.pools for method in (self.recipe.method, *rules) if method):
             return
-        for block in self.anatomy.blocks:
-            for layer in block.layers:
-                if layer.weight_name in self.unused:
-                    continue
-                try:
-                    name, choice = self._choice_of(layer)
-                except Refusal:
-                    continue
-                kind = structure_of(choice.method)
-                if layer.kind == "experts" or not isinstance(kind, SharesFactors):
-                    continue
-                for part in layer.parts:
-                    site = site_of(block, layer, part)
-                    key = kind.sharing_group(choice.method, site)
-                    if key is not None:
-                        place = (f"{name}.{layer.parameter}", part.name)
-                        own = (choice.method, choice.residual_rank, choice.target, key)
-                        self.pools.add(place, site, own, layer.weight_name)
+        pairs = ((block, layer) for block in self.anatomy.blocks for layer in block.layers)
+        for block, layer in pairs:
+            if layer.weight_name in self.unused:
+                continue
+            try:
+                name, choice = self._choice_of(layer)
+            except Refusal:
+                continue
+            kind = structure_of(choice.method)
+            if layer.kind == "experts" or not isinstance(kind, SharesFactors):
+                continue
+            for part in layer.parts:
+                site = site_of(block, layer, part)
+                key = kind.sharing_group(choice.method, site)
+                if key is not None:
+                    place = (f"{name}.{layer.parameter}", part.name)
+                    own = (choice.method, choice.residual_rank, choice.target, key)
+                    self.groups.add(place, site, own, layer.weight_name)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
         """Plans the layers that read one input.
 
-        What an input side costs each of them depends on how many share it, which is known only
-        when they are planned: a second look settles it.
+        What an input transform costs each of them depends on how many share it, which is known
+        only when they are planned: so a second look is taken.
         """
         group = [layer for layer in group if layer.weight_name not in self.unused]
         plain = sum(layer.kind != "experts" for layer in group)
@@ -209,11 +244,13 @@ class _Planner:
             planned: dict[str, LayerPlan] = {}
             left: list[Left] = []
             for layer in group:
+                size = layer.in_features * layer.out_features * (layer.experts or 1)
+                name = layer.weight_name
                 try:
-                    count = sharing[layer.weight_name]
-                    planned[layer.weight_name] = self._entry(block, layer, count)
+                    planned[name] = self._entry(block, layer, sharing[name])
                 except Refusal as refusal:
-                    left.append(_left(block, layer, refusal))
+                    facts = {"name": name, "block": block.name, "reason": str(refusal)}
+                    left.append(Left(role=layer.role, parameters=size, **facts))
                     self.hints.update([refusal.hint] if refusal.hint else ())
             shared = tuple(_share_inputs(list(planned.values())))
             readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
@@ -227,13 +264,20 @@ class _Planner:
 
     def _choice_of(self, layer: Layer) -> tuple[str, Choice]:
         """Name of a layer in the checkpoint, and what it becomes."""
+        recipe, source = self.recipe, self.source
         try:
-            name = self.source.keymap.checkpoint_prefix(layer.name)
-            self.source.keymap.sources(layer.weight_name)
-            self.source.keymap.apart([layer.weight_name])
+            name = source.keymap.checkpoint_prefix(layer.name)
+            source.keymap.sources(layer.weight_name)
+            source.keymap.apart([layer.weight_name])
         except SourceError as error:
             raise Refusal(error.message) from error
-        choice = self._choice(matched_names(self.source, layer))
+        names = matched_names(source, layer)
+        if left_out(names, recipe.keep, recipe.only):
+            raise Refusal(KEPT)
+        choice: Choice | None = _usual(recipe)
+        for rule in recipe.layers:
+            if matches(rule.match, names):
+                choice = None if rule.keep else _overridden(choice or _usual(recipe), rule)
         if choice is None:
             raise Refusal(KEPT)
         return name, choice
@@ -241,14 +285,14 @@ class _Planner:
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         name, choice = self._choice_of(layer)
         stored = f"{name}.{layer.parameter}"
-        sites = [
-            self.pools.site((stored, part.name), site_of(block, layer, part))
-            for part in layer.parts
-        ]
-        parts = tuple(
-            PartLayout(name=site.role, terms=self._terms(choice, layer, site, sharing))
-            for site in sites
-        )
+        calibrated = self.recipe.calibration.source != "none"
+        copies = layer.experts or 1
+        readers = sharing * len(layer.parts) * copies
+        parts = []
+        for part in layer.parts:
+            site = self.groups.site((stored, part.name), site_of(block, layer, part))
+            terms = plan_terms(choice, site, readers, copies, calibrated=calibrated)
+            parts.append(PartLayout(name=site.role, terms=terms))
         entry = LayerPlan(
             name=name,
             parameter=layer.parameter,
@@ -259,33 +303,17 @@ class _Planner:
             experts=layer.experts,
             transposed=layer.transposed,
             axes=layer.axes,
-            parts=parts,
+            parts=tuple(parts),
         )
         share = kept_share(entry, sharing)
         if share >= 1:
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""
             raise Refusal(reason, f"choose a smaller rank{larger}")
-        for part in parts:
-            note = choice.method.clipped(part.terms[0])
+        for planned in parts:
+            note = choice.method.clipped(planned.terms[0])
             self.clipped |= {stored: note} if note else {}
         return entry
-
-    def _choice(self, names: Sequence[str]) -> Choice | None:
-        recipe = self.recipe
-        if left_out(names, recipe.keep, recipe.only):
-            return None
-        choice: Choice | None = _usual(recipe)
-        for rule in recipe.layers:
-            if matches(rule.match, names):
-                choice = None if rule.keep else _overridden(choice, recipe, rule)
-        return choice
-
-    def _terms(self, choice: Choice, layer: Layer, site: Site, sharing: int) -> tuple[Layout, ...]:
-        calibrated = self.recipe.calibration.source != "none"
-        copies = layer.experts or 1
-        readers = sharing * len(layer.parts) * copies
-        return plan_terms(choice, site, readers, copies, calibrated=calibrated)
 
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
@@ -300,16 +328,6 @@ def site_of(block: Block, layer: Layer, part: Part) -> Site:
     )
 
 
-def _left(block: Block, layer: Layer, refusal: Refusal) -> Left:
-    return Left(
-        name=layer.weight_name,
-        block=block.name,
-        role=layer.role,
-        parameters=layer.in_features * layer.out_features * (layer.experts or 1),
-        reason=str(refusal),
-    )
-
-
 def _usual(recipe: Convert) -> Choice:
     method = recipe.method
     assert method is not None  # without one no layer is planned
@@ -318,20 +336,19 @@ def _usual(recipe: Convert) -> Choice:
     return Choice(method, recipe.residual_rank, recipe.target)
 
 
-def _overridden(choice: Choice | None, recipe: Convert, rule: LayerRule) -> Choice:
-    base = choice or _usual(recipe)
+def _overridden(base: Choice, rule: LayerRule) -> Choice:
     rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
     return Choice(rule.method or base.method, rank, rule.target or base.target)
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
-    """Lets layers that read one input, through equal input sides, share the first one's."""
+    """Lets layers that read one input, through equal transforms, share the first one's."""
     owners: dict[object, list[int]] = {}
     for index, entry in enumerate(planned):
         keys = [transform_of(term, "in") for term in entry.parts[0].terms]
-        while keys and keys[-1] is None:  # a low-rank term at the end has no side
+        while keys and keys[-1] is None:  # a low-rank term at the end has no transform
             keys.pop()
-        # Side modules are found by their term, so all that is left has to agree.
+        # Transforms are found by their summand, so all that is left has to agree.
         own = tuple(keys) if keys and entry.kind != "experts" else index
         owners.setdefault(own, []).append(index)
     for members in owners.values():
@@ -391,29 +408,24 @@ def resized(
     """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
 
     Args:
-        plan: The plan; no layer of it uses a bank.
+        plan: The plan; no layer of it shares factors.
         groups: Its layers, see `grouped`.
         chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
             that would not shrink. Layers that are not named stay as they are.
         source: The dense model, without blocks that are dropped.
     """
     layers: list[LayerPlan] = []
-    dense: list[LayerPlan] = []
+    left = [*plan.left]
     for group in groups:
-        own, left = regrouped(group, chosen)
+        own, dense = regrouped(group, chosen)
         layers += own
-        dense += left
-    stays = (
-        Left(
-            name=_runtime(source, entry),
-            block=source.keymap.runtime_name(entry.block) or entry.block,
-            role=entry.role,
-            parameters=entry.dense_parameters,
-            reason=STAYS,
-        )
-        for entry in dense
-    )
-    return plan.model_copy(update={"layers": tuple(layers), "left": (*plan.left, *stays)})
+        for entry in dense:
+            name, size = _runtime(source, entry), entry.dense_parameters
+            block = source.keymap.runtime_name(entry.block) or entry.block
+            left.append(
+                Left(name=name, block=block, role=entry.role, parameters=size, reason=STAYS)
+            )
+    return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
 
 
 def covered(plan: Plan, source: SourceModel) -> Plan:
@@ -431,7 +443,7 @@ def regrouped(
     """Gives layers that read one input what was chosen for them.
 
     Returns:
-        Those that are rewritten, the owner of a shared input side first, and those that stay dense.
+        Those that are rewritten, the owner of a shared transform first, and those that stay dense.
     """
     if all(entry.key not in chosen for entry in group):
         return [*group], []
@@ -458,47 +470,32 @@ def _plan(recipe: Convert, source: SourceModel, model: nn.Module, label: str) ->
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
     anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
-    exchanged = plan_attention(recipe, source, anatomy)
-    planner = _Planner(recipe, source, anatomy, exchanged.unused)
+    attention = plan_attention(recipe, source, anatomy)
+    planner = _Planner(recipe, source, anatomy, attention.unused)
+    refused: list[Left] = []
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:
             raise _nothing_to_do(planner)
+        for item in anatomy.refused:
+            size = _matrices(model, item.name)
+            refused.append(
+                Left(name=item.name, block="", role="", parameters=size, reason=item.reason)
+            )
     blocks = {block.name for block in anatomy.blocks}
+    inside = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(
         layers=tuple(planner.layers),
-        attention=with_guard(exchanged.entries, rewritten=bool(planner.layers or embeddings)),
+        attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
         forms=plan_forms(recipe, source, model, anatomy),
-        left=exchanged.left
-        + tuple(planner.left)
-        + tuple(
-            Left(
-                name=item.name,
-                block="",
-                role="",
-                parameters=_matrices(model, item.name),
-                reason=item.reason,
-            )
-            for item in (anatomy.refused if recipe.method else ())
-        ),
+        left=(*attention.left, *planner.left, *refused),
         source=source.id,
         family=anatomy.family,
         method=label,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        block_parameters=sum(
-            parameter.numel()
-            for name in blocks
-            for parameter in model.get_submodule(name).parameters()
-        ),
-        warnings=(
-            *source.notes,
-            *anatomy.warnings,
-            *exchanged.notes,
-            *note_of(planner.layers),
-            *_note_of_ranks(planner.clipped),
-            *_note_of_experts(planner),
-        ),
+        block_parameters=sum(parameter.numel() for parameter in inside),
+        warnings=(*source.notes, *anatomy.warnings, *attention.notes, *_notes(planner)),
     )
 
 
@@ -510,17 +507,23 @@ def _matrices(model: nn.Module, name: str) -> int:
     return sum(item.numel() for key, item in held if item.ndim > 1 and not key.endswith("bias"))
 
 
-def _note_of_ranks(clipped: Mapping[str, str]) -> Iterator[str]:
-    """Says once for all layers that shapes admit smaller ranks only."""
-    if clipped:
-        name, note = next(iter(clipped.items()))
-        layers = "1 layer" if len(clipped) == 1 else f"{len(clipped)} layers, such as"
-        yield f"ranks are more than shapes admit in {layers} `{name}`: {note}"
-
-
-def _note_of_experts(planner: _Planner) -> Iterator[str]:
-    """Says which experts calibration does not reach."""
-    dark = [e.name for e in planner.layers if e.kind == "experts" and e.role == "linear"]
+def _notes(planner: _Planner) -> Iterator[str]:
+    """Says what is shared, where ranks are too large, and which experts data does not reach."""
+    layers = planner.layers
+    groups = sum(len(entry.own_banks) for entry in layers)
+    if groups:
+        users = sum(bool(bank_layouts(entry.parts)) for entry in layers)
+        named = "one bank" if groups == 1 else f"{groups} banks"
+        yield (
+            f"{users} layers share the tensors of {named}, each stored with the first layer that "
+            "uses it; banks are sized alike, not by predicted loss"
+        )
+    if planner.clipped:
+        name, note = next(iter(planner.clipped.items()))
+        count = len(planner.clipped)
+        which = "1 layer" if count == 1 else f"{count} layers, such as"
+        yield f"ranks are more than shapes admit in {which} `{name}`: {note}"
+    dark = [e.name for e in layers if e.kind == "experts" and e.role == "linear"]
     if dark and planner.recipe.calibration.source != "none":
         names = ", ".join(f"`{name}`" for name in dark[:2]) + (", ..." if len(dark) > 2 else "")
         yield (

@@ -1,4 +1,4 @@
-"""Places where something can be decided: layers by pattern, sharing groups, embeddings, forms."""
+"""Which layers a recipe means, and which structures a method's options select."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import difflib
 import math
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from re import _parser as sre_parse  # type: ignore[attr-defined]
@@ -19,22 +17,10 @@ from torch import nn
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
-from tcompress.options import Convert, Embeddings
-from tcompress.options.method_options import AutoSpec, Spec, lookup_methods
-from tcompress.planning.entries import FormPlan, LayerPlan
+from tcompress.options import Convert
+from tcompress.options.method_options import AutoSpec, Spec
 from tcompress.roles import Anatomy, Layer, anatomy_of
-from tcompress.roles.attentions import position_tables
-from tcompress.structures import Layout, Refusal, Site, Structure, structures
-from tcompress.structures.capabilities import LooksUp, shared_of
-from tcompress.structures.modules.embedding import LookupScale
-from tcompress.structures.modules.linear import PartLayout, bank_layouts
-
-# The structures that methods' options select, and those that `auto` has on offer.
-
-
-def names_of(item: Structure[Any, Any]) -> tuple[str, ...]:
-    """Returns the names that select a structure, its usual one first."""
-    return item.spec.names()
+from tcompress.structures import Structure, structures
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:
@@ -43,22 +29,14 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 
 def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists what `auto` chooses among.
-
-    Args:
-        spec: Its options.
-        target: About which kept fraction the budget comes to.
+    """Lists what `auto` chooses among, where a budget comes to about a kept fraction.
 
     Returns:
         By the name of each its options in the order of preference: a layer takes the first that
         its dimensions allow.
     """
-    names = spec.offer or tuple(names_of(item)[0] for item in structures() if item.in_auto)
-    found: dict[str, tuple[Spec, ...]] = {}
-    for name in dict.fromkeys(names):
-        kind = next(item for item in structures() if name in names_of(item))
-        found[name] = kind.spec(name=name).offered(target)
-    return found
+    offer = spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
+    return {name: own.offered(target) for name, own in _specs(offer).items()}
 
 
 def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
@@ -66,20 +44,19 @@ def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
 
     Those that it has on offer; where nothing was said of these, one of every structure.
 
-    Args:
-        spec: Its options.
-        target: About which kept fraction the budget comes to.
-
     Returns:
         By the name of each its options in the order of preference: the first that the dimensions
         of all layers allow is meant.
     """
-    names = spec.offer or tuple(names_of(item)[0] for item in structures())
-    found: dict[str, tuple[Spec, ...]] = {}
-    for name in dict.fromkeys(names):
-        kind = next(item for item in structures() if name in names_of(item))
-        found[name] = kind.spec(name=name).alone(target)
-    return found
+    offer = spec.offer or tuple(item.spec.names()[0] for item in structures())
+    return {name: own.alone(target) for name, own in _specs(offer).items()}
+
+
+def _specs(names: Sequence[str]) -> dict[str, Spec]:
+    return {
+        name: next(item.spec(name=name) for item in structures() if name in item.spec.names())
+        for name in names
+    }
 
 
 # Patterns that select layers by name or role.
@@ -181,7 +158,11 @@ def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> No
     if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
         roles = ", ".join(f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers))
-        close = _nearest(lost[0], known)
+        close = f"{lost[0]}.*"  # what is inside a module, or the closest known name
+        if not matches(close, known):
+            # Patterns mostly name the end of a path, such as `output.dense`.
+            ends = {".".join(name.split(".")[-size:]) for name in known for size in (1, 2, 3)}
+            close = next(iter(difflib.get_close_matches(lost[0], sorted(ends), 1, 0.5)), "")
         raise PlanError(
             f"no layer matches {listed}; roles are {roles}",
             f"did you mean `{close}`?"
@@ -202,249 +183,8 @@ def named_outside(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> lis
     ]
 
 
-def _nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """Returns what was probably meant: what is inside a module, or the closest known name."""
-    if matches(f"{pattern}.*", names):
-        return f"{pattern}.*"
-    # Patterns mostly name the end of a path, such as `output.dense`.
-    ends = {".".join(name.split(".")[-size:]) for name in names for size in (1, 2, 3)}
-    return next(iter(difflib.get_close_matches(pattern, sorted(ends), 1, 0.5)), None)
-
-
-# Which weights share a bank: known before any of them has a size.
-#
-# A bank is sized for all that use it, so a plan begins by asking every weight which bank it would
-# use. Experts use none: their moments differ, and one module applies them.
-
-
-Place = tuple[str, str]
-"""Weight name in the checkpoint, and name of the part."""
-
-
-@dataclass
-class Pools:
-    """Weights by the bank that they use.
-
-    Attributes:
-        left_out: Weights, by their names in the model, that turned out to stay dense.
-    """
-
-    left_out: set[str] = field(default_factory=set)
-    _keys: dict[Place, Hashable] = field(default_factory=dict)
-    _weights: set[str] = field(default_factory=set)
-    _peers: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, place: Place, site: Site, key: Hashable, weight: str) -> None:
-        """Notes that a part of a weight, called `weight` in the model, would use a bank."""
-        if weight not in self.left_out:
-            self._keys[place] = key
-            self._weights.add(weight)
-            self._peers[key].append(site)
-
-    def site(self, place: Place, site: Site) -> Site:
-        """Returns a site with all that share its bank."""
-        key = self._keys.get(place)
-        return site if key is None else replace(site, peers=tuple(self._peers[key]))
-
-    def without(self, refused: Iterable[str]) -> Pools | None:
-        """Returns empty pools that leave out what was refused; None if all members were taken."""
-        lost = self._weights & set(refused)
-        return Pools(self.left_out | lost) if lost else None
-
-    def lend(self, layers: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
-        """Lets the first layer that uses a bank own it, and the others refer to it."""
-        owners: dict[Hashable, str] = {}
-        for entry in layers:
-            used: Mapping[str, Hashable] = {
-                shared.name: self._keys[entry.key, part.name]
-                for part in entry.parts
-                for layout in part.terms
-                if (shared := shared_of(layout)) is not None
-            }
-            found = {name: owners.setdefault(key, entry.name) for name, key in used.items()}
-            borrowed = {name: owner for name, owner in found.items() if owner != entry.name}
-            yield entry.model_copy(update={"bank_of": borrowed}) if borrowed else entry
-
-
-def note_of(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
-    """Says that a budget does not reach into banks, where there are any."""
-    banks = sum(len(entry.own_banks) for entry in layers)
-    if not banks:
-        return ()
-    users = sum(bool(bank_layouts(entry.parts)) for entry in layers)
-    named = "one bank" if banks == 1 else f"{banks} banks"
-    return (
-        f"{users} layers share the tensors of {named}, each stored with the first layer that uses "
-        "it; banks are sized alike, not by predicted loss",
-    )
-
-
-# Which tables of word embeddings are rewritten, and how.
-
-
-def plan_embeddings(
-    options: Embeddings | None, source: SourceModel, anatomy: Anatomy
-) -> tuple[LayerPlan, ...]:
-    """Plans the tables; one that several modules share is planned once.
-
-    Args:
-        options: How to rewrite them; None for not at all.
-        source: The model; its weights are not read.
-        anatomy: Where they are.
-
-    Raises:
-        PlanError: No table can be rewritten. All reasons are in one message.
-    """
-    if options is None:
-        return ()
-    planned: list[LayerPlan] = []
-    reasons: dict[str, str] = {}
-    for path in _tables(source, anatomy):
-        try:
-            planned.append(_entry(options, source, path))
-        except Refusal as refusal:
-            reasons[path] = str(refusal)
-    if not planned:
-        lines = "".join(f"\n  - `{path}`: {reason}" for path, reason in reasons.items())
-        raise PlanError(
-            f"no word embedding can be rewritten:{lines or ' the model has none'}",
-            "leave `embeddings` out of the recipe, or `--embeddings` out of the command",
-        )
-    return tuple(planned)
-
-
-def _tables(source: SourceModel, anatomy: Anatomy) -> Iterator[str]:
-    """Paths of the tables that others are tied to, not of those others."""
-    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
-    yield from (path for path in anatomy.embeddings if f"{path}.weight" not in ties)
-
-
-def _entry(options: Embeddings, source: SourceModel, path: str) -> LayerPlan:
-    model = source.keymap.model
-    module = model.get_submodule(path)
-    users = (module, *map(model.get_submodule, tied_to(source, path)))
-    for user in users:
-        if type(user) is not nn.Linear and LookupScale.of(user) is None:
-            raise Refusal(f"`{type(user).__name__}` computes more than a table does")
-    try:
-        name = source.keymap.checkpoint_prefix(path)
-        keys = source.keymap.sources(f"{path}.weight")
-    except SourceError as error:
-        raise Refusal(error.message) from error
-    if keys.converter is not None or keys.keys != (f"{name}.weight",):
-        raise Refusal("the checkpoint stores it under another name, or in parts")
-    assert isinstance(module, nn.Embedding)
-    site = Site(module.embedding_dim, module.num_embeddings, "both", role="embedding", block=path)
-    entry = LayerPlan(
-        name=name,
-        block="embeddings",
-        role="embedding",
-        kind="embedding",
-        bias=False,
-        parts=(PartLayout(name="embedding", terms=(_layout(options, site),)),),
-    )
-    if entry.parameters >= entry.dense_parameters:
-        share = entry.parameters / entry.dense_parameters
-        raise Refusal(f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}")
-    return entry
-
-
-def _layout(options: Embeddings, site: Site) -> Layout:
-    kind = structure_of(options.method)
-    dense = site.in_features * site.out_features
-    budget = None if options.target is None else int(options.target * dense)
-    layout: Layout = kind.layout(options.method, site, budget)
-    if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
-        known = ", ".join(f"`{name}`" for name in lookup_methods())
-        raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
-    return layout
-
-
 def tied_to(source: SourceModel, path: str) -> tuple[str, ...]:
     """Paths of the modules whose weight is the embedding's, such as an output head."""
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     names = (target for target, owner in ties.items() if owner == f"{path}.weight")
     return tuple(name.removesuffix(".weight") for name in names)
-
-
-# Which modules of a host take another form: tables of positions, and layer norms, by slices.
-
-
-def plan_forms(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy
-) -> tuple[FormPlan, ...]:
-    """Plans what `positions` and `norm` ask for.
-
-    Args:
-        recipe: What to do.
-        source: The model.
-        model: The model on the meta device.
-        anatomy: Its blocks.
-
-    Raises:
-        PlanError: The host has nothing of the kind; all problems are in one message.
-    """
-    problems: list[str] = []
-    found: list[FormPlan] = []
-    if recipe.positions != "host":
-        tables = list(_positions(recipe, source, model, anatomy))
-        if not tables:
-            problems.append(
-                f"`positions: {recipe.positions}` is about a table of positions for tokens of "
-                f"text, and this `{anatomy.family}` model has none"
-            )
-        found += tables
-    if recipe.norm != "host":
-        norms = list(_norms(recipe, source, model, anatomy))
-        if not norms:
-            problems.append(
-                f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
-                f"this `{anatomy.family}` model have none"
-            )
-        found += norms
-    p = _slices(recipe)
-    problems += [
-        f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
-        for entry in found
-        if entry.shape[-1] % p
-    ]
-    if problems:
-        raise PlanError("; ".join(problems), "leave `positions` or `norm` at `host`")
-    return tuple(found)
-
-
-def _slices(recipe: Convert) -> int:
-    return int(getattr(recipe.method, "p", 1))
-
-
-def _positions(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy
-) -> Iterator[FormPlan]:
-    inside = tuple(f"{block.name}." for block in anatomy.blocks)
-    for path, table, offset in position_tables(model):
-        if path.startswith(inside):
-            continue
-        try:
-            name = source.keymap.checkpoint_prefix(path)
-        except SourceError:
-            continue  # it has no place of its own in a checkpoint
-        yield FormPlan(
-            name=name,
-            kind="positions",
-            form=recipe.positions,
-            p=_slices(recipe),
-            shape=(table.num_embeddings, table.embedding_dim),
-            offset=offset,
-        )
-
-
-def _norms(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy
-) -> Iterator[FormPlan]:
-    for block in anatomy.blocks:
-        width = block.layers[0].in_features
-        for path, module in model.get_submodule(block.name).named_modules():
-            if type(module) is nn.LayerNorm and tuple(module.normalized_shape) == (width,):
-                name = source.keymap.checkpoint_prefix(f"{block.name}.{path}")
-                shape, p = (width,), _slices(recipe)
-                yield FormPlan(name=name, kind="norm", form=recipe.norm, p=p, shape=shape)

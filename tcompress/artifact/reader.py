@@ -6,7 +6,7 @@ import contextlib
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tcompress.artifact.checksums import check_format_version, damages, files_in
 from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
@@ -90,7 +90,8 @@ def _not_converted(folder: Path) -> ArtifactError:
     )
 
 
-class Verified(NamedTuple):
+@dataclass(frozen=True)
+class Verified:
     """What was compared with the checksums of a manifest, and `others`, which it does not know."""
 
     files: int

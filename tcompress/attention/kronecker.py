@@ -39,11 +39,6 @@ class KroneckerLayout(MechanismLayout):
     pool: Pool = "mean"
     seed: int = 0
 
-    @property
-    def axes(self) -> int:
-        """Number of axes."""
-        return len(self.grid) or 2
-
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """Sizes of the axes for so many tokens on the grid."""
         return self.grid or (-(-tokens // self.fold), self.fold)  # type: ignore[operator,return-value]
@@ -85,7 +80,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
         return {**found, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
-        shapes: Shapes = {"scale": (layout.axes, layout.heads)}
+        shapes: Shapes = {"scale": (len(layout.grid) or 2, layout.heads)}
         return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
 
     def ordered(self, layout: KroneckerLayout) -> bool:
@@ -94,7 +89,7 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     def start(
         self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
-        values = {"scale": torch.zeros(layout.axes, layout.heads)}  # of its logarithm
+        values = {"scale": torch.zeros(self.tensors(layout)["scale"])}  # of its logarithm
         if layout.special:
             first = log(prod(layout.grid) / layout.special)
             values["gate"] = torch.full((layout.heads,), first)

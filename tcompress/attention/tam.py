@@ -39,19 +39,6 @@ def gru_tensors(heads: int, width: int) -> Shapes:
     return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
 
 
-def start_gru(
-    heads: int, width: int, generator: Generator, *, pretrained: bool
-) -> dict[str, Tensor]:
-    """Initialises the network as PyTorch does; in a trained model its gates are closed."""
-    bound = (heads * width) ** -0.5
-    values = {
-        name: torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        for name, shape in gru_tensors(heads, width).items()
-    }
-    gate = torch.zeros if pretrained else torch.ones
-    return {**values, "context_gate": gate(2, heads)}
-
-
 def add_context(
     k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -185,7 +172,11 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         else:
             values["core"] = values["core"].softmax(-1)
         if layout.memory == "gru":
-            values |= start_gru(layout.key_heads, width, generator, pretrained=pretrained)
+            bound = (layout.key_heads * width) ** -0.5  # as PyTorch does
+            for name, shape in gru_tensors(layout.key_heads, width).items():
+                values[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            gate = torch.zeros if pretrained else torch.ones
+            values["context_gate"] = gate(2, layout.key_heads)
         if layout.normalize == "softmax":
             values["scale"] = torch.full((heads,), log(width) / 2)
         return values

@@ -101,7 +101,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             if not _found(plan, keymap):  # a class may hold the model under a name of its own
                 plan = stored
             # A part of the model, such as the encoder of an encoder-decoder, may be loaded alone.
-            pairs, loaded = zip(plan.entries, stored.entries, strict=True), _found(plan, keymap)
+            loaded, pairs = _found(plan, keymap), zip(plan.entries, stored.entries, strict=True)
             needed = [entry for named, entry in pairs if named.name in loaded]
             verify_shapes(needed, shapes, stored.entries)
             check = partial(_require_all, folder, section, plan, shapes, own=manifest is not None)

@@ -145,8 +145,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of patches along each axis."""
-        sides = zip(self.input_size, self.patch_size, strict=True)
-        return tuple(size // patch for size, patch in sides)
+        axes = zip(self.input_size, self.patch_size, strict=True)
+        return tuple(size // patch for size, patch in axes)
 
 
 for _kind in (TCompressTextConfig, TCompressGridConfig):

@@ -232,12 +232,7 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
 
 @dataclass
 class ForecastOutput(ModelOutput):  # type: ignore[misc]
-    """What a model for forecasting returns.
-
-    Attributes:
-        loss: Mean squared error, where there are labels.
-        prediction_outputs: The forecast.  # (batch, horizon, variables)
-    """
+    """What a model for forecasting returns; a forecast is (batch, horizon, variables)."""
 
     loss: Tensor | None = None
     prediction_outputs: Tensor | None = None

@@ -29,9 +29,6 @@ from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 from tcompress.training.training_data import Data, check_training_data, head_options, load_data
 
-# How long a run is, and the learning rate of each step.
-
-
 HEALING_STEPS = 1000
 TASK_EPOCHS = 3.0
 """Where neither steps nor epochs are given."""
@@ -95,9 +92,7 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 class Pace:
     """Finds out how many steps a time limit allows, so that the schedule comes to its end in time.
 
-    Attributes:
-        minutes: The limit; None for none.
-        every: Steps between validations.
+    There is a validation every so many steps.
     """
 
     minutes: float | None
@@ -108,12 +103,7 @@ class Pace:
         """Total number of steps that the limit allows at the pace so far.
 
         None where there is no limit and while the pace is unknown: for some steps, or a tenth of
-        the time where steps take long.
-
-        Args:
-            step: Steps done; the first call comes before those that count.
-            seconds: Time spent.
-            validation: Time that a validation takes.
+        the time where steps take long. The first call comes before the steps that count.
         """
         if self.minutes is None:
             return None
@@ -131,13 +121,6 @@ class Pace:
         """Returns the seconds that the limit leaves; infinite where there is none."""
         return math.inf if self.minutes is None else 60 * self.minutes - seconds
 
-    def over(self, seconds: float) -> bool:
-        """Tells whether time is up."""
-        return self.left(seconds) < 0
-
-
-# Everything that a training run needs.
-
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
 _PREDICTED = {
@@ -152,17 +135,9 @@ _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `obj
 
 @dataclass
 class Setup:
-    """A run before its first step.
+    """A run before its first step: the student, and who reads its states and the teacher's.
 
-    Attributes:
-        options: The settings.
-        model: The student.
-        observer: Reads the student's states.
-        teacher_observer: Reads the teacher's, if there is one.
-        objectives: Terms of the loss and their weights.
-        data: Training and validation data.
-        task: The task, if there is one.
-        untrained: Whether the student's weights are as they began at random.
+    Objectives have weights; `untrained` says that the student's are as they began at random.
     """
 
     options: Finetune
@@ -184,11 +159,7 @@ class Setup:
 def set_up(
     source: SourceModel, teacher: SourceModel | None, options: Finetune, manifest: Manifest | None
 ) -> Setup:
-    """Loads data and models, and decides what is trained on what.
-
-    Raises:
-        InputError: Model, teacher, data and task do not fit one another.
-    """
+    """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
     names = _objective_weights(source, teacher, options, from_random=from_random)
     pooling, task = _pooling_and_task(source, options, names)
@@ -240,11 +211,6 @@ def set_up(
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
     """Refuses, before any work, what a run on a model made of the source would meet.
-
-    Args:
-        source: The dense model that the student is made from.
-        teacher: The teacher, if there is one.
-        options: The settings.
 
     Raises:
         InputError: Teacher, data, device and task do not fit one another; names all problems.

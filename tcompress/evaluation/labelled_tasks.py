@@ -99,8 +99,8 @@ class _GridTask(_ClassTask):
         found = []
         for places in runner.slices(self.units):
             batch = torch.stack([self.read(index) for index in range(places.start, places.stop)])
-            logits = runner.model(**{self.input_name: runner.moved(batch)}).logits
-            found.append(logits.float().cpu())
+            batch = batch.to(runner.device, runner.model.dtype)
+            found.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
         return checked(torch.cat(found))
 
 
@@ -220,7 +220,8 @@ class Forecasting(Task):
         squares, sizes = [], []
         for places in runner.slices(self.units):
             past, future = self._windows.batch(places)
-            forecast = runner.model(past_values=runner.moved(past)).prediction_outputs
+            past = past.to(runner.device, runner.model.dtype)
+            forecast = runner.model(past_values=past).prediction_outputs
             error = (forecast.float().cpu() - future).double()
             squares.append(error.square().mean((1, 2)))
             sizes.append(error.abs().mean((1, 2)))

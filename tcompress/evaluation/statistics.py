@@ -16,7 +16,6 @@ from tcompress.artifact.manifest import Interval
 # A resample is told by how often it drew each example. Nearly all numbers are functions of sums
 # over examples, so that one matrix product gives them for many resamples.
 
-
 Array = NDArray[np.float64]
 Finish = Callable[[Array], Array]
 

@@ -40,10 +40,6 @@ class Runner:
             yield slice(first, last)
             self.advance(last - first)
 
-    def moved(self, values: Tensor) -> Tensor:
-        """Gives values as the model reads them."""
-        return values.to(self.device, self.model.dtype)
-
     def batches(self, rows: Sequence[Row], pad: int) -> Iterator[tuple[list[int], Row]]:
         """Yields indices of examples and their inputs, longest first, since they pad least so."""
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))

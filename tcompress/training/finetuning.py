@@ -54,7 +54,6 @@ class FloatAttention(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets everything but attention through."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         named = {name: _as_float(value) for name, value in (kwargs or {}).items()}

@@ -71,10 +71,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         setup, options, data = self.setup, self.setup.options, self.setup.data
-        processes = self.accelerator.num_processes
-        self.sampler = LengthBatches(
-            data.train.lengths, options.batch_size, processes, options.seed
-        )
+        lengths, processes = data.train.lengths, self.accelerator.num_processes
+        self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
         batches = loader(data.train, data.pad, self.sampler)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             setup.model, _optimizer(setup), batches

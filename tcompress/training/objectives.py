@@ -265,8 +265,7 @@ class Hidden(Objective):
         return (error * token_weights(batch, error)).sum()
 
 
-ANCHORS = 256
-"""Sentences whose teacher embeddings the others are compared with."""
+ANCHORS = 256  # sentences whose teacher embeddings the others are compared with
 
 
 class Embedding(Objective):

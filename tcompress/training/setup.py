@@ -19,6 +19,7 @@ from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Anatomy
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
@@ -29,21 +30,13 @@ from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 from tcompress.training.training_data import Data, check_training_data, head_options, load_data
 
-HEALING_STEPS = 1000
-TASK_EPOCHS = 3.0
-"""Where neither steps nor epochs are given."""
-
-HEALING_RATE = 1e-3
-TASK_RATE = 1e-4
-"""Where no learning rate is given; measured in docs/healing.md."""
-
-SCRATCH_RATE = 1e-3
-"""Likewise for models that begin at random; measured in docs/scratch.md."""
+HEALING_STEPS, TASK_EPOCHS = 1000, 3.0  # where neither steps nor epochs are given
+HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing.md
+SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in docs/scratch.md
 
 _FIRST = 5  # steps, or
 _EARLY = 0.1  # part of the time, before the pace is taken for known
-SURE = 25
-"""Steps after which it hardly changes any more."""
+SURE = 25  # steps after which it hardly changes any more
 
 
 def total_steps(options: Finetune, per_epoch: int) -> int:
@@ -182,14 +175,11 @@ def set_up(
         _check_one_stack(roles)
     teacher_observer = None
     if teacher is not None:
-        other = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-        other_roles = loaded_roles(teacher, other)
         depth = None if manifest is None else manifest.plan.depth
-        chosen = blocks_to_imitate(roles, other_roles, options.teacher_blocks, depth)
-        teacher_observer = Observer(other, other_roles, chosen, projections=projections)
+        teacher_observer = _observe_teacher(teacher, roles, options, depth, projections=projections)
         if "logits" in names:
-            _check_logits(model, other)
-        _tell_padding(other, data.pad)
+            _check_logits(model, teacher_observer.model)
+        _tell_padding(teacher_observer.model, data.pad)
     _tell_padding(model, data.pad)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -207,6 +197,20 @@ def set_up(
     _choose_trained(model, roles, options, from_random=from_random)
     untrained = manifest is not None and manifest.is_untrained
     return Setup(options, model, observer, teacher_observer, objectives, data, task, untrained)
+
+
+def _observe_teacher(
+    teacher: SourceModel,
+    student: Anatomy,
+    options: Finetune,
+    depth: DepthPlan | None,
+    *,
+    projections: bool,
+) -> Observer:
+    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+    roles = loaded_roles(teacher, model)
+    blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
+    return Observer(model, roles, blocks, projections=projections)
 
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:

@@ -18,8 +18,7 @@ from tcompress.errors import DataError
 from tcompress.hf.opening import Head
 from tcompress.training.objectives import Batch, Observed, embedded
 
-WRONG_PAIRS = 3
-"""Wrong responses beside every right one."""
+WRONG_PAIRS = 3  # wrong responses beside every right one
 
 
 class Task(ABC):

@@ -98,8 +98,8 @@ def test_pace_finds_out_what_a_limit_allows() -> None:
     assert found == [None] * 4 + [220] * 36
     slow = Pace(2.0)
     assert [slow.possible(step, 3 + 20.0 * step) for step in range(6)] == [None, 5, 5, 5, 5, 5]
-    assert not pace.over(119)
-    assert pace.over(121)
+    assert pace.left(119) == 1
+    assert pace.left(121) == -1
 
 
 @pytest.mark.parametrize("every", [10, 100])
@@ -115,7 +115,7 @@ def test_pace_knows_what_validations_take(every: int) -> None:
 
 def test_pace_without_a_limit() -> None:
     assert [Pace(None).possible(step, 1e6) for step in range(40)] == [None] * 40
-    assert not Pace(None).over(1e9)
+    assert Pace(None).left(1e9) > 0
 
 
 class _Clock:

@@ -17,17 +17,11 @@ from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics,
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
 from tcompress.models import SourceModel
 
-# Pairs of texts that are scored by embeddings, or together by a head.
-
 
 class _PairTask(Task):
     """Pairs of texts; each distinct text is encoded and embedded once.
 
-    What embeddings need is encoded at once, what a head needs when it is asked.
-
-    Attributes:
-        most_labels: Of a head that scores pairs; 0 if only embeddings do.
-        pairs: Number of pairs that a head scores.
+    Heads of at most `most_labels` score pairs too, which are encoded when it comes to that.
     """
 
     needs = Needs(texts=(2, 2))
@@ -36,14 +30,11 @@ class _PairTask(Task):
 
     def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
         super().__init__(source, examples, *args, **more)
-        self._one, self._two = (list(dict.fromkeys(column)) for column in examples.texts)
-        self._index = [
-            torch.tensor(_places(column, distinct))
-            for column, distinct in zip(examples.texts, (self._one, self._two), strict=True)
-        ]
-        self._texts = list(dict.fromkeys([*self._one, *self._two]))
+        first, second = examples.texts
+        self._texts = list(dict.fromkeys([*first, *second]))
+        self._documents = list(dict.fromkeys(second))
+        self._one, self._two = _places(first, self._texts), _places(second, self._documents)
         self._rows = self.reader.encode(self._texts)
-        self._pair_rows: list[Row] | None = None
         self.signature = signature(self._rows)
         self.pairs = self.units
 
@@ -51,11 +42,7 @@ class _PairTask(Task):
         return self.pairs if self.has_head(model) else len(self._rows)
 
     def has_head(self, model: PreTrainedModel) -> bool:
-        """Tells whether a model scores pairs with a head.
-
-        Raises:
-            DataError: Its head has too many labels.
-        """
+        """Tells whether a model scores pairs with a head; fails if that has too many labels."""
         if not self.most_labels or not type(model).__name__.endswith("ForSequenceClassification"):
             return False
         if model.config.num_labels > self.most_labels:
@@ -67,7 +54,7 @@ class _PairTask(Task):
         return True
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
-        """Embeds the distinct first and the distinct second texts.  # (texts, d) each."""
+        """Embeds the first texts, and the distinct second texts.  # (texts, d) each."""
         pooling = Pooling.of(self.source)
         self.facts["scoring"] = "cosine of embeddings"
         self.facts["pooling"] = pooling.words
@@ -80,24 +67,19 @@ class _PairTask(Task):
             return pooling(hidden, batch["attention_mask"])
 
         vectors = runner.outputs(self._rows, self.reader.pad, embedded)
-        one, two = (_places(texts, self._texts) for texts in (self._one, self._two))
-        return vectors[one], vectors[two]
+        return vectors[self._one], vectors[_places(self._documents, self._texts)]
 
     def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
-        """Lets a head read pairs of texts, always the same ones.  # (pairs, labels)."""
-        if self._pair_rows is None:
-            self._pair_rows = self.reader.encode(one, two)
-            self.facts["truncated"] = self.reader.truncated(self._pair_rows, one, two)
+        """Lets a head read pairs of texts.  # (pairs, labels)."""
+        rows = self.reader.encode(one, two)
+        self.facts["truncated"] = self.reader.truncated(rows, one, two)
         self.facts["scoring"] = "both texts read together"
-        return runner.logits(self._pair_rows, self.reader.pad)
+        return runner.logits(rows, self.reader.pad)
 
 
-def _places(texts: Sequence[str], among: Sequence[str]) -> list[int]:
+def _places(texts: Sequence[str], among: Sequence[str]) -> Tensor:
     index = {text: place for place, text in enumerate(among)}
-    return [index[text] for text in texts]
-
-
-# Similarity of sentences.
+    return torch.tensor([index[text] for text in texts])
 
 
 class Similarity(_PairTask):
@@ -112,16 +94,10 @@ class Similarity(_PairTask):
         if self.has_head(runner.model):
             found = self.head_logits(runner, *self.examples.texts)[:, 0]
         else:
-            one, two = (
-                vectors[index]
-                for vectors, index in zip(self.embeddings(runner), self._index, strict=True)
-            )
-            found = (one.double() * two).sum(-1)
+            one, two = self.embeddings(runner)
+            found = (one.double() * two[self._two]).sum(-1)
         scores = np.asarray(self.examples.targets, dtype=float)
         return [spearman(found.numpy(), scores), pearson(found.numpy(), scores)]
-
-
-# Finding a query's document among all documents.
 
 
 _CHUNK = 1024  # queries that are compared at a time
@@ -135,34 +111,23 @@ class Retrieval(_PairTask):
     def run(self, runner: Runner) -> Sequence[Statistic]:
         queries, documents = self.embeddings(runner)
         self.facts["documents"] = len(documents)
-        chunks = zip(*(index.split(_CHUNK) for index in self._index), strict=True)
-        found = [ranks(queries[own] @ documents.T, right) for own, right in chunks]
+        chunks = zip(queries.split(_CHUNK), self._two.split(_CHUNK), strict=True)
+        found = [ranks(some @ documents.T, right) for some, right in chunks]
         return rank_statistics(torch.cat(found).numpy(), (1, 10), gain=True)
 
 
 def ranks(scores: Tensor, right: Tensor) -> Tensor:
-    """Gives the rank of the right candidate, counted from 1.  # (queries,).
+    """Gives the rank of the right candidate among all of a query, counted from 1.
 
     Candidates that score the same come before it, so that a model which scores all alike, as a
     ruined one may, gets no credit.
-
-    Args:
-        scores: Scores of candidates.  # (queries, candidates)
-        right: Index of the right one.  # (queries,)
     """
     own = scores.gather(1, right[:, None])
     return (scores >= own).sum(1)
 
 
-# Choosing the right response among some.
-
-
 class ResponseSelection(_PairTask):
-    """Each row's second text among distractors of other rows, for its first text.
-
-    Args:
-        candidates: Number of responses to choose from, the right one counted.
-    """
+    """Each row's second text among some `candidates`, itself counted, for its first text."""
 
     name = "response-selection"
     most_labels = 2  # wrong and right
@@ -177,24 +142,20 @@ class ResponseSelection(_PairTask):
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         if self.has_head(runner.model):
-            scores = self._head_scores(runner)
+            one = [text for text in self.examples.texts[0] for _ in range(self._chosen.shape[1])]
+            two = [self._documents[index] for index in self._chosen.flatten().tolist()]
+            logits = self.head_logits(runner, one, two)
+            found = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+            scores = found.reshape(self._chosen.shape)
         else:
-            one, two = self.embeddings(runner)
-            scores = (one[self._index[0]].unsqueeze(1) * two[self._chosen]).sum(-1)
+            queries, responses = self.embeddings(runner)
+            scores = (queries.unsqueeze(1) * responses[self._chosen]).sum(-1)
         place = ranks(scores, torch.zeros(self.units, dtype=torch.long))
         return rank_statistics(place.numpy(), (1, 2, 5), gain=False)
 
-    def _head_scores(self, runner: Runner) -> Tensor:
-        """Scores all candidates with the model's head.  # (rows, candidates)."""
-        one = [text for text in self.examples.texts[0] for _ in range(self._chosen.shape[1])]
-        two = [self._two[index] for index in self._chosen.flatten().tolist()]
-        logits = self.head_logits(runner, one, two)
-        scores = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-        return scores.reshape(self._chosen.shape)
-
     def _draw(self, candidates: int) -> Tensor:
         """Draws candidates of each row among the distinct responses, the right one first."""
-        count = len(self._two)
+        count = len(self._documents)
         if count < candidates:
             raise DataError(
                 f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
@@ -202,7 +163,7 @@ class ResponseSelection(_PairTask):
                 "give more data, or ask for fewer: `--candidates`",
             )
         generator = np.random.default_rng(self.seed)
-        right = self._index[1].numpy()[:, None]
+        right = self._two.numpy()[:, None]
         others = np.stack(
             [generator.choice(count - 1, candidates - 1, replace=False) for _ in right]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,36 +22,11 @@ from tcompress.evaluation.statistics import Array, Statistic, auc, class_statist
 from tcompress.evaluation.task_base import Runner, Task, checked, signature
 from tcompress.models import SourceModel
 
-# Which of a model's labels is which class of the data.
+Places = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Labels:
-    """How labels and classes correspond.
-
-    Attributes:
-        of_class: The label of each class.  # (classes,)
-        class_of: The class of each label, -1 if the data has no such class.  # (labels,)
-        by: `name` or `index`.
-        note: What is doubtful about it, if anything.
-    """
-
-    of_class: NDArray[Any]
-    class_of: NDArray[Any]
-    by: str
-    note: str | None = None
-
-
-def match_labels(config: Any, examples: Examples) -> Labels:
-    """Matches labels with classes: by name if every class is called as a label is, else by order.
-
-    Args:
-        config: The model's configuration.
-        examples: Examples with classes.
-
-    Raises:
-        DataError: The model has fewer labels than the data has classes.
-    """
+def _label_order(config: Any, examples: Examples) -> list[int] | None:
+    """The label of each class, if every class is called as a label is; there must be enough."""
     names, classes = label_names(config), examples.classes
     if len(names) < len(classes):
         raise DataError(
@@ -59,40 +34,36 @@ def match_labels(config: Any, examples: Examples) -> Labels:
             f"`{examples.name}` has {len(classes)} classes ({few(classes)})",
             "give a model that was trained on this task, or name another label column",
         )
-    order = by_name(names, classes)
-    by, note = ("name", None) if order is not None else ("index", doubts(names, classes))
-    of_class = np.arange(len(classes)) if order is None else np.array(order)
-    class_of = np.full(len(names), -1)
-    class_of[of_class] = np.arange(len(classes))
-    return Labels(of_class, class_of, by, note)
-
-
-# Classification of texts and pairs of texts, of images, and of volumes.
+    return by_name(names, classes)
 
 
 class _ClassTask(Task):
-    """Class of an example."""
+    """Class of an example; labels are matched by name if they are called so, else by order."""
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
-        match_labels(source.config, examples)
+        _label_order(source.config, examples)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        labels = match_labels(runner.model.config, self.examples)
-        self.facts["labels_matched_by"] = labels.by
-        self.notes = [labels.note] if labels.note else []
-        scores = self.logits(runner).numpy()
-        truth, classes = np.asarray(self.examples.targets), len(self.examples.classes)
-        accuracy, *others = class_statistics(labels.class_of[scores.argmax(-1)], truth, classes)
-        return [accuracy, *self.of_scores(scores, labels, truth), *others]
+        names, classes = label_names(runner.model.config), self.examples.classes
+        order = _label_order(runner.model.config, self.examples)
+        self.facts["labels_matched_by"] = "index" if order is None else "name"
+        note = doubts(names, classes) if order is None else None
+        self.notes = [note] if note else []
+        of_class = np.array(range(len(classes)) if order is None else order)
+        class_of = np.full(len(names), -1)  # labels that the data has no class for
+        class_of[of_class] = np.arange(len(classes))
+        scores, truth = self.logits(runner).numpy(), np.asarray(self.examples.targets)
+        accuracy, *others = class_statistics(class_of[scores.argmax(-1)], truth, len(classes))
+        return [accuracy, *self.of_scores(scores, of_class, truth), *others]
 
     @abstractmethod
     def logits(self, runner: Runner) -> Tensor:
         """Computes finite logits of all examples.  # (examples, labels)."""
 
-    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
-        """Makes numbers that not only the best class decides."""
+    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
+        """Makes numbers that not only the best class decides, from the label of each class."""
         return []
 
 
@@ -125,12 +96,12 @@ class _GridTask(_ClassTask):
         """Reads the model's input of one example."""
 
     def logits(self, runner: Runner) -> Tensor:
-        return checked(torch.cat(list(self._logits(runner))))
-
-    def _logits(self, runner: Runner) -> Iterator[Tensor]:
+        found = []
         for places in runner.slices(self.units):
             batch = torch.stack([self.read(index) for index in range(places.start, places.stop)])
-            yield runner.model(**{self.input_name: runner.moved(batch)}).logits.float().cpu()
+            batch = batch.to(runner.device, runner.model.dtype)
+            found.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
+        return checked(torch.cat(found))
 
 
 class ImageClassification(_GridTask):
@@ -155,10 +126,10 @@ class ImageClassification(_GridTask):
         place = f"`{self.examples.name}`"
         return self._process(decode(self.examples.images[index], channels, place))
 
-    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
+    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
         if len(self.examples.classes) <= 5:
             return []
-        right = np.take_along_axis(scores, labels.of_class[truth][:, None], axis=1)
+        right = np.take_along_axis(scores, labels[truth][:, None], axis=1)
         return [ratio("top5", (scores > right).sum(axis=1) < 5)]
 
 
@@ -175,7 +146,7 @@ class VolumeClassification(_GridTask):
         if inputs.grid != VOLUMES:
             raise DataError(
                 f"`{source.id}` is a `{source.model_class.__name__}`, which reads no volumes",
-                "give a model for volumes, such as the host `tcompress_grid`",
+                "give a model for volumes, such as `tcompress_grid`",
             )
         super().check(source, examples)
         assert examples.volumes is not None  # that is what the task needs
@@ -190,13 +161,10 @@ class VolumeClassification(_GridTask):
         assert self.examples.volumes is not None
         return as_input(self.examples.volumes[index])
 
-    def of_scores(self, scores: Array, labels: Labels, truth: NDArray[Any]) -> list[Statistic]:
+    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
         if len({*truth.tolist()}) < len(self.examples.classes):
             return []  # not defined without an example of each
-        return [auc(softmax(scores, axis=-1)[:, labels.of_class], truth)]
-
-
-# Forecasting of multivariate series.
+        return [auc(softmax(scores, axis=-1)[:, labels], truth)]
 
 
 FITTED_ROWS, RIDGE = 2**16, 1e-3
@@ -227,11 +195,7 @@ class Forecasting(Task):
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
-        """Windows of the size that the models were made for.
-
-        Raises:
-            DataError: A model forecasts nothing, or they do not forecast alike.
-        """
+        """Windows of the size that the models were made for."""
         found = {source.id: window_of(source) for source in sources}
         if len({*found.values()}) > 1:
             sizes = ", ".join(f"`{name}` {c} + {h}" for name, (c, h) in found.items())
@@ -256,7 +220,8 @@ class Forecasting(Task):
         squares, sizes = [], []
         for places in runner.slices(self.units):
             past, future = self._windows.batch(places)
-            forecast = runner.model(past_values=runner.moved(past)).prediction_outputs
+            past = past.to(runner.device, runner.model.dtype)
+            forecast = runner.model(past_values=past).prediction_outputs
             error = (forecast.float().cpu() - future).double()
             squares.append(error.square().mean((1, 2)))
             sizes.append(error.abs().mean((1, 2)))
@@ -281,8 +246,8 @@ def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
             error = forecast(past) - future
             sums[name] += [float(x.mean((1, 2)).sum()) for x in (error.square(), error.abs())]
     return {
-        name: {"mse": float(mse) / len(windows), "mae": float(mae) / len(windows)}
-        for name, (mse, mae) in sums.items()
+        name: dict(zip(("mse", "mae"), (found / len(windows)).tolist(), strict=True))
+        for name, found in sums.items()
     }
 
 

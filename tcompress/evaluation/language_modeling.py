@@ -17,9 +17,6 @@ from tcompress.evaluation.statistics import Statistic, ratio
 from tcompress.evaluation.task_base import Row, Runner, Task, checked, signature
 from tcompress.models import SourceModel
 
-# How well a causal language model predicts text.
-
-
 _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}
 
 
@@ -71,7 +68,10 @@ class Perplexity(Task):
             "bytes": self._bytes,
             "windows": len(self._rows),
         }
-        if unknown := self._unknown():
+        token, unknown = reader.tokenizer.unk_token_id, 0
+        if token is not None and token not in (*self._end, *self._start):
+            unknown = sum(int((row["input_ids"] == token).sum()) for row in self._rows)
+        if unknown:
             self.facts["unknown_tokens"] = unknown
             self.notes = [f"{unknown:,} tokens stand for text that the tokenizer does not know"]
 
@@ -139,13 +139,6 @@ class Perplexity(Task):
                 )
             yield ids
 
-    def _unknown(self) -> int:
-        """Counts tokens that stand for unknown text."""
-        token = self.reader.tokenizer.unk_token_id
-        if token is None or token in (*self._end, *self._start):
-            return 0
-        return sum(int((row["input_ids"] == token).sum()) for row in self._rows)
-
 
 def _starting_tokens(tokenizer: Any) -> list[int]:
     """Tokens that a tokenizer writes before every text."""
@@ -155,9 +148,6 @@ def _starting_tokens(tokenizer: Any) -> list[int]:
         if plain and whole[first : first + len(plain)] == plain:
             return whole[:first]
     return []
-
-
-# Guessing words that are hidden in a text.
 
 
 _SHARE = 0.15

@@ -28,7 +28,7 @@ from tcompress.evaluation.labelled_tasks import (
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
 from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, store
 from tcompress.evaluation.statistics import Statistic
-from tcompress.evaluation.task_base import Task
+from tcompress.evaluation.task_base import Task, TextReader
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
@@ -51,9 +51,6 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-# Measuring models on a task.
-
-
 @dataclass(frozen=True)
 class _Measurement:
     """What is the same for all models."""
@@ -62,7 +59,6 @@ class _Measurement:
     task: type[Task]
     examples: Examples
     max_length: int | None
-    dtype: torch.dtype | None
     device: torch.device
     progress: Progress
     save: bool
@@ -74,7 +70,7 @@ class _Measurement:
             options = {"pack": wanted.pack, "candidates": wanted.candidates}
             given = {name: value for name, value in options.items() if value is not None}
             task = self.task(source, self.examples, self.max_length, seed=wanted.seed, **given)
-            model = load_model(source, dtype=self.dtype, device=self.device)
+            model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
             self.progress.stage(Path(name).name, task.work(model), "inputs")
             start = time.perf_counter()
             statistics = self._statistics(task, model)
@@ -154,15 +150,13 @@ def evaluate(
     with problems.collected():
         check_data([wanted.data])
     with problems.collected():
-        dtype = pick_dtype(wanted.dtype)
-    with problems.collected():
         device = pick_device(wanted.device)
     problems.report()
     task = TASKS[wanted.task]
     examples = _examples(wanted, task, [*sources.values()])
     length = _common_length(task, examples, sources.values(), wanted.max_length)
     heard = progress or Silent()
-    run = _Measurement(wanted, task, examples, length, dtype, device, heard, save)
+    run = _Measurement(wanted, task, examples, length, device, heard, save)
     if known is not None:
         return [run.of(name, sources[name], known) for name in names]
     base = run.of(first, sources[first], None)
@@ -173,15 +167,9 @@ def evaluate(
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
-    """Reads the data of a measurement and holds it to a model, as measuring does.
+    """Reads the data of a measurement and holds it to a model, or to the one it is made from.
 
-    Args:
-        item: What is to be measured.
-        source: The model, or the one that it will be made from.
-        heads: Whether the model must be able to do the task as it is.
-
-    Raises:
-        InputError: The data, a device or an option cannot be used.
+    With `heads` the model must be able to do the task as it is.
     """
     pick_device(item.device)
     task = TASKS[item.task]
@@ -209,8 +197,9 @@ def _common_length(
     for source in sources:
         with _about(source):
             task.check(source, examples)
-            lengths.append(task.limit(source, max_length))
-    return min((length for length in lengths if length is not None), default=None)
+            if task.max_length is not None:
+                lengths.append(TextReader(source, max_length or task.max_length).limit)
+    return min(lengths, default=None)
 
 
 @contextmanager

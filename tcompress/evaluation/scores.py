@@ -39,11 +39,7 @@ class Baseline:
     def of(
         cls, name: str, statistics: Sequence[Statistic], signature: str, times: int, seed: int
     ) -> Baseline:
-        """Computes numbers and resamples.
-
-        Raises:
-            InputError: A number is not defined for this model.
-        """
+        """Computes numbers and resamples; fails where a number is not defined for this model."""
         values = [statistic.value() for statistic in statistics]
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
@@ -73,14 +69,7 @@ def metrics_of(
     baseline: Baseline | None,
     protocol: Mapping[str, Any],
 ) -> list[Metric]:
-    """Makes metrics.
-
-    Args:
-        statistics: What was measured.
-        own: Its numbers.
-        baseline: What to compare with, if anything.
-        protocol: How it was measured.
-    """
+    """Makes metrics of a model's own numbers, compared with a baseline if there is one."""
     made = []
     for index, statistic in enumerate(statistics):
         facts, difference = dict(protocol), None
@@ -111,9 +100,6 @@ def _difference(index: int, own: Baseline, baseline: Baseline) -> Difference:
         value=own.values[index] - baseline.values[index],
         interval=interval(one - two) if paired else None,
     )
-
-
-# What a measurement gives: numbers of a model, to show and to keep.
 
 
 _SAME = ("task", "data_fingerprint", "split")  # of two measurements of which the newer is kept
@@ -184,8 +170,7 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
 def store(folder: Path, metrics: Sequence[Metric]) -> bool:
     """Adds numbers to the manifest of a model, in place of older ones on the same data.
 
-    Returns:
-        Whether there is a manifest that can be written.
+    Tells whether there is a manifest that can be written.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -206,17 +191,9 @@ def _identity(metric: Metric) -> tuple[object, ...]:
     return (metric.name, *(metric.protocol.get(name) for name in _SAME))
 
 
-# A quality that models have to reach.
-
-
 @dataclass(frozen=True)
 class Threshold:
-    """A bound on the main number of a task. Use `Threshold.parse`.
-
-    Attributes:
-        value: A number, or a factor of the baseline's.
-        relative: Whether it is a factor.
-    """
+    """A bound on the main number of a task, or a factor of the baseline's if it is `relative`."""
 
     value: float
     relative: bool
@@ -244,9 +221,6 @@ class Threshold:
         return f"{self.value:g}" + (" x baseline" if self.relative else "")
 
 
-# The table of a measurement.
-
-
 def headline(scores: Sequence[ModelScores]) -> str:
     """Says in a line what was measured."""
     facts = scores[0].metrics[0].protocol
@@ -270,7 +244,9 @@ def score_table(scores: Sequence[ModelScores]) -> Table:
     for name in names:
         right = name not in ("model", "metric")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
-    labels = _labels([item.name for item in scores])
+    ends = [item.name.rstrip("/").rpartition("/")[2] for item in scores]
+    # The ends of names, if they tell the models apart.
+    labels = ends if len({*ends}) == len(ends) else [item.name for item in scores]
     for label, item in zip(labels, scores, strict=True):
         for index, metric in enumerate(item.metrics):
             cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
@@ -281,12 +257,6 @@ def score_table(scores: Sequence[ModelScores]) -> Table:
         for index, (name, value) in enumerate(numbers.items()):
             table.add_row("" if index else f"{label} (no model)", name, _number(value))
     return table
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """The ends of names, if they tell the models apart."""
-    ends = [name.rstrip("/").rpartition("/")[2] for name in names]
-    return ends if len({*ends}) == len(ends) else list(names)
 
 
 def _comparison(metric: Metric) -> list[str]:
@@ -305,10 +275,6 @@ def _range(found: Interval | None, sign: str = "") -> str:
 
 
 def _number(value: float, sign: str = "", fewer: int = 0) -> str:
-    if abs(value) >= 1000:
-        digits = 0
-    elif abs(value) >= 10:
-        digits = 2 - fewer
-    else:
-        digits = 4 - fewer
+    size = abs(value)
+    digits = 0 if size >= 1000 else 2 - fewer if size >= 10 else 4 - fewer
     return f"{value:{sign},.{digits}f}"

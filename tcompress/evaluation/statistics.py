@@ -13,11 +13,8 @@ from scipy.stats import rankdata
 
 from tcompress.artifact.manifest import Interval
 
-# Numbers that sum up a measurement, and their values on resampled examples.
-#
 # A resample is told by how often it drew each example. Nearly all numbers are functions of sums
 # over examples, so that one matrix product gives them for many resamples.
-
 
 Array = NDArray[np.float64]
 Finish = Callable[[Array], Array]
@@ -28,7 +25,6 @@ class Statistic:
     """A number measured on examples.
 
     Attributes:
-        name: What is measured.
         units: Number of examples.
         resampled: Computes it on resamples, from how often each resample has each example.
             # (resamples, units) -> (resamples,)
@@ -50,11 +46,8 @@ class Statistic:
 def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statistic:
     """Makes a function of sums over examples.
 
-    Args:
-        name: What is measured.
-        columns: Summands, dense or a sparse matrix.  # (units, sums)
-        finish: Turns sums into numbers.  # (resamples, sums) -> (resamples,)
-        **options: As `Statistic` takes them.
+    `columns` are the summands, dense or sparse (units, sums); `finish` turns the sums of each
+    resample into its number.
     """
 
     def resampled(counts: Array) -> Array:
@@ -82,11 +75,8 @@ def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
 def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     """Makes the area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
 
-    Of more than two classes it is the mean over classes, each against all others.
-
-    Args:
-        scores: Score of each class.  # (units, classes)
-        true: Class of each example; every class occurs.  # (units,)
+    Of more than two classes, each with a column of scores, it is the mean over classes, each
+    against all others; every class occurs.
     """
     values, truth = np.asarray(scores, dtype=float), np.asarray(true)
     chosen = [1] if values.shape[1] == 2 else range(values.shape[1])
@@ -144,10 +134,7 @@ def pearson(one: ArrayLike, two: ArrayLike) -> Statistic:
 def class_statistics(predicted: ArrayLike, true: ArrayLike, classes: int) -> list[Statistic]:
     """Makes accuracy, macro F1 and, of two classes, Matthews correlation.
 
-    Args:
-        predicted: Class of each example; -1 for one that the data does not have.  # (units,)
-        true: Class of each example.  # (units,)
-        classes: Number of classes.
+    A prediction of -1 is none of the classes.
     """
     guess, truth = np.asarray(predicted), np.asarray(true)
     hits = guess == truth
@@ -168,9 +155,8 @@ def _marked(labels: NDArray[Any], classes: int) -> Any:
 def _macro_f1(sums: Array) -> Array:
     hits, guesses, truths = np.split(sums, 3, axis=1)
     total = guesses + truths
-    scores = 2 * hits / np.where(total > 0, total, 1)
     # Classes that neither occur nor are guessed have no score.
-    return np.asarray(scores.sum(axis=1) / (total > 0).sum(axis=1))
+    return np.asarray((2 * hits / np.maximum(total, 1)).sum(axis=1) / (total > 0).sum(axis=1))
 
 
 def _matthews(sums: Array) -> Array:
@@ -186,10 +172,7 @@ def _matthews(sums: Array) -> Array:
 def rank_statistics(ranks: ArrayLike, recalls: Sequence[int], gain: bool) -> list[Statistic]:
     """Makes numbers from the rank of the right answer of each query, counted from 1.
 
-    Args:
-        ranks: The ranks.  # (units,)
-        recalls: Cut-offs of the recalls, the main one first.
-        gain: Whether MRR and nDCG are cut off at 10; else only MRR, over all ranks.
+    With `gain` MRR and nDCG are cut off at 10; else it is MRR alone, over all ranks.
     """
     place = np.asarray(ranks, dtype=float)
     made = [ratio(f"recall@{cut}", place <= cut) for cut in recalls]
@@ -197,9 +180,6 @@ def rank_statistics(ranks: ArrayLike, recalls: Sequence[int], gain: bool) -> lis
         return [*made, ratio("mrr", 1 / place)]
     top = place <= 10
     return [*made, ratio("mrr@10", top / place), ratio("ndcg@10", top / np.log2(place + 1))]
-
-
-# Percentile bootstrap over examples.
 
 
 _CELLS = 2**20  # of counts that are held at a time
@@ -211,9 +191,6 @@ def resampled(statistics: Sequence[Statistic], times: int, seed: int) -> list[Ar
 
     The resamples depend on the seed and the number of examples alone, so that the numbers of two
     models are paired.
-
-    Returns:
-        Values of each number.  # (times,) each
     """
     units, generator = statistics[0].units, np.random.default_rng(seed)
     most = max(_CELLS // units, 1)

@@ -21,22 +21,12 @@ from tcompress.evaluation.statistics import Statistic
 from tcompress.hf.opening import Head, has_head
 from tcompress.models import SourceModel
 
-# Running a model over examples in batches.
-
-
 Row = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A model and how it is run.
-
-    Attributes:
-        model: The model.
-        batch_size: Examples in a batch.
-        device: Where the model is.
-        advance: Hears of examples that are done.
-    """
+    """Runs a model over examples in batches; `advance` hears of those that are done."""
 
     model: PreTrainedModel
     batch_size: int
@@ -50,17 +40,8 @@ class Runner:
             yield slice(first, last)
             self.advance(last - first)
 
-    def moved(self, values: Tensor) -> Tensor:
-        """Gives values as the model reads them."""
-        return values.to(self.device, self.model.dtype)
-
     def batches(self, rows: Sequence[Row], pad: int) -> Iterator[tuple[list[int], Row]]:
-        """Yields indices of examples and their inputs, longest first, since they pad least so.
-
-        Args:
-            rows: Inputs of each example, sequences not padded.
-            pad: Token to pad with.
-        """
+        """Yields indices of examples and their inputs, longest first, since they pad least so."""
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
         for places in self.slices(len(order)):
             chosen = order[places]
@@ -77,16 +58,11 @@ class Runner:
 
     def logits(self, rows: Sequence[Row], pad: int) -> Tensor:
         """Computes the model's logits in the order of the rows.  # (rows, labels)."""
-        with _padding_known(self.model, pad):
-            return self.outputs(rows, pad, lambda batch: self.model(**batch).logits)
+        return self.outputs(rows, pad, lambda batch: self.model(**batch).logits)
 
 
 def checked(values: Tensor) -> Tensor:
-    """Gives values back if all are finite.
-
-    Raises:
-        InputError: They are not.
-    """
+    """Gives values back if all are finite, and fails otherwise."""
     if not torch.isfinite(values).all():
         raise InputError(
             "the model gives values that are not finite",
@@ -96,33 +72,24 @@ def checked(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def _measuring(model: PreTrainedModel) -> Iterator[None]:
-    """Puts a model into evaluation mode without gradients, and back as it was."""
+def _measuring(model: PreTrainedModel, pad: int | None) -> Iterator[None]:
+    """Puts a model into evaluation mode without gradients, and back as it was.
+
+    Heads that read the last token are told which tokens are padding, if the config does not.
+    """
     training = [module for module in model.modules() if module.training]
+    config: Any = model.config.get_text_config()
+    had = getattr(config, "pad_token_id", None)
+    config.pad_token_id = pad if had is None else had
     model.eval()
     try:
         # Not inference mode: what a layer caches has to serve training too.
         with torch.no_grad():
             yield
     finally:
+        config.pad_token_id = had
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _padding_known(model: PreTrainedModel, pad: int) -> Iterator[None]:
-    """Tells heads that read the last token which tokens are padding, if the config does not."""
-    config: Any = model.config.get_text_config()
-    had = getattr(config, "pad_token_id", None)
-    if had is None:
-        config.pad_token_id = pad
-    try:
-        yield
-    finally:
-        config.pad_token_id = had
-
-
-# From texts to a model's inputs, for measuring.
 
 
 _READ = ("input_ids", "attention_mask", "token_type_ids")
@@ -131,18 +98,7 @@ _READ = ("input_ids", "attention_mask", "token_type_ids")
 class TextReader:
     """Writes texts as a model reads them to be measured.
 
-    Args:
-        source: The model.
-        max_length: Most tokens of a text; fewer if the model has fewer positions.
-
-    Attributes:
-        encoder: Writes texts as tokens.
-        tokenizer: The model's tokenizer.
-        limit: Most tokens of a text.
-        pad: Token to pad with.
-
-    Raises:
-        DataError: The model has no tokenizer, or reads no texts alone.
+    They have at most `limit` tokens: `max_length`, or fewer if the model has fewer positions.
     """
 
     def __init__(self, source: SourceModel, max_length: int) -> None:
@@ -159,11 +115,7 @@ class TextReader:
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Row]:
-        """Writes texts, or pairs of texts, as inputs of the model.
-
-        Raises:
-            DataError: The tokenizer and the model do not belong together.
-        """
+        """Writes texts, or pairs of texts, as inputs of the model."""
         with _hinting("put the model's own tokenizer into its folder"):
             rows = self.encoder.encode(texts, pairs)
         # An empty text still needs a place to be read at.
@@ -202,32 +154,18 @@ def _hinting(hint: str) -> Iterator[None]:
         raise DataError(error.message, hint) from error
 
 
-# What every task is made of.
-
-
 class Task(ABC):
     """A task with its examples, written as a model's inputs once and measured as often as wanted.
 
-    Args:
-        source: The model that tokenizer or image processor are taken from.
-        examples: The examples.
-        max_length: Longest text in tokens, as `limit` gives it.
-        seed: Seed of all random choices.
-
     Attributes:
-        name: Name, in lower case with hyphens.
         needs: What it reads.
         head: Head that the model must have, if any.
         max_length: Longest text in tokens, if nothing else is said; None without texts.
-        batch_size: Examples in a batch, if nothing else is said.
         unit: What is resampled and counted: `examples`, `windows`.
         reader: Reads its texts, if it has any.
         facts: What a protocol tells of it; complete after the first measurement.
         notes: What the user should know, likewise.
         signature: Equal for models that read the same tokens.
-
-    Raises:
-        DataError: The examples cannot be used with the model.
     """
 
     name: ClassVar[str]
@@ -255,37 +193,18 @@ class Task(ABC):
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
-        """What is read for some models; for all alike, where the models have no say.
-
-        Raises:
-            DataError: They cannot be measured on the same examples.
-        """
+        """What is read for some models; for all alike, where the models have no say."""
         return cls.needs
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
-        """Checks, from its configuration, that a model can do the task.
-
-        Raises:
-            DataError: It cannot.
-        """
+        """Checks, from its configuration, that a model can do the task."""
         if cls.head is not None and not has_head(source, cls.head):
             raise DataError(
                 f"`{source.id}` is a `{source.model_class.__name__}`, which has no "
                 f"{_HEADS[cls.head]}; the task `{cls.name}` needs one",
                 "train one first, or choose another task",
             )
-
-    @classmethod
-    def limit(cls, source: SourceModel, max_length: int | None) -> int | None:
-        """Gives the longest text that a model can be given, in tokens; None without texts.
-
-        Raises:
-            DataError: The model has no tokenizer.
-        """
-        if cls.max_length is None:
-            return None
-        return TextReader(source, max_length or cls.max_length).limit
 
     @property
     def units(self) -> int:
@@ -309,17 +228,10 @@ class Task(ABC):
     ) -> Sequence[Statistic]:
         """Measures a model, which stays in the mode (training or evaluation) that it is in.
 
-        Args:
-            model: A model with the tokenizer, or image processor, that the examples are for.
-            batch_size: Examples in a batch; default as the task likes.
-            device: Where the model is; default as it says.
-            advance: Hears of inputs that are done, `work` of them in all.
-
-        Returns:
-            The task's numbers, the main one first.
+        `advance` hears of inputs that are done, `work` of them in all.
         """
-        with _measuring(model):
-            size = batch_size or self.batch_size
+        size = batch_size or self.batch_size
+        with _measuring(model, None if self.max_length is None else self.reader.pad):
             return self.run(Runner(model, size, device or model.device, advance))
 
     def score(self, model: PreTrainedModel, batch_size: int | None = None) -> dict[str, float]:

@@ -22,10 +22,8 @@ _WINDOW = 50  # batches whose examples are sorted by length together
 class Encoded(Dataset[list[Row]]):
     """Examples as a model reads them; each is one row, or two for pairs of sentences.
 
-    Args:
-        lengths: Tokens of the longest row of each example; 0 for pictures.
-        read: Makes the rows of an example, given its place and the epoch.
-        labels: Labels of the examples, where their rows have none.
+    `read` makes the rows of an example, given its place and the epoch; labels are given where rows
+    have none. The length is that of the longest row, in tokens; 0 for pictures.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class Encoded(Dataset[list[Row]]):
     @classmethod
     def of(cls, examples: Sequence[tuple[Row, ...]], labels: Tensor | None = None) -> Encoded:
         """Takes examples whose rows are tokens, the same in every epoch."""
-        lengths = [max(map(_size, rows)) for rows in examples]
+        lengths = [max(len(ids) for row in rows for ids in row.values()) for rows in examples]
         return cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
 
     def __len__(self) -> int:
@@ -56,14 +54,8 @@ class Encoded(Dataset[list[Row]]):
 class LengthBatches(Sampler[list[int]]):
     """Batches of examples of similar length, in an order that seed and epoch determine.
 
-    The order does not depend on the number of processes, if all their batches together stay of
-    one size.
-
-    Args:
-        lengths: Lengths of the examples.
-        batch_size: Examples in a batch of one process.
-        processes: Processes that each take one batch in a step.
-        seed: Seed.
+    Each process takes a batch in a step. The order does not depend on their number, if all their
+    batches together stay of one size.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, processes: int, seed: int) -> None:
@@ -124,8 +116,3 @@ def _collate(examples: Sequence[list[Row]], pad: int) -> Row:
     labels = [{"labels": rows[0].pop("labels")} for rows in examples if "labels" in rows[0]]
     batch = collate([row for rows in examples for row in rows], pad)
     return {**batch, **collate(labels, pad)} if labels else batch
-
-
-def _size(row: Row) -> int:
-    ids = row.get("input_ids", row.get("decoder_input_ids"))
-    return 0 if ids is None else len(ids)

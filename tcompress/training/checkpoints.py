@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, Field
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,18 +21,10 @@ class RunState(BaseModel):
     """How far a run is.
 
     Attributes:
-        step: Optimizer steps done.
-        samples: Examples seen.
-        tokens: Tokens seen, padding not counted.
-        seconds: Time spent.
         parts: Pieces that a batch is cut into.
         total: Steps in all, if the time limit has shortened them.
-        best: Best validated number so far.
-        best_step: Its step.
         stale: Validations since then.
         recent: Losses since the last validation.
-        curve: Course of the run.
-        files: Bytes of the files of its checkpoint.
     """
 
     step: int = 0
@@ -47,7 +38,6 @@ class RunState(BaseModel):
     stale: int = 0
     recent: list[float] = Field(default_factory=list)
     curve: list[CurvePoint] = Field(default_factory=list)
-    files: dict[str, int] = Field(default_factory=dict)
 
 
 class Checkpoints:
@@ -58,19 +48,8 @@ class Checkpoints:
         self._needed: int | None = None  # step of the best weights that the last checkpoint needs
 
     def last(self) -> Path | None:
-        """The newest complete checkpoint; one that is cut off or damaged counts as none."""
-        found = [path for path in self.folder.glob("step-*[0-9]") if self._is_whole(path)]
-        return max(found, default=None)
-
-    def _is_whole(self, folder: Path) -> bool:
-        try:
-            state = _state_in(folder)
-            if state.best is not None:
-                with safe_open(self._best(state.best_step), "pt"):
-                    pass  # its header fits its size
-            return all((folder / name).stat().st_size == size for name, size in state.files.items())
-        except (OSError, ValueError, SafetensorError):
-            return False
+        """The newest checkpoint; it has its name from the moment that it is complete."""
+        return max(self.folder.glob("step-*[0-9]"), default=None)
 
     def save(
         self,
@@ -82,14 +61,8 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint; older ones are removed when it is complete.
 
-        Args:
-            state: How far the run is.
-            write: Writes models, optimizer and generators into a folder; called in every process.
-            main: Whether this process is the one that writes everything else.
-            wait: Waits for all processes.
-
-        Raises:
-            TrainingError: It cannot be written; the one before is still there.
+        `write` is called in every process and writes models, optimizer and generators into a
+        folder; the main process does everything else.
         """
         target = self.folder / f"step-{state.step:08d}"
         unfinished = self.folder / f"{target.name}.tmp"
@@ -107,11 +80,8 @@ class Checkpoints:
             raise self._unwritten(f"the checkpoint of step {state.step:,}", error) from error
 
     def _finish(self, state: RunState, unfinished: Path, target: Path) -> None:
-        files = [path for path in unfinished.rglob("*") if path.is_file()]
-        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-        written = state.model_copy(update={"files": sizes})
-        write_text(unfinished / _STATE, written.model_dump_json())
-        for path in (*files, unfinished):
+        write_text(unfinished / _STATE, state.model_dump_json())
+        for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
         if target.exists():  # a resumed run may come back to its step
             swap(unfinished, target, target.with_suffix(".old.tmp"))
@@ -125,16 +95,12 @@ class Checkpoints:
 
     def read_state(self, folder: Path) -> RunState:
         """Reads how far a run was."""
-        state = _state_in(folder)
+        state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
         self._needed = state.best_step
         return state
 
     def keep_best(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Keeps the weights of the best step so far, and those that the last checkpoint needs.
-
-        Raises:
-            TrainingError: They cannot be written; those before are still there.
-        """
+        """Keeps the weights of the best step so far, and those that the last checkpoint needs."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with beside(self._best(step)) as other:
@@ -164,7 +130,3 @@ class Checkpoints:
             f"{free_text(self.folder)} on its disk",
             "free some disk space and run the same command again: it goes on where it was",
         )
-
-
-def _state_in(folder: Path) -> RunState:
-    return RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor
@@ -44,31 +44,16 @@ from tcompress.training.loop import Loop
 from tcompress.training.setup import Setup, blocks_first, set_up
 from tcompress.training.teacher import find_teacher
 
-# Mixed precision where PyTorch alone would be slow.
-
-
-def fast_precision(accelerator: Accelerator) -> AbstractContextManager[Any]:
-    """Returns the context to train in: on a CPU, bfloat16 with attention in float32."""
-    low = accelerator.mixed_precision != "no" and accelerator.device.type == "cpu"
-    return FloatAttention() if low else nullcontext()
-
 
 class FloatAttention(TorchFunctionMode):
-    """Computes softmax attention in float32, whatever autocast says.
+    """Computes softmax attention in float32, whatever autocast says, to train on a CPU.
 
     The backward pass of PyTorch's attention in bfloat16 takes longer on a CPU than those of all
-    products together: 0.9 of 1.2 seconds of a step of a small encoder. Hosts call it in many
+    products together: 0.9 of 1.2 seconds of a step of a small encoder. Models call it in many
     places, some of which go past the attention interface, so that the call itself is caught.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Lets everything but attention through."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         named = {name: _as_float(value) for name, value in (kwargs or {}).items()}
@@ -79,9 +64,6 @@ class FloatAttention(TorchFunctionMode):
 def _as_float(value: Any) -> Any:
     low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if low else value
-
-
-# Fine-tuning: open, train, save, publish.
 
 
 Say = Callable[[str], None]
@@ -114,22 +96,10 @@ def finetune(
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Finetuned:
-    """Trains a model, converted or not, and writes the result; as `tcompress.finetune` does.
+    """Trains a model, converted or not, and writes the result, as `tcompress.finetune` does.
 
-    Args:
-        model: The model, or its name.
-        options: How to train it.
-        output: Folder to write; it appears only when everything is finished.
-        force: Replace a folder that is not empty.
-        token: Access token for the hub.
-        progress: Hears how far it is.
-        say: Hears of what the user should know, such as a smaller batch.
-
-    Raises:
-        InputError: Model, teacher, data and task do not fit one another.
-        TrainingError: Training diverged, or cannot go on.
-        WriteError: What was written does not load, or is not what was trained.
-        KeyboardInterrupt: It was stopped; the same call goes on where it was.
+    The output appears only when everything is finished. `say` hears of what the user should know,
+    such as a smaller batch. Where it is stopped, the same call goes on where it was.
     """
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
@@ -146,7 +116,7 @@ def finetune(
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
-    say = say or _mute
+    say = say or (lambda text: None)
     for note in setup.data.notes:
         say(note)
     for name in stray_links(model.folder, model.trust_remote_code):
@@ -166,7 +136,6 @@ class _Run:
     force: bool
 
     def go(self, progress: Progress, say: Say) -> Finetuned:
-        main = self.accelerator.is_main_process
         with self._workplace() as place:
             # All processes have to know, and the main one alone looks.
             done = broadcast_object_list([place is not None and place.published])[0]
@@ -180,8 +149,9 @@ class _Run:
                 if place is not None:
                     place.discard()
             else:
-                quiet = progress if main else Silent()
-                facts = self._train(checkpoints, place, quiet, say if main else _mute)
+                if not self.accelerator.is_main_process:
+                    progress, say = Silent(), lambda text: None
+                facts = self._train(checkpoints, place, progress, say)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
         return Finetuned(self.output, facts, resumed)
@@ -194,7 +164,8 @@ class _Run:
             place.need(self.source.store.total_bytes + best)
         loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
         self.accelerator.init_trackers("tcompress")
-        with fast_precision(self.accelerator):
+        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
+        with FloatAttention() if low else nullcontext():
             state = loop.run()
         facts = self._facts(state, loop.validated)
         if place is not None:
@@ -296,11 +267,8 @@ class _Run:
                 environment=environment(),
             )
         # Numbers that were measured before belong to other weights.
-        changes = {
-            "training": [*before.training, facts],
-            "metrics": [],
-            "tool_version": tcompress.__version__,
-        }
+        training = [*before.training, facts]
+        changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         return before.model_copy(update=changes)
 
 
@@ -336,7 +304,6 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
                 project_dir=str(partial_folder(output)),
                 logging_dir=str(output.parent / f"{output.name}-logs"),
             ),
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         )
     except ValueError as error:
         raise InputError(
@@ -354,7 +321,3 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out",
         )
     return made
-
-
-def _mute(text: str) -> None:
-    pass

@@ -33,18 +33,9 @@ from tcompress.training.setup import (
     total_steps,
 )
 
-# Ctrl-C between steps, not within one.
-
 
 class Stopping:
-    """While it is open, Ctrl-C asks to stop after the step; a second one stops at once.
-
-    Args:
-        say: Tells the user that the first one was heard.
-
-    Attributes:
-        asked: Whether it was asked for.
-    """
+    """While it is open, Ctrl-C asks to stop after the step; a second one stops at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
@@ -67,21 +58,9 @@ class Stopping:
         self._say("stopping after this step")
 
 
-# The training loop, on accelerate.
-
-
 @dataclass
 class Loop:
-    """One run.
-
-    Attributes:
-        setup: What to train on what.
-        accelerator: Devices, precision and processes.
-        checkpoints: Where states are kept.
-        progress: Hears how far it is.
-        say: Tells the user something unexpected.
-        state: How far it is.
-    """
+    """One run; `say` tells the user something unexpected."""
 
     setup: Setup
     accelerator: Accelerator
@@ -92,10 +71,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         setup, options, data = self.setup, self.setup.options, self.setup.data
-        processes = self.accelerator.num_processes
-        self.sampler = LengthBatches(
-            data.train.lengths, options.batch_size, processes, options.seed
-        )
+        lengths, processes = data.train.lengths, self.accelerator.num_processes
+        self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
         batches = loader(data.train, data.pad, self.sampler)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             setup.model, _optimizer(setup), batches
@@ -122,12 +99,10 @@ class Loop:
     def run(self) -> RunState:
         """Trains, from the last checkpoint if there is one.
 
-        Raises:
-            TrainingError: The loss is not finite, memory does not suffice for one example, or a
-                checkpoint cannot be written.
-            KeyboardInterrupt: The user stopped it; a checkpoint was written.
+        Ctrl-C is heard between steps, and raised once a checkpoint is written.
         """
-        self._resume()
+        if (found := self.checkpoints.last()) is not None:
+            self._resume(found)
         self.losses.prepare_objectives()
         state = self.state
         self.progress.stage("training", state.total, "steps")
@@ -221,35 +196,34 @@ class Loop:
 
     def _gradients(self, batch: Batch) -> float:
         """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
-        alone = self.state.step < block_steps(self.setup.options, self.state.total)
+        state, count = self.state, examples_in(batch)
+        alone = state.step < block_steps(self.setup.options, state.total)
         while True:
             try:
-                return self.losses.gradients(batch, self.state.parts, alone=alone)
+                return self.losses.gradients(batch, state.parts, alone=alone)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._cut_finer(batch, error)
+                # Another process would wait for ever for the gradients of this one.
+                final = state.parts >= count or self.accelerator.num_processes > 1
+                self._check_memory(error, -(-count // state.parts), final=final)
+            self.optimizer.zero_grad(set_to_none=True)
+            state.parts *= 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.say(
+                f"memory ran out; going on with {-(-count // state.parts)} examples at a time, "
+                "which changes nothing else"
+            )
 
-    def _cut_finer(self, batch: Batch, error: RuntimeError) -> None:
-        count, state = examples_in(batch), self.state
-        # Another process would wait for ever for the gradients of this one.
-        if state.parts >= count or self.accelerator.num_processes > 1:
-            raise self._no_memory(-(-count // state.parts)) from error
-        self.optimizer.zero_grad(set_to_none=True)
-        state.parts *= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self.say(
-            f"memory ran out; going on with {-(-count // state.parts)} examples at a time, which "
-            "changes nothing else"
-        )
-
-    def _no_memory(self, count: int) -> TrainingError:
-        return TrainingError(
-            f"memory ran out at step {self.state.step + 1:,} with {count} examples at a time",
-            "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
-            "`--gradient-checkpointing`",
-        )
+    def _check_memory(self, error: RuntimeError, count: int, *, final: bool) -> None:
+        """Passes lack of memory with so many examples at a time, unless fewer are impossible."""
+        if not is_out_of_memory(error):
+            raise error
+        if final:
+            raise TrainingError(
+                f"memory ran out at step {self.state.step + 1:,} with {count} examples at a time",
+                "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
+                "`--gradient-checkpointing`",
+            ) from error
 
     def _note(self, loss: float) -> str:
         state, seconds = self.state, max(self._seconds(), 1e-9)
@@ -263,7 +237,7 @@ class Loop:
     def _finished(self) -> bool:
         patience = self.setup.options.patience
         tired = patience is not None and self.state.stale >= patience
-        return self.state.step >= self.state.total or tired or self.pace.over(self._now)
+        return self.state.step >= self.state.total or tired or self.pace.left(self._now) < 0
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._start
@@ -305,10 +279,7 @@ class Loop:
             try:
                 return self.losses.validate(size)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                if size == 1:
-                    raise self._no_memory(size) from error
+                self._check_memory(error, size, final=size == 1)
                 size //= 2
 
     def _restore_best(self) -> None:
@@ -336,12 +307,10 @@ class Loop:
         finally:
             log.setLevel(level)
 
-    def _resume(self) -> None:
-        found = self.checkpoints.last()
-        if found is not None:
-            self.accelerator.load_state(str(found))
-            self.state = self.checkpoints.read_state(found)
-            self._start = time.perf_counter() - self.state.seconds
+    def _resume(self, found: Path) -> None:
+        self.accelerator.load_state(str(found))
+        self.state = self.checkpoints.read_state(found)
+        self._start = time.perf_counter() - self.state.seconds
 
 
 def _optimizer(setup: Setup) -> torch.optim.Optimizer:

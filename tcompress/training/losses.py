@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,9 +18,6 @@ from tcompress.training.batches import Encoded, in_order, loader
 from tcompress.training.objectives import Batch, Observed, fed_with
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import Task
-
-# Counting a batch, and cutting it into pieces that fit into memory.
-
 
 UNITS = ("examples", "tokens", "targets")
 
@@ -57,23 +55,12 @@ def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Tells whether a device, or this machine, has run out of memory."""
-    text = str(error).lower()
-    phrases = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in phrases)
-
-
-# The loss of a batch: teacher and student together, terms summed over all processes.
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
 @dataclass
 class Losses:
-    """Computes losses and gradients.
-
-    Attributes:
-        setup: Models, objectives, data.
-        accelerator: Devices and processes.
-        model: The student, as accelerate has wrapped it.
-    """
+    """Computes losses and gradients of the student, which accelerate has wrapped."""
 
     setup: Setup
     accelerator: Accelerator
@@ -82,10 +69,8 @@ class Losses:
     def gradients(self, batch: Batch, parts: int, *, alone: bool) -> float:
         """Adds the gradients of a batch and returns its loss, over all processes.
 
-        Args:
-            batch: The batch of this process.
-            parts: Pieces to cut it into; the result does not depend on it.
-            alone: Whether each block is trained alone, on the teacher's states.
+        The result does not depend on the pieces. Blocks are trained together, or each `alone` on
+        the teacher's states.
         """
         device = self.accelerator.device
         found = self.accelerator.reduce(_counts(batch).to(device), "sum")

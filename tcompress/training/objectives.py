@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -20,9 +20,6 @@ from tcompress.errors import InputError
 from tcompress.models import SourceModel
 from tcompress.roles import Anatomy, anatomy_of
 
-# What happens inside a model during a forward pass, read off by hooks.
-
-
 Batch = dict[str, Tensor]
 
 _PROJECTIONS = ("q", "k", "v")
@@ -35,8 +32,7 @@ class Observed:
     Attributes:
         output: What the model returned.
         states: Outputs of the observed blocks.  # each (examples, tokens, width)
-        projections: Queries, keys and values of the last observed block by role, one tensor a
-            projection.  # each (examples, tokens, features)
+        projections: Of the last observed block by role.  # each (examples, tokens, features)
     """
 
     output: Any = None
@@ -57,30 +53,26 @@ class Observed:
 
 
 class Observer:
-    """Runs a model and reads off what its blocks compute.
+    """Runs a model and reads off what its blocks compute, all or some.
 
-    Args:
-        model: The model.
-        anatomy: Its blocks.
-        blocks: Indices of the blocks to observe; default all.
-        projections: Whether to read queries, keys and values of the last of them.
+    With `projections` it also reads queries, keys and values of the last of them.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        anatomy: Anatomy,
+        roles: Anatomy,
         blocks: Sequence[int] | None = None,
         *,
         projections: bool = False,
     ) -> None:
         self.model = model
-        chosen = range(len(anatomy.blocks)) if blocks is None else blocks
-        self.modules = [model.get_submodule(anatomy.blocks[index].name) for index in chosen]
+        chosen = range(len(roles.blocks)) if blocks is None else blocks
+        self.modules = [model.get_submodule(roles.blocks[index].name) for index in chosen]
         self._seen: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
-        for layer in anatomy.blocks[chosen[-1]].layers if projections else ():
+        for layer in roles.blocks[chosen[-1]].layers if projections else ():
             module = model.get_submodule(layer.name)
             sizes = {part.name: part.size for part in layer.parts}
             wanted = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}
@@ -117,24 +109,18 @@ def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator
     So each block is trained alone: no gradient passes from one to another. `states` are the
     teacher's behind each of the blocks.
     """
-
-    def feed(state: Tensor) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (state.to(args[0].dtype), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": state.to(kwargs["hidden_states"].dtype)}
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(feed(state), with_kwargs=True)
-        for module, state in zip(modules[1:], states, strict=False)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module, state in zip(modules[1:], states, strict=False):
+            hook = partial(_feed, state)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            hooks.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _feed(state: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (state.to(args[0].dtype), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": state.to(kwargs["hidden_states"].dtype)}
 
 
 def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Anatomy:
@@ -152,6 +138,12 @@ def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
     return torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
 
 
+def embedded(pooling: Pooling, batch: Batch, seen: Observed) -> Tensor:
+    """One vector for each text.  # (texts, width)."""
+    states = seen.final if seen.final is not None else seen.states[-1]
+    return pooling(states.float(), token_mask(batch, states))
+
+
 def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
     """Weights of a state's rows in a sum over tokens.  # (examples, tokens).
 
@@ -160,9 +152,6 @@ def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
     mask = token_mask(batch, state).to(state.dtype)
     has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
     return mask if has_mask else mask / mask.shape[1]
-
-
-# What a model is trained for: terms of the loss, each a small class.
 
 
 Unit = Literal["examples", "tokens", "targets"]
@@ -177,8 +166,7 @@ class Setting:
         per_token: Whether logits are predictions of tokens, rather than of examples.
         heads: Relation heads of attention.
         causal: Whether tokens see only those before them.
-        pooling: How one embedding is made of the tokens of a sentence.
-        task: Loss and predictions of the task, if there is one.
+        task: Sum of the task's loss, if there is one.
     """
 
     temperature: float = 2.0
@@ -195,9 +183,6 @@ class Objective(ABC):
     A term is a sum over units of a batch, which the loop divides by their number in the whole
     step. So it depends neither on how a batch is cut nor on the number of processes. Padding is no
     token.
-
-    Attributes:
-        unit: What `loss` is a sum over.
     """
 
     name: ClassVar[str]
@@ -210,13 +195,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        """Sum of the term over a batch, a scalar with gradient.
-
-        Args:
-            batch: Inputs and, for tasks, `labels`.
-            student: What the trained model computed.
-            teacher: What the teacher computed; empty without one.
-        """
+        """Sum of the term over a batch; without a teacher what it computed is empty."""
 
     def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
         """Looks at the teacher on some batches before training begins."""
@@ -286,8 +265,7 @@ class Hidden(Objective):
         return (error * token_weights(batch, error)).sum()
 
 
-ANCHORS = 256
-"""Sentences whose teacher embeddings the others are compared with."""
+ANCHORS = 256  # sentences whose teacher embeddings the others are compared with
 
 
 class Embedding(Objective):
@@ -319,8 +297,7 @@ class Embedding(Objective):
         return lost.sum()
 
     def _embed(self, batch: Batch, seen: Observed) -> Tensor:
-        states = seen.final if seen.final is not None else seen.states[-1]
-        return self.setting.pooling(states.float(), token_mask(batch, states))
+        return embedded(self.setting.pooling, batch, seen)
 
 
 class Attention(Objective):

@@ -19,6 +19,7 @@ from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Anatomy
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
@@ -29,24 +30,13 @@ from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 from tcompress.training.training_data import Data, check_training_data, head_options, load_data
 
-# How long a run is, and the learning rate of each step.
-
-
-HEALING_STEPS = 1000
-TASK_EPOCHS = 3.0
-"""Where neither steps nor epochs are given."""
-
-HEALING_RATE = 1e-3
-TASK_RATE = 1e-4
-"""Where no learning rate is given; measured in docs/healing.md."""
-
-SCRATCH_RATE = 1e-3
-"""Likewise for models that begin at random; measured in docs/scratch.md."""
+HEALING_STEPS, TASK_EPOCHS = 1000, 3.0  # where neither steps nor epochs are given
+HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing.md
+SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in docs/scratch.md
 
 _FIRST = 5  # steps, or
 _EARLY = 0.1  # part of the time, before the pace is taken for known
-SURE = 25
-"""Steps after which it hardly changes any more."""
+SURE = 25  # steps after which it hardly changes any more
 
 
 def total_steps(options: Finetune, per_epoch: int) -> int:
@@ -95,9 +85,7 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 class Pace:
     """Finds out how many steps a time limit allows, so that the schedule comes to its end in time.
 
-    Attributes:
-        minutes: The limit; None for none.
-        every: Steps between validations.
+    There is a validation every so many steps.
     """
 
     minutes: float | None
@@ -108,12 +96,7 @@ class Pace:
         """Total number of steps that the limit allows at the pace so far.
 
         None where there is no limit and while the pace is unknown: for some steps, or a tenth of
-        the time where steps take long.
-
-        Args:
-            step: Steps done; the first call comes before those that count.
-            seconds: Time spent.
-            validation: Time that a validation takes.
+        the time where steps take long. The first call comes before the steps that count.
         """
         if self.minutes is None:
             return None
@@ -131,13 +114,6 @@ class Pace:
         """Returns the seconds that the limit leaves; infinite where there is none."""
         return math.inf if self.minutes is None else 60 * self.minutes - seconds
 
-    def over(self, seconds: float) -> bool:
-        """Tells whether time is up."""
-        return self.left(seconds) < 0
-
-
-# Everything that a training run needs.
-
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
 _PREDICTED = {
@@ -152,17 +128,9 @@ _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `obj
 
 @dataclass
 class Setup:
-    """A run before its first step.
+    """A run before its first step: the student, and who reads its states and the teacher's.
 
-    Attributes:
-        options: The settings.
-        model: The student.
-        observer: Reads the student's states.
-        teacher_observer: Reads the teacher's, if there is one.
-        objectives: Terms of the loss and their weights.
-        data: Training and validation data.
-        task: The task, if there is one.
-        untrained: Whether the student's weights are as they began at random.
+    Objectives have weights; `untrained` says that the student's are as they began at random.
     """
 
     options: Finetune
@@ -184,11 +152,7 @@ class Setup:
 def set_up(
     source: SourceModel, teacher: SourceModel | None, options: Finetune, manifest: Manifest | None
 ) -> Setup:
-    """Loads data and models, and decides what is trained on what.
-
-    Raises:
-        InputError: Model, teacher, data and task do not fit one another.
-    """
+    """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
     names = _objective_weights(source, teacher, options, from_random=from_random)
     pooling, task = _pooling_and_task(source, options, names)
@@ -211,14 +175,11 @@ def set_up(
         _check_one_stack(roles)
     teacher_observer = None
     if teacher is not None:
-        other = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-        other_roles = loaded_roles(teacher, other)
         depth = None if manifest is None else manifest.plan.depth
-        chosen = blocks_to_imitate(roles, other_roles, options.teacher_blocks, depth)
-        teacher_observer = Observer(other, other_roles, chosen, projections=projections)
+        teacher_observer = _observe_teacher(teacher, roles, options, depth, projections=projections)
         if "logits" in names:
-            _check_logits(model, other)
-        _tell_padding(other, data.pad)
+            _check_logits(model, teacher_observer.model)
+        _tell_padding(teacher_observer.model, data.pad)
     _tell_padding(model, data.pad)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -238,13 +199,22 @@ def set_up(
     return Setup(options, model, observer, teacher_observer, objectives, data, task, untrained)
 
 
+def _observe_teacher(
+    teacher: SourceModel,
+    student: Anatomy,
+    options: Finetune,
+    depth: DepthPlan | None,
+    *,
+    projections: bool,
+) -> Observer:
+    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+    roles = loaded_roles(teacher, model)
+    blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
+    return Observer(model, roles, blocks, projections=projections)
+
+
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
     """Refuses, before any work, what a run on a model made of the source would meet.
-
-    Args:
-        source: The dense model that the student is made from.
-        teacher: The teacher, if there is one.
-        options: The settings.
 
     Raises:
         InputError: Teacher, data, device and task do not fit one another; names all problems.

@@ -13,25 +13,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tcompress.data.examples import Examples, Needs
-from tcompress.data.inputs import IGNORED, MEAN, Pooling, window_of
+from tcompress.data.inputs import IGNORED, MEAN, Pooling
 from tcompress.errors import DataError
 from tcompress.hf.opening import Head
-from tcompress.models import SourceModel
-from tcompress.training.objectives import Batch, Observed, token_mask
+from tcompress.training.objectives import Batch, Observed, embedded
 
-WRONG_PAIRS = 3
-"""Wrong responses beside every right one."""
+WRONG_PAIRS = 3  # wrong responses beside every right one
 
 
 class Task(ABC):
-    """A task.
+    """A task that a model can be taught.
 
-    Attributes:
-        head: Head that the model needs; None for the model as it is.
-        needs: What is read from the data.
-        validated: Name of the number that is validated.
-        higher_is_better: Its direction.
-        fewest_held: How many examples are held out at least, where they are not half of all.
+    `validated` is the number that is validated. If fewer examples would be held out than
+    `fewest_held`, as many are, where they are not half of all.
     """
 
     name: ClassVar[str]
@@ -43,10 +37,6 @@ class Task(ABC):
 
     def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
-
-    def needs_for(self, source: SourceModel) -> Needs:
-        """What is read for a model."""
-        return self.needs
 
     def prepare(self, examples: Examples) -> Examples:
         """Completes examples as they are read."""
@@ -124,28 +114,6 @@ class VolumeClassification(RankedClassification):
     needs = Needs(volume=True, target="class")
 
 
-class Forecasting(Task):
-    """What comes next in a series, by squared error; validated by the mean absolute error."""
-
-    name = "forecasting"
-    head = "forecasting"
-    needs = Needs(window=(0, 0))
-    validated = "mae"
-
-    def needs_for(self, source: SourceModel) -> Needs:
-        return replace(self.needs, window=window_of(source))
-
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        return (self.predictions(seen, batch) - batch["labels"]).square().sum()
-
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        """Forecasts.  # (examples, horizon, variables)."""
-        return seen.output.prediction_outputs.float()
-
-    def score(self, predictions: Tensor, labels: Tensor) -> float:
-        return float((predictions - labels).abs().double().mean())
-
-
 class ResponseSelection(RankedClassification):
     """Whether the second text answers the first: right pairs, and wrong ones drawn beside them.
 
@@ -167,11 +135,7 @@ class ResponseSelection(RankedClassification):
 
 
 def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
-    """Adds so many pairs of each first text with second texts of others, as class 0.
-
-    Raises:
-        DataError: There are too few different second texts to choose among.
-    """
+    """Adds so many pairs of each first text with second texts of others, as class 0."""
     first, second = examples.texts
     distinct = list(dict.fromkeys(second))
     if len(distinct) <= count:
@@ -226,10 +190,26 @@ class Similarity(Regression):
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
         """Cosines of the rows 2 i and 2 i + 1."""
-        states = seen.final if seen.final is not None else seen.states[-1]
-        rows = self.pooling(states.float(), token_mask(batch, states))
+        rows = embedded(self.pooling, batch, seen)
         first, second = rows.unflatten(0, (-1, 2)).unbind(1)
         return (first * second).sum(-1)
+
+
+class Forecasting(Regression):
+    """What comes next in a series, by squared error; validated by the mean absolute error."""
+
+    name = "forecasting"
+    head = "forecasting"
+    needs = Needs(window=(0, 0))  # of the size that the model was made for
+    validated = "mae"
+    higher_is_better = False
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        """Forecasts.  # (examples, horizon, variables)."""
+        return seen.output.prediction_outputs.float()
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        return float((predictions - labels).abs().double().mean())
 
 
 class CausalLM(Task):
@@ -276,15 +256,7 @@ def _logits(seen: Observed) -> Tensor:
 def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
     """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any token.
 
-    Args:
-        ids: Tokens of one text.  # (tokens,)
-        special: Which are never chosen.  # (tokens,)
-        mask_token: The mask.
-        words: Size of the vocabulary.
-        seed: Seed.
-
-    Returns:
-        `input_ids` and `labels`.
+    Of the tokens of one text `special` ones are never chosen; `words` is the vocabulary's size.
     """
     rng = np.random.default_rng(seed)
     draw = torch.from_numpy(rng.random(len(ids)))

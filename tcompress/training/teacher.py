@@ -18,16 +18,13 @@ from tcompress.roles import Anatomy
 def find_teacher(
     asked: str, manifest: Manifest | None, token: str | None = None, *, trust: bool = False
 ) -> SourceModel | None:
-    """Opens the teacher.
+    """Opens the teacher that is asked for: `source`, `none`, or a model.
 
     Args:
-        asked: `source`, `none`, or a model.
+        asked: What is asked for.
         manifest: Manifest of the student, if it has one.
         token: Access token for the hub.
         trust: Whether Python code that comes with the model may run.
-
-    Raises:
-        SourceError: There is no such model, or the source is not the one that was converted.
     """
     if asked == "none":
         return None
@@ -63,9 +60,6 @@ def blocks_to_imitate(
 
     As asked; else the source's blocks that the student has, if the plan of its depth tells them;
     otherwise at equal distances with the last one on the last.
-
-    Raises:
-        InputError: What was asked is not possible.
     """
     own, others = len(student.blocks), len(teacher.blocks)
     if not asked and depth is not None and (depth.kept, depth.blocks) == (own, others):
@@ -88,11 +82,7 @@ def blocks_to_imitate(
 
 
 def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
-    """Compares widths and vocabularies; all differences are named.
-
-    Raises:
-        InputError: The student cannot take what the teacher gives.
-    """
+    """Compares widths and vocabularies; fails naming all differences."""
     problems = []
     reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
     if reads != other_reads:
@@ -109,11 +99,7 @@ def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
 
 
 def check_length(teacher: SourceModel, longest: int) -> None:
-    """Compares the tokens of the longest text with the positions that the teacher has.
-
-    Raises:
-        InputError: It has too few.
-    """
+    """Compares the tokens of the longest text with the positions that the teacher has."""
     limit = longest_text(teacher, inputs_of(teacher))
     if limit is not None and longest > limit:
         raise InputError(

@@ -47,17 +47,7 @@ _ORDINARY = "a converted model is an ordinary model"
 
 @dataclass
 class Data:
-    """Data of a run.
-
-    Attributes:
-        train: What is trained on.
-        validation: What is held out.
-        name: Name, for people.
-        fingerprint: SHA-256 of the contents.
-        classes: Names of classes, for classification.
-        pad: Token to pad with.
-        notes: What is doubtful about it.
-    """
+    """Data of a run; `notes` say what is doubtful about it."""
 
     train: Encoded
     validation: Encoded
@@ -69,17 +59,7 @@ class Data:
 
 
 def load_data(source: SourceModel, options: TrainingData, task: Task | None, seed: int) -> Data:
-    """Reads and encodes the data of a run.
-
-    Args:
-        source: The model; its own tokenizer and image processor are used.
-        options: What to read.
-        task: The task; None to read inputs alone.
-        seed: Seed of the choice of examples.
-
-    Raises:
-        DataError: There is no such data, or it is not what the model and the task take.
-    """
+    """Reads and encodes the data of a run; without a task inputs alone."""
     reader = _Reader(source, options, task, seed)
     found = _joined(reader.training())
     held = reader.validation(found)
@@ -147,9 +127,7 @@ class _Reader:
     def validation(self, found: Examples) -> Examples | None:
         """Reads what is to be validated on, if it is named or the file has a part for it."""
         options = self.options
-        name = options.validation
-        if name is None and not found.whole:
-            name = options.source[0]
+        name = options.validation or (None if found.whole else options.source[0])
         if name is None:
             return None
         return self._read(name, options.validation_split, options.validation_samples)
@@ -168,17 +146,17 @@ class _Reader:
             )
         columns = self.options.columns
         found = load_examples(name, split, needs, columns=columns, limit=samples, seed=self.seed)
+        self._check_shape(found)
         return found if self.task is None else self.task.prepare(found)
 
     def _needs(self) -> Needs | None:
         """What examples are made of; None for inputs alone, of texts and pictures."""
-        if self.task is not None:
-            needs = self.task.needs_for(self.source)
-            reads_rows = needs.target is not None or needs.window is not None or needs.texts[0] == 2
-            return needs if reads_rows else None
         if self.inputs.grid == SERIES:
             return Needs(window=window_of(self.source))
-        return Needs(volume=True) if self.inputs.grid is not None else None
+        if self.task is None:
+            return Needs(volume=True) if self.inputs.grid is not None else None
+        needs = self.task.needs
+        return needs if needs.target is not None or needs.texts[0] == 2 else None
 
     def _read_inputs(self, name: str, split: str, samples: int) -> Examples:
         """Reads texts, or pictures."""
@@ -204,14 +182,9 @@ class _Reader:
         return replace(made, images=tuple(cast(list[bytes], items)))
 
     def encode(self, examples: Examples, purpose: str) -> Encoded:
-        """Writes examples as the model's inputs.
-
-        Args:
-            examples: The examples.
-            purpose: What for, if there are none, before or after encoding.
-        """
-        encoded = self._encoded(examples) if len(examples) else ()
-        if not isinstance(encoded, Encoded) or not len(encoded):
+        """Writes examples as the model's inputs; for the purpose there must be some."""
+        encoded = self._encoded(examples) if len(examples) else None
+        if encoded is None or not len(encoded):
             raise DataError(
                 f"`{examples.name}` leaves nothing to {purpose}",
                 hint="give more data, or other columns",
@@ -225,11 +198,12 @@ class _Reader:
         if self.inputs.grid == SERIES:
             return self._series(examples)
         if self.inputs.grid is not None or self.encoder is None:
-            read = self._pictures(examples) if self.inputs.grid is None else self._volumes(examples)
-            targets = examples.targets
-            labels = None if targets is None else torch.tensor(targets)
+            read = self._picture_reader(examples)
+            labels = None if examples.targets is None else torch.tensor(examples.targets)
             return Encoded([0] * len(examples), lambda place, _: [read(place)], labels)
-        if name == "causal-lm" or (name is None and _is_causal(self.model)):
+        # Of a model that writes text long texts may be cut anywhere.
+        writes = "CausalLM" in self.model or "LMHead" in self.model
+        if name == "causal-lm" or (name is None and writes):
             return self._windows(self.encoder, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
             return self._masked(self.encoder, examples)
@@ -254,23 +228,18 @@ class _Reader:
             )
         return Encoded.of(found, labels)
 
-    def _pictures(self, examples: Examples) -> Callable[[int], Row]:
+    def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
+        """Reads a picture or a volume, given its place."""
+        volumes, images = examples.volumes, examples.images
+        if volumes is not None:
+            return lambda place: {VOLUMES: as_input(volumes[place])}
         process = image_reader(self.source, needed=True)
         channels, name = image_shape(self.source.config)[0], f"`{examples.name}`"
-        return lambda place: {
-            "pixel_values": process(decode(examples.images[place], channels, name))
-        }
-
-    def _volumes(self, examples: Examples) -> Callable[[int], Row]:
-        volumes = examples.volumes
-        assert volumes is not None  # the model reads volumes
-        self._check_shape(examples, (1, *volumes.shape[1:]))
-        return lambda place: {VOLUMES: as_input(volumes[place])}
+        return lambda place: {"pixel_values": process(decode(images[place], channels, name))}
 
     def _series(self, examples: Examples) -> Encoded:
         windows = examples.windows
-        assert windows is not None
-        self._check_shape(examples, (windows.context, len(windows.variables)))
+        assert windows is not None  # the model reads series
 
         def read(place: int, epoch: int) -> list[Row]:
             row = {SERIES: windows.past(place)}
@@ -278,7 +247,14 @@ class _Reader:
 
         return Encoded([0] * len(windows), read)
 
-    def _check_shape(self, examples: Examples, found: tuple[int, ...]) -> None:
+    def _check_shape(self, examples: Examples) -> None:
+        """Compares volumes, or the variables of a series, with the model."""
+        if examples.windows is not None:
+            found = (examples.windows.context, len(examples.windows.variables))
+        elif examples.volumes is not None:
+            found = (1, *examples.volumes.shape[1:])
+        else:
+            return
         wanted = grid_shape(self.source, self.inputs)
         if found != wanted:
             raise DataError(
@@ -320,20 +296,12 @@ class _Reader:
         return Encoded([len(row["input_ids"]) for row in rows], read)
 
 
-def _is_causal(model: str) -> bool:
-    """Tells whether a class of models writes text, so that long texts may be cut anywhere."""
-    return "CausalLM" in model or "LMHead" in model
-
-
 def _fingerprint(items: Iterable[str | bytes]) -> str:
     digest = hashlib.sha256()
     for item in items:
         content = item.encode() if isinstance(item, str) else item
         digest.update(f"{len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-# Putting sets of examples together, and taking them apart.
 
 
 def _joined(parts: Sequence[Examples]) -> Examples:
@@ -354,15 +322,8 @@ def _joined(parts: Sequence[Examples]) -> Examples:
                 f"{len(part.texts)} texts in an example",
                 hint="give data sets with the same columns and classes",
             )
-    targets: Any = None
-    if first.targets is not None:
-        targets = [target for part in parts for target in part.targets or ()]
-    volumes = {part.name: part.volumes for part in parts if part.volumes is not None}
-    if len({found.shape[1:] for found in volumes.values()}) > 1:
-        shapes = ", ".join(f"`{name}` {found.shape[1:]}" for name, found in volumes.items())
-        raise DataError(
-            f"volumes are of different shapes: {shapes}", hint="give volumes of one shape"
-        )
+    targets: Any = [target for part in parts for target in part.targets or ()]
+    volumes = [part.volumes for part in parts if part.volumes is not None]
     return replace(
         first,
         name=" + ".join(part.name for part in parts),
@@ -372,8 +333,8 @@ def _joined(parts: Sequence[Examples]) -> Examples:
             for index in range(len(first.texts))
         ),
         images=tuple(image for part in parts for image in part.images),
-        targets=targets,
-        volumes=np.concatenate([*volumes.values()]) if volumes else None,
+        targets=None if first.targets is None else targets,
+        volumes=np.concatenate(volumes) if volumes else None,
     )
 
 
@@ -415,24 +376,13 @@ def _chosen(examples: Examples, indices: NDArray[np.int64]) -> Examples:
     )
 
 
-# The head that a task needs, and which of its labels is which class of the data.
-
-
 def head_options(
     task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
 ) -> Mapping[str, Any]:
     """Options of a head that is added, or a check of the one that is there.
 
-    The classes of the data are numbered as the head, or else the teacher, numbers its labels.
-
-    Args:
-        task: The task, if there is one.
-        data: The data; its labels may be numbered anew.
-        source: The student.
-        teacher: The teacher whose logits are imitated, if they are.
-
-    Raises:
-        DataError: The labels do not fit the head, or there is one class only.
+    The classes of the data are numbered anew, as the head, or else the teacher whose logits are
+    imitated, numbers its labels.
     """
     if task is None or task.head is None:
         return {}

@@ -37,8 +37,7 @@ def export_dense(
 ) -> Path:
     """Writes a plain model that needs no tcompress and computes the same within rounding.
 
-    Tensors are written one by one: memory holds the largest of them, one weight in float64, and
-    what multiplying it out takes.
+    Memory holds one weight in float64 and what multiplying it out takes.
 
     Args:
         folder: Folder of a converted model.

@@ -584,8 +584,12 @@ class _Sweep:
         if done and not dense.metrics:  # the error that others are compared by: it has none
             metric = done[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
             dense = dense.model_copy(update={"metrics": (metric,)})
-        candidates = [Candidate(item.cell.name, *_compared(item)) for item in done]
-        front = front_of([Candidate("dense", dense), *candidates])
+        candidates = [Candidate("dense", dense)]
+        for item in done:
+            before = item.reports[0].metrics[0] if len(item.reports) > 1 else None
+            name, seconds = item.cell.name, sum(item.seconds)
+            candidates.append(Candidate(name, item.reports[-1], before, seconds))
+        front = front_of(candidates)
         page = Path(self.recipe.report or self.folder / "sweep.html").expanduser()
         found = Swept(
             self.folder,
@@ -602,9 +606,3 @@ class _Sweep:
         reports = {"dense": dense} | {item.cell.name: item.reports[-1] for item in done}
         write_html([reports[row.name] for row in front.rows], page)
         return found
-
-
-def _compared(done: Done) -> tuple[ModelReport, Metric | None, float]:
-    """The report of a finished cell, its quality before training, and its seconds."""
-    before = done.reports[0].metrics[0] if len(done.reports) > 1 else None
-    return done.reports[-1], before, sum(done.seconds)

@@ -162,13 +162,11 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low)
 
 
-# What the page shows, worked out so that its template only has to place it.
-
-
 COLOURS = 8
 
 
 def _page(reports: Sequence[ModelReport]) -> dict[str, Any]:
+    """What the page shows, worked out so that its template only has to place it."""
     names = [short_name(report, reports) for report in reports]
     sections = [
         _section(report, name, index)

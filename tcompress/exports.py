@@ -30,10 +30,7 @@ LARGEST_SHARD = "2GB"
 
 
 def export_dense(
-    folder: Path | str,
-    output: Path | str,
-    force: bool = False,
-    progress: Progress | None = None,
+    folder: Path | str, output: Path | str, force: bool = False, progress: Progress | None = None
 ) -> Path:
     """Writes a plain model that needs no tcompress and computes the same within rounding.
 

@@ -228,8 +228,8 @@ class Swept:
 def fallback_metric(report: ModelReport) -> Metric:
     """What stands for quality where no task is measured: an error of the conversion.
 
-    With calibration data it is that of the last layer, whose input has gone through all others;
-    without, the mean over the layers' weights.
+    With calibration data that of the last layer, whose input has gone through all others; without,
+    the mean over the layers' weights.
     """
     facts = report.calibration
     protocol: dict[str, Any] = {"task": "conversion", "data": facts.name if facts else None}

@@ -19,7 +19,6 @@ from tcompress.reporting.table_rows import (
     Published,
     Row,
     amount,
-    attention_row,
     budget_rows,
     calibration_text,
     depth_rows,
@@ -148,7 +147,7 @@ def render_plan(
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
-    rows += [attention_row(plan.attention)] if plan.attention else []
+    rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))

@@ -10,15 +10,9 @@ from typing import NamedTuple
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.options.method_options import Budget
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, DepthPlan
+from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.tree import (
-    Amount,
-    ModelReport,
-    main_metrics,
-    metric_key,
-    other_baseline,
-)
+from tcompress.reporting.tree import Amount, ModelReport, main_metrics, metric_key, other_baseline
 
 # Lines about a model: a label with what was before, what is now, and their ratio.
 
@@ -51,7 +45,7 @@ def rows_of(
     elif facts and any(other.depth is not None for other in others):
         rows.append(Row("blocks"))
     if report.attention:
-        rows.append(attention_row(report.attention))
+        rows.append(Row("attention", fmt.describe_attention(report.attention)))
     elif facts and any(other.attention for other in others):
         rows.append(Row("attention"))
     if parts.rewritten.dense:
@@ -90,11 +84,6 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
         value = "out of reach" if change is None else fmt.value_text(change)
         rows.append(Row(label, value, "", ratio))
     return rows
-
-
-def attention_row(entries: Sequence[AttentionPlan]) -> Row:
-    """A line about attentions that are replaced."""
-    return Row("attention", fmt.describe_attention(entries))
 
 
 def calibration_text(report: ModelReport) -> str:
@@ -295,13 +284,13 @@ def _column(
     calibration, start = calibration_text(report), start_text(report)
     facts = [report.family, *([start] if start else [])]
     facts += [f"calibration {calibration}"] if calibration else []
-    disk = report.bytes_on_disk
+    disk, depth = report.bytes_on_disk, report.depth
     most_telling = next(iter(report.errors), None)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
-        "blocks": _blocks(report),
+        "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
         "bytes on disk": Cell(
             fmt.bytes_text(disk.now), f"{disk.kept:.1%}" if disk.kept != 1 else ""
         ),
@@ -351,11 +340,6 @@ def _amount(amount: Amount) -> Cell:
     if not amount.dense and not amount.now:
         return Cell()
     return Cell(f"{amount.now:,}", f"{amount.kept:.1%}" if amount.kept != 1 else "")
-
-
-def _blocks(report: ModelReport) -> Cell:
-    depth = report.depth
-    return Cell() if depth is None else Cell(f"{depth.kept} of {depth.blocks}", depth.which)
 
 
 def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:

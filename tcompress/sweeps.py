@@ -210,6 +210,11 @@ class Swept:
         """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
         return not self.cells or any(item.status == "failed" for item in self.stopped)
 
+    def write_page(self) -> Path:
+        """Writes the HTML report, the models in the order of the table."""
+        reports = {"dense": self.dense} | {item.cell.name: item.reports[-1] for item in self.cells}
+        return write_html([reports[row.name] for row in self.front.rows], self.page)
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
@@ -603,6 +608,5 @@ class _Sweep:
         )
         text = json.dumps({"schema": 1, **found.to_json()}, indent=2, ensure_ascii=False)
         write_text(self.folder / "sweep.json", text)
-        reports = {"dense": dense} | {item.cell.name: item.reports[-1] for item in done}
-        write_html([reports[row.name] for row in front.rows], page)
+        found.write_page()
         return found

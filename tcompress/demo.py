@@ -22,7 +22,7 @@ from tcompress.options import Bench, Calibration, Convert, Finetune
 from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
-from tcompress.training.finetuning import finetune
+from tcompress.training.finetuning import Finetuned, finetune
 
 PROMPT = "Once upon a time there was"
 FITTING_STORIES = 40
@@ -162,7 +162,7 @@ def run_demo(
         facts = {"healed": False, "error": error, "seconds": seconds, **same}
         converted.append(row(variant.label, done.folder, **facts))
         if variant.healed:
-            better = finetune(str(done.folder), _healing(lessons), f"{done.folder}-healed")
+            better = _healed(done.folder, lessons)
             facts = {"healed": True, "error": None, "seconds": better.facts.seconds, **same}
             healed.append(row(f"{variant.label}, healed", better.folder, **facts))
     return DemoReport(
@@ -194,9 +194,10 @@ def _costs(done: Converted, dense: Path) -> dict[str, Any]:
     }
 
 
-def _healing(lessons: Path) -> Finetune:
+def _healed(folder: Path, lessons: Path) -> Finetuned:
     data = {"source": [str(lessons)], "max_length": 256, "validation_samples": 8}
-    return Finetune.model_validate({"data": data, "steps": HEALING_STEPS, "batch_size": 8})
+    said = Finetune.model_validate({"data": data, "steps": HEALING_STEPS, "batch_size": 8})
+    return finetune(str(folder), said, f"{folder}-healed")
 
 
 def _measured(folder: Path, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:

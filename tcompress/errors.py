@@ -79,12 +79,9 @@ def _refuse_constant(name: str) -> Any:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
+        holders = [item for item in level if isinstance(item, dict | list)]
+        inner = [item.values() if isinstance(item, dict) else item for item in holders]
+        level = [item for items in inner for item in items]
         if not level:
             return False
     return True

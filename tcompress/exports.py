@@ -30,15 +30,11 @@ LARGEST_SHARD = "2GB"
 
 
 def export_dense(
-    folder: Path | str,
-    output: Path | str,
-    force: bool = False,
-    progress: Progress | None = None,
+    folder: Path | str, output: Path | str, force: bool = False, progress: Progress | None = None
 ) -> Path:
     """Writes a plain model that needs no tcompress and computes the same within rounding.
 
-    Tensors are written one by one: memory holds the largest of them, one weight in float64, and
-    what multiplying it out takes.
+    Memory holds one weight in float64 and what multiplying it out takes.
 
     Args:
         folder: Folder of a converted model.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcompress.artifact.manifest import Manifest, Metric, read_manifest
+from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
@@ -250,7 +251,9 @@ class _Run:
 
     def _is_made(self, folder: Path) -> bool:
         """Whether a folder holds what this recipe makes there, of the same weights."""
-        manifest = None if self.again else _manifest(folder)
+        manifest = None
+        with suppress(InputError):  # it is damaged
+            manifest = None if self.again else read_manifest(folder)
         if manifest is None:
             return False
         options = self.recipe.finetune if folder != self.outcome.converted else None
@@ -261,10 +264,3 @@ class _Run:
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")
             and manifest.source.fingerprint == self.source.store.fingerprint()
         )
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(folder)
-    except InputError:
-        return None

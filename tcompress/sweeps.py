@@ -210,6 +210,11 @@ class Swept:
         """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
         return not self.cells or any(item.status == "failed" for item in self.stopped)
 
+    def write_page(self) -> Path:
+        """Writes the HTML report, the models in the order of the table."""
+        reports = {"dense": self.dense} | {item.cell.name: item.reports[-1] for item in self.cells}
+        return write_html([reports[row.name] for row in self.front.rows], self.page)
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
@@ -228,8 +233,8 @@ class Swept:
 def fallback_metric(report: ModelReport) -> Metric:
     """What stands for quality where no task is measured: an error of the conversion.
 
-    With calibration data it is that of the last layer, whose input has gone through all others;
-    without, the mean over the layers' weights.
+    With calibration data that of the last layer, whose input has gone through all others; without,
+    the mean over the layers' weights.
     """
     facts = report.calibration
     protocol: dict[str, Any] = {"task": "conversion", "data": facts.name if facts else None}
@@ -584,8 +589,12 @@ class _Sweep:
         if done and not dense.metrics:  # the error that others are compared by: it has none
             metric = done[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
             dense = dense.model_copy(update={"metrics": (metric,)})
-        candidates = [Candidate(item.cell.name, *_compared(item)) for item in done]
-        front = front_of([Candidate("dense", dense), *candidates])
+        candidates = [Candidate("dense", dense)]
+        for item in done:
+            before = item.reports[0].metrics[0] if len(item.reports) > 1 else None
+            name, seconds = item.cell.name, sum(item.seconds)
+            candidates.append(Candidate(name, item.reports[-1], before, seconds))
+        front = front_of(candidates)
         page = Path(self.recipe.report or self.folder / "sweep.html").expanduser()
         found = Swept(
             self.folder,
@@ -599,12 +608,5 @@ class _Sweep:
         )
         text = json.dumps({"schema": 1, **found.to_json()}, indent=2, ensure_ascii=False)
         write_text(self.folder / "sweep.json", text)
-        reports = {"dense": dense} | {item.cell.name: item.reports[-1] for item in done}
-        write_html([reports[row.name] for row in front.rows], page)
+        found.write_page()
         return found
-
-
-def _compared(done: Done) -> tuple[ModelReport, Metric | None, float]:
-    """The report of a finished cell, its quality before training, and its seconds."""
-    before = done.reports[0].metrics[0] if len(done.reports) > 1 else None
-    return done.reports[-1], before, sum(done.seconds)

@@ -153,14 +153,10 @@ def _notes(model: TimedModel, baseline: TimedModel) -> list[str]:
     return notes
 
 
-# The dense model that a converted one is timed against; nothing is downloaded.
-
-
 def baseline_of(model: SourceModel, trust: bool = False) -> _Opened:
-    """Opens the model that the manifest names; a random one is made anew.
+    """Opens the model that the manifest names, if it is here and as it was.
 
-    Raises:
-        InputError: There is no manifest, the model is not here, or it has changed.
+    A random one is made anew; nothing is downloaded.
     """
     manifest = read_manifest(model.folder)
     if manifest is None:
@@ -203,17 +199,13 @@ def _folder(manifest: Manifest) -> Path | None:
         return None
 
 
-# Keeping times in the manifest of the model that they belong to.
-
-
 _SAME = ("device", "device_name", "dtype", "threads", "kept_weights_bytes")
 
 
 def save_speed(folder: Path, found: Iterable[Speed]) -> bool:
-    """Adds times to a manifest; those of the same pass on the same machine are replaced.
+    """Adds times to a manifest, if there is one that can be written.
 
-    Returns:
-        Whether there is a manifest that can be written.
+    Those of the same pass on the same machine are replaced.
     """
     manifest = read_manifest(folder)
     if manifest is None:

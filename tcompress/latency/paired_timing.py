@@ -100,9 +100,6 @@ def _peak_on_cpu(run: Pass) -> int:
     return peak
 
 
-# The machine that a time belongs to.
-
-
 def device_name(device: torch.device) -> str:
     """Names the processor."""
     if device.type == "cuda":
@@ -138,11 +135,7 @@ def threads(count: int | None) -> Iterator[int]:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compiles a small function, before any time is spent on models.
-
-    Raises:
-        InputError: It cannot be compiled or run.
-    """
+    """Compiles a small function, before any time is spent on models; an error says if it fails."""
 
     def small(x: Tensor) -> Tensor:
         return (x + 1).relu()
@@ -179,9 +172,6 @@ def _running(what: str) -> Iterator[None]:
         raise InputError(f"{what} ({type(error).__name__}: {first_line(error)})", hint) from error
 
 
-# A model beside its baseline, both loaded: one cell of the grid at a time.
-
-
 @dataclass(frozen=True)
 class TimedModel:
     """A loaded model, in evaluation mode."""
@@ -211,21 +201,13 @@ class PairedTiming:
     clock: Clock
 
     def own_length(self) -> int:
-        """Tokens of a picture or sound, whose length cannot be chosen.
-
-        Raises:
-            InputError: The model cannot run.
-        """
+        """Tokens of a picture or sound, whose length cannot be chosen."""
         inputs = self._batch(1, 1)
         with _running(f"`{self.model.name}` cannot run a batch of 1"):
             return sequence_length(self.model.source, self.model.model, inputs)
 
     def measure(self, cell: Cell) -> Speed:
-        """Times both at one cell: warm-ups, timed passes in turn, one more for the memory.
-
-        Raises:
-            InputError: One of them cannot run at this size, or cannot be compiled.
-        """
+        """Times both at one cell: warm-ups, timed passes in turn, one more for the memory."""
         if cell.mode == "compiled":
             torch.compiler.reset()  # past a few shapes the compiler silently falls back to eager
         inputs = self._batch(cell.batch, cell.length)

@@ -66,11 +66,7 @@ class RandomInputs:
 
     @classmethod
     def of(cls, model: SourceModel, baseline: SourceModel) -> RandomInputs:
-        """Finds out what two models take.
-
-        Raises:
-            InputError: They do not take the same, or nothing that is known.
-        """
+        """Finds out what two models take, which must be the same."""
         both = (model, baseline)
         inputs, other = map(inputs_of, both)
         shapes, others = _shapes(model, inputs), _shapes(baseline, other)
@@ -96,11 +92,7 @@ class RandomInputs:
         return self.inputs.text or self.inputs.decoder
 
     def allowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Checks lengths that were asked for.
-
-        Raises:
-            InputError: The models have no positions for the longest.
-        """
+        """Refuses lengths that the models have no positions for."""
         if self.longest is not None and max(lengths) > self.longest:
             raise InputError(
                 f"length {max(lengths)} was asked for, the models have {self.longest} positions",

@@ -13,24 +13,12 @@ from rich.text import Text
 from tcompress.artifact.manifest import Speed
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Left, Plan
-from tcompress.reporting.formatting import (
-    bytes_text,
-    coverage_text,
-    error_name,
-    error_text,
-    errors_note,
-    machine_text,
-    milliseconds_text,
-    ratio_text,
-    short_blocks,
-    time_text,
-)
+from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
 from tcompress.reporting.table_rows import (
     Published,
     Row,
     amount,
-    attention_row,
     budget_rows,
     calibration_text,
     depth_rows,
@@ -67,7 +55,7 @@ def empty_table(title: str = "") -> Table:
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Lists times; a ratio above 1 means that the model is faster than the dense one."""
-    machines = list(dict.fromkeys(map(machine_text, speeds)))
+    machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
     several = len(machines) > 1
     table = empty_table()
     table.caption = "\n".join([*([] if several else machines), *speed_notes(speeds)]) or None
@@ -80,10 +68,10 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             str(speed.batch),
             str(speed.length),
             speed.mode,
-            *([machine_text(speed)] if several else []),
+            *([fmt.machine_text(speed)] if several else []),
             median_text(speed.milliseconds, speed.spread),
             median_text(speed.baseline_milliseconds, speed.baseline_spread),
-            ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
+            fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
             f"{speed.tokens_per_second:,.0f}",
             memory_text(speed.peak_bytes, speed.weight_bytes),
             memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
@@ -109,14 +97,16 @@ def speed_notes(speeds: Sequence[Speed]) -> list[str]:
 
 def median_text(milliseconds: float, spread: float | None) -> str:
     """Writes a time with its spread, such as `5.00 ms ±2%`."""
-    return milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
+    return fmt.milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
 
 
 def memory_text(peak: int | None, weights: int | None = None) -> str:
     """Writes the memory of weights and pass; that of either may be unknown."""
     if weights is None:
-        return "unknown" if peak is None else f"{bytes_text(peak)} (pass)"
-    return f"{bytes_text(weights)} (weights)" if peak is None else bytes_text(weights + peak)
+        return "unknown" if peak is None else f"{fmt.bytes_text(peak)} (pass)"
+    return (
+        f"{fmt.bytes_text(weights)} (weights)" if peak is None else fmt.bytes_text(weights + peak)
+    )
 
 
 # Models, and what a conversion would do.
@@ -126,7 +116,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
     """Renders models: one with its layers, several side by side; `per_layer` shows all layers."""
     alone = len(reports) == 1
     kinds = dict.fromkeys(kind for report in reports for kind in report.errors)
-    note = errors_note(kinds)
+    note = fmt.errors_note(kinds)
     parts: list[RenderableType] = _single(reports[0]) if alone else [Comparison(reports)]
     parts += [Text(note, style="dim")] if note else []
     for report in reports:
@@ -157,17 +147,17 @@ def render_plan(
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
-    rows += [attention_row(plan.attention)] if plan.attention else []
+    rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
-        rows.append(Row("peak memory", f"about {bytes_text(estimate.memory_bytes)}"))
-        rows.append(Row("time", f"roughly {time_text(estimate.seconds)}"))
+        rows.append(Row("peak memory", f"about {fmt.bytes_text(estimate.memory_bytes)}"))
+        rows.append(Row("time", f"roughly {fmt.time_text(estimate.seconds)}"))
     rows += budget_rows(plan.budget)
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")
     parts: list[RenderableType] = [title, _amount_table(rows, "now", "after")]
     if plan.coverage is not None:
-        parts.append(Text(coverage_text(plan.coverage)))
+        parts.append(Text(fmt.coverage_text(plan.coverage)))
     if plan.layers:
         layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
         parts.append(layer_table(layers, per_layer=per_layer))
@@ -229,14 +219,14 @@ def layer_table(
     table.add_column("role")
     table.add_column("structure", overflow="fold")
     right = ["in → out", "params", "kept"]
-    right += [] if kind is None else [error_name(kind).replace(" ", "\n")]
+    right += [] if kind is None else [fmt.error_name(kind).replace(" ", "\n")]
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     groups: dict[object, list[LayerReport]] = {}
     for number, layer in enumerate(layers):
         alike = (layer.role, layer.structure, layer.in_features, layer.out_features)
         groups.setdefault(number if one_by_one else alike, []).append(layer)
-    names = short_blocks(layers)
+    names = fmt.short_blocks(layers)
     before = ""
     for group in groups.values():
         block = names[group[0].block] if one_by_one else str(len(group))
@@ -257,7 +247,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{now:,}",
         f"{Amount.of(dense, now).kept:.1%}",
-        *([] if error is None else [error_text(error)]),
+        *([] if error is None else [fmt.error_text(error)]),
     ]
 
 
@@ -299,7 +289,7 @@ def _single(report: ModelReport) -> list[RenderableType]:
         parts.append(Text(f"from {report.source}", style="dim"))
     parts.append(_amount_table([*rows_of(report), *budget_rows(report.budget)], "dense", "now"))
     if report.coverage is not None:
-        parts.append(Text(coverage_text(report.coverage)))
+        parts.append(Text(fmt.coverage_text(report.coverage)))
     return parts
 
 

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from tcompress.structures.base import Layout
     from tcompress.structures.modules.linear import PartLayout
 
-# Names and numbers.
-
-
 _ERRORS = {
     "held_out": ("held-out error", "of what layers put out for data that the fit did not see"),
     "calibration": (

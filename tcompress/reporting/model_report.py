@@ -222,11 +222,7 @@ class _Counted:
 
     @classmethod
     def of(cls, source: SourceModel, artifact: Artifact | None = None) -> _Counted:
-        """Finds what is rewritten in the model.
-
-        Raises:
-            ArtifactError: The model lacks some of it.
-        """
+        """Finds what is rewritten in the model."""
         model = source.meta_model()
         if artifact is None:
             return cls(model, anatomy_of(model))

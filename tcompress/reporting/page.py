@@ -16,26 +16,9 @@ import tcompress
 from tcompress.artifact.manifest import Metric
 from tcompress.errors import InputError
 from tcompress.files import check_file, unwritable, write_text
-from tcompress.reporting import formatting
+from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import Dot, trade_off, training_charts
 from tcompress.reporting.console import median_text, memory_text, short_name, speed_notes
-from tcompress.reporting.formatting import (
-    count_text,
-    error_name,
-    error_text,
-    errors_note,
-    interval_text,
-    machine_text,
-    metric_labels,
-    metric_ratio,
-    pass_text,
-    ratio_text,
-    short_blocks,
-    signed_text,
-    speed_words,
-    tick_text,
-    value_text,
-)
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
@@ -89,7 +72,7 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
 def _alone(report: ModelReport, metric: Metric | None) -> str:
     """What one model keeps: weights, quality, time."""
     if not report.is_smaller:
-        known = "" if metric is None else f": {metric.name} {value_text(metric.value)}"
+        known = "" if metric is None else f": {metric.name} {fmt.value_text(metric.value)}"
         return f"is dense{known}."
     parts = report.parameters
     kept = f"keeps {parts.total.kept:.1%} of the parameters"
@@ -103,28 +86,28 @@ def _alone(report: ModelReport, metric: Metric | None) -> str:
         words.append(_quality(report, metric))
     else:
         for kind, error in list(report.errors.items())[:1]:
-            words.append(f"has a mean {error_name(kind)} of {error_text(error)}")
+            words.append(f"has a mean {fmt.error_name(kind)} of {fmt.error_text(error)}")
         words.append("its quality on a task was not measured")
     if report.speed:
-        words.append(speed_words(report.speed))
+        words.append(fmt.speed_words(report.speed))
     return f"{', '.join(words[:-1])} and {words[-1]}."
 
 
 def _quality(report: ModelReport, metric: Metric) -> str:
-    text = f"has {metric.name} {value_text(metric.value)}"
-    found, ratio = metric.difference, metric_ratio(metric)
+    text = f"has {metric.name} {fmt.value_text(metric.value)}"
+    found, ratio = metric.difference, fmt.metric_ratio(metric)
     if found is None:
         return text
-    share = f", {ratio_text(ratio)}" if ratio is not None else ""
+    share = f", {fmt.ratio_text(ratio)}" if ratio is not None else ""
     who = other_baseline(report, metric) or "dense"
-    text += f" ({who} {value_text(found.baseline_value)}{share}"
+    text += f" ({who} {fmt.value_text(found.baseline_value)}{share}"
     if found.interval is None:
         return f"{text})"
-    ends = interval_text(found.interval, signed=True)
+    ends = fmt.interval_text(found.interval, signed=True)
     if found.interval.low <= 0 <= found.interval.high:
         return f"{text}; the interval of the difference, {ends}, holds 0)"
     level = f"{found.interval.level:.0%} interval"
-    return f"{text}; difference {signed_text(found.value)}, {level} {ends})"
+    return f"{text}; difference {fmt.signed_text(found.value)}, {level} {ends})"
 
 
 # Errors of layers by block and role, as a table of shades.
@@ -170,22 +153,20 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
         share = (means[place] - low) / (top - low) if top > low else 0.5
         return Shade(means[place], round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
 
-    short = short_blocks(layers)
+    short = fmt.short_blocks(layers)
     roles = dict.fromkeys(layer.role for layer in layers)
     columns = list(short.values())
     if len({name.rpartition(".")[0] for name in columns}) == 1:  # such as `layer.`
         columns = [name.rpartition(".")[2] for name in columns]
     rows = [(role, [shade((role, block)) for block in short]) for role in roles]
-    return Heat(error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low)
-
-
-# What the page shows, worked out so that its template only has to place it.
+    return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low)
 
 
 COLOURS = 8
 
 
 def _page(reports: Sequence[ModelReport]) -> dict[str, Any]:
+    """What the page shows, worked out so that its template only has to place it."""
     names = [short_name(report, reports) for report in reports]
     sections = [
         _section(report, name, index)
@@ -209,7 +190,7 @@ def _sentence(text: str) -> str:
 def _section(report: ModelReport, name: str, index: int) -> dict[str, Any]:
     """One model on the page."""
     recipe, roles, metrics = report.recipe, _roles(report.layers), []
-    for label, metric in zip(metric_labels(report.metrics), report.metrics, strict=True):
+    for label, metric in zip(fmt.metric_labels(report.metrics), report.metrics, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
     return {
@@ -221,11 +202,11 @@ def _section(report: ModelReport, name: str, index: int) -> dict[str, Any]:
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
         "parts": parts_of(report),
-        "errors": _sentence(errors_note(list(report.errors)[:1])),
+        "errors": _sentence(fmt.errors_note(list(report.errors)[:1])),
         "heat": heat_of(report.layers),
         "metrics": metrics,
         "curves": [training_charts(run) for run in report.training],
-        "timings": {machine_text(speed): speed.protocol for speed in report.speed},
+        "timings": {fmt.machine_text(speed): speed.protocol for speed in report.speed},
         "calibration": calibration_text(report),
         "healed": healed_text(report),
         "recipe": "" if not recipe else yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
@@ -271,13 +252,13 @@ def _pictures(sections: Sequence[dict[str, Any]]) -> list[Markup]:
         if speed is not None:
             times += _dots(section, metric, speed.milliseconds, speed.baseline_milliseconds)
     words = "parameters kept, whole model" if one else "parameters"
-    write = (lambda share: f"{share:.0%}") if one else count_text
+    write = (lambda share: f"{share:.0%}") if one else fmt.count_text
     main = next((metric for metric in metrics if metric is not None), None)
     speed = next((speed for speed in speeds if speed is not None), None)
     pictures = [_picture(sizes, words, main, write)]
     if speed is not None:
-        words = f"time of a pass ({pass_text(speed)})"
-        pictures.append(_picture(times, words, main, lambda value: f"{tick_text(value)} ms"))
+        words = f"time of a pass ({fmt.pass_text(speed)})"
+        pictures.append(_picture(times, words, main, lambda value: f"{fmt.tick_text(value)} ms"))
     return [picture for picture in pictures if picture is not None]
 
 
@@ -325,22 +306,22 @@ def _template() -> Template:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "bytes": formatting.bytes_text,
-        "count": formatting.count_text,
-        "coverage": formatting.coverage_text,
-        "duration": formatting.time_text,
-        "error": formatting.error_text,
-        "interval": formatting.interval_text,
-        "machine": formatting.machine_text,
+        "bytes": fmt.bytes_text,
+        "count": fmt.count_text,
+        "coverage": fmt.coverage_text,
+        "duration": fmt.time_text,
+        "error": fmt.error_text,
+        "interval": fmt.interval_text,
+        "machine": fmt.machine_text,
         "memory": memory_text,
         "median": median_text,
         "notes": speed_notes,
         "plain": _plain,
         "position": lambda items, item: items.index(item),
-        "ratio": formatting.ratio_text,
-        "ratio_of": formatting.metric_ratio,
-        "signed": formatting.signed_text,
-        "value": formatting.value_text,
+        "ratio": fmt.ratio_text,
+        "ratio_of": fmt.metric_ratio,
+        "signed": fmt.signed_text,
+        "value": fmt.value_text,
     }
     source = files("tcompress").joinpath("assets", "report.html.j2").read_text(encoding="utf-8")
     return environment.from_string(source)

@@ -14,16 +14,8 @@ from rich.text import Text
 from tcompress.artifact.manifest import Interval, Metric, Speed
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Plan
+from tcompress.reporting import formatting as fmt
 from tcompress.reporting.console import empty_table
-from tcompress.reporting.formatting import (
-    bytes_text,
-    metric_ratio,
-    milliseconds_text,
-    pass_text,
-    ratio_text,
-    time_text,
-    value_text,
-)
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, unbeaten
 
 Front = Literal["size", "time"]
@@ -93,7 +85,7 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     return FrontReport(
         metric=None if metric is None else metric.name,
         higher_is_better=higher,
-        timed=None if timed is None else pass_text(timed),
+        timed=None if timed is None else fmt.pass_text(timed),
         rows=tuple(sorted(marked, key=lambda row: (-row.parameters, sign * (row.quality or 0)))),
     )
 
@@ -108,7 +100,7 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
         bytes=item.report.bytes_on_disk.now,
         quality=None if metric is None else metric.value,
         interval=None if metric is None else metric.interval,
-        ratio=None if metric is None else metric_ratio(metric),
+        ratio=None if metric is None else fmt.metric_ratio(metric),
         converted=None if item.converted is None else item.converted.value,
         milliseconds=None if speed is None else speed.milliseconds,
         speed=None if speed is None else speed.ratio,
@@ -132,11 +124,11 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
     columns: dict[str, Callable[[FrontRow], str]] = {
         "kept": lambda row: f"{row.kept:.1%}",
         "params": lambda row: f"{row.parameters:,}",
-        "bytes": lambda row: bytes_text(row.bytes),
+        "bytes": lambda row: fmt.bytes_text(row.bytes),
         found.metric or "quality": _quality,
-        "ratio": lambda row: ratio_text(row.ratio),
-        "before": lambda row: _optional(row.converted, value_text),
-        "time": lambda row: _optional(row.milliseconds, milliseconds_text),
+        "ratio": lambda row: fmt.ratio_text(row.ratio),
+        "before": lambda row: _optional(row.converted, fmt.value_text),
+        "time": lambda row: _optional(row.milliseconds, fmt.milliseconds_text),
         "seconds": lambda row: _optional(row.seconds, lambda value: f"{value:,.1f}"),
     }
     shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}
@@ -162,16 +154,16 @@ def plan_table(
             name,
             f"{plan.kept:.1%}",
             f"{plan.parameters - plan.saved:,}",
-            bytes_text(costs.disk_bytes),
+            fmt.bytes_text(costs.disk_bytes),
             f"{len(plan.left)} of {len(plan.left) + len(plan.layers)}",
-            bytes_text(costs.memory_bytes),
-            f"roughly {time_text(costs.seconds)}",
+            fmt.bytes_text(costs.memory_bytes),
+            f"roughly {fmt.time_text(costs.seconds)}",
         )
     return Group(*([table] if planned else []), *_stopped(stopped))
 
 
 def _quality(row: FrontRow) -> str:
-    value = _optional(row.quality, value_text)
+    value = _optional(row.quality, fmt.value_text)
     if row.interval is None:
         return value
     return f"{value} [{_end(row.interval.low)}, {_end(row.interval.high)}]"

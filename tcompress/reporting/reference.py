@@ -41,23 +41,22 @@ def _sections(fragment: Fragment, path: str, root: Fragment) -> Iterator[str]:
 
 
 def _method_sections(root: Fragment) -> Iterator[str]:
-    for item in structures():
-        about = f"{_sentence(item.summary)} {_sentence(item.reference)}"
-        yield _options_section("Method", "convert.method", item.spec, about, root)
-    yield _options_section("Method", "convert.method", AutoSpec, AUTO_ABOUT, root)
-    for other in mechanisms():
-        about = f"{_sentence(other.summary)} {_sentence(other.reference)}"
-        yield _options_section("Attention", "convert.attention", other.spec, about, root)
+    """Writes the options of structures, of `auto` and of attention replacements."""
+    described: list[tuple[str, type[BaseModel], str]] = [
+        *(("method", item.spec, _about(item)) for item in structures()),
+        ("method", AutoSpec, AUTO_ABOUT),
+        *(("attention", item.spec, _about(item)) for item in mechanisms()),
+    ]
+    for section, spec, about in described:
+        fragment = root["$defs"][spec.__name__]
+        raw = fragment["properties"]["name"]
+        names = quoted(raw.get("enum", [raw.get("const")]))
+        table = _table(fragment, f"convert.{section}", root)
+        yield f"## {section.capitalize()} {names}\n\n{about}\n\n{table}"
 
 
-def _options_section(
-    title: str, path: str, spec: type[BaseModel], about: str, root: Fragment
-) -> str:
-    """Writes the options of a structure, of `auto` or of a mechanism."""
-    fragment = root["$defs"][spec.__name__]
-    raw = fragment["properties"]["name"]
-    names = quoted(raw.get("enum", [raw.get("const")]))
-    return f"## {title} {names}\n\n{about}\n\n{_table(fragment, path, root)}"
+def _about(item: Any) -> str:
+    return f"{_sentence(item.summary)} {_sentence(item.reference)}"
 
 
 def _table(fragment: Fragment, path: str, root: Fragment) -> str:

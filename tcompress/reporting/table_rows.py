@@ -10,29 +10,9 @@ from typing import NamedTuple
 from tcompress.artifact.manifest import Metric, Speed
 from tcompress.options.method_options import Budget
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, DepthPlan
-from tcompress.reporting.formatting import (
-    bytes_text,
-    describe_attention,
-    error_name,
-    error_text,
-    interval_text,
-    machine_text,
-    metric_labels,
-    metric_ratio,
-    milliseconds_text,
-    ratio_text,
-    signed_text,
-    time_text,
-    value_text,
-)
-from tcompress.reporting.tree import (
-    Amount,
-    ModelReport,
-    main_metrics,
-    metric_key,
-    other_baseline,
-)
+from tcompress.planning.entries import BudgetPlan, DepthPlan
+from tcompress.reporting import formatting as fmt
+from tcompress.reporting.tree import Amount, ModelReport, main_metrics, metric_key, other_baseline
 
 # Lines about a model: a label with what was before, what is now, and their ratio.
 
@@ -65,7 +45,7 @@ def rows_of(
     elif facts and any(other.depth is not None for other in others):
         rows.append(Row("blocks"))
     if report.attention:
-        rows.append(attention_row(report.attention))
+        rows.append(Row("attention", fmt.describe_attention(report.attention)))
     elif facts and any(other.attention for other in others):
         rows.append(Row("attention"))
     if parts.rewritten.dense:
@@ -83,12 +63,13 @@ def rows_of(
     ]
     # Errors are those of the fit: training changes layers without measuring them again.
     when = ", before training" if report.training else ""
-    rows += [Row(error_name(kind) + when, error_text(e)) for kind, e in report.errors.items()]
+    for kind, error in report.errors.items():
+        rows.append(Row(fmt.error_name(kind) + when, fmt.error_text(error)))
     if any(item.training or item.speed for item in shown) and healed_text(report):
         healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
         rows.append(Row("healed" if healed else "trained", healed_text(report)))
     rows += _metrics(report, shown)
-    machines = {machine_text(speed) for item in shown for speed in item.speed}
+    machines = {fmt.machine_text(speed) for item in shown for speed in item.speed}
     return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
 
 
@@ -99,14 +80,10 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
     whole = next((change for change in depth.weighed if change is not None), None)
     for gone, change in enumerate(depth.weighed):
         label = f"  change of output, {depth.blocks - gone} blocks"
-        ratio = ratio_text(change / whole) if change is not None and whole else ""
-        rows.append(Row(label, "out of reach" if change is None else value_text(change), "", ratio))
+        ratio = fmt.ratio_text(change / whole) if change is not None and whole else ""
+        value = "out of reach" if change is None else fmt.value_text(change)
+        rows.append(Row(label, value, "", ratio))
     return rows
-
-
-def attention_row(entries: Sequence[AttentionPlan]) -> Row:
-    """A line about attentions that are replaced."""
-    return Row("attention", describe_attention(entries))
 
 
 def calibration_text(report: ModelReport) -> str:
@@ -128,7 +105,7 @@ def healed_text(report: ModelReport) -> str:
     if not report.training:
         return "no" if healed or report.init == "random" else ""
     steps = sum(run.steps for run in report.training)
-    minutes = time_text(sum(run.seconds for run in report.training))
+    minutes = fmt.time_text(sum(run.seconds for run in report.training))
     return f"{'yes, ' if healed else ''}{steps:,} steps, {minutes}"
 
 
@@ -140,34 +117,34 @@ def amount(label: str, amount: Amount) -> Row:
 def size(label: str, dense: int | None, now: int) -> Row:
     """A line about bytes before and after."""
     if dense is None:
-        return Row(label, bytes_text(now))
-    return Row(label, bytes_text(now), bytes_text(dense), f"{now / max(1, dense):.1%}")
+        return Row(label, fmt.bytes_text(now))
+    return Row(label, fmt.bytes_text(now), fmt.bytes_text(dense), f"{now / max(1, dense):.1%}")
 
 
 def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     """Lines about metrics; those that cannot be compared do not share a name."""
     found = {metric_key(metric): metric for item in shown for metric in item.metrics}
     keys = sorted(found)  # the same names whichever model is asked about
-    labels = dict(zip(keys, metric_labels(found[key] for key in keys), strict=True))
+    labels = dict(zip(keys, fmt.metric_labels(found[key] for key in keys), strict=True))
     rows = []
     for metric in report.metrics:
         label, other = labels[metric_key(metric)], other_baseline(report, metric)
         label = label if other is None else f"{label}, against {other}"
-        dense = metric.difference and value_text(metric.difference.baseline_value)
-        ratio = ratio_text(metric_ratio(metric))
-        rows.append(Row(label, value_text(metric.value), dense or "", ratio))
+        dense = metric.difference and fmt.value_text(metric.difference.baseline_value)
+        ratio = fmt.ratio_text(fmt.metric_ratio(metric))
+        rows.append(Row(label, fmt.value_text(metric.value), dense or "", ratio))
         if metric.interval is not None:
             level = f"  {metric.interval.level:.0%} interval of {label}"
-            rows.append(Row(level, interval_text(metric.interval)))
+            rows.append(Row(level, fmt.interval_text(metric.interval)))
     return rows
 
 
 def _speed(speed: Speed, several: bool) -> Row:
     mode = "time" if speed.mode == "eager" else speed.mode
-    machine = f", {machine_text(speed)}" if several else ""
+    machine = f", {fmt.machine_text(speed)}" if several else ""
     label = f"{mode} B={speed.batch} T={speed.length}{machine}"
-    now, dense = map(milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    return Row(label, now, dense, ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""))
+    now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+    return Row(label, now, dense, fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""))
 
 
 # What a budget was, how it was shared out, and what that is predicted to cost.
@@ -186,14 +163,14 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
         return []
     rows = [Row("budget", str(Budget(budget.kind, budget.limit))), Row("", _SHARED[budget.chosen])]
     if budget.error is not None:
-        rows.append(Row("predicted error", error_text(budget.error)))
+        rows.append(Row("predicted error", fmt.error_text(budget.error)))
     others = _other_errors(budget).items()
-    rows += [Row(f"  {name}", error_text(error)) for name, error in others]
+    rows += [Row(f"  {name}", fmt.error_text(error)) for name, error in others]
     least = budget.tried.get(budget.taken or "")
     for name, change in budget.tried.items():
         label = "  change of output, " + ("as predicted" if name == "auto" else f"{name} alone")
-        ratio = "taken" if name == budget.taken else ratio_text(change / least) if least else ""
-        rows.append(Row(label, value_text(change), "", ratio))
+        ratio = "taken" if name == budget.taken else fmt.ratio_text(change / least) if least else ""
+        rows.append(Row(label, fmt.value_text(change), "", ratio))
     return rows
 
 
@@ -241,11 +218,11 @@ def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
     row = next((row for row, _ in cited if row.ours), cited[0][0])
     values = [(report.name, _ours(row, report)) for other, report in cited if other.ours]
     known = [(PurePath(name).name, value) for name, value in values if value is not None]
-    ours = "; ".join(f"{name} {value_text(value)}" for name, value in known)
+    ours = "; ".join(f"{name} {fmt.value_text(value)}" for name, value in known)
     if len(known) == 1:
-        ours = value_text(known[0][1])
+        ours = fmt.value_text(known[0][1])
     elif known and row.mean:
-        ours = f"{value_text(fmean(value for _, value in known))}, mean of {len(known)}"
+        ours = f"{fmt.value_text(fmean(value for _, value in known))}, mean of {len(known)}"
     why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
     return Published(row.row, row.metric, row.source, why, f"{row.value:g}", ours)
 
@@ -289,7 +266,7 @@ def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     macs = f"multiply-adds per token, T={reports[0].macs_per_token.length}"
     when = ", before training" if any(report.training for report in reports) else ""
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
-    errors = {kind: f"mean {error_name(kind)}{when}" for kind in kinds}
+    errors = {kind: f"mean {fmt.error_name(kind)}{when}" for kind in kinds}
     columns = [
         _column(report, metric, macs, errors, quality)
         for report, metric in zip(reports, metrics, strict=True)
@@ -307,18 +284,20 @@ def _column(
     calibration, start = calibration_text(report), start_text(report)
     facts = [report.family, *([start] if start else [])]
     facts += [f"calibration {calibration}"] if calibration else []
-    disk = report.bytes_on_disk
+    disk, depth = report.bytes_on_disk, report.depth
     most_telling = next(iter(report.errors), None)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
-        "blocks": _blocks(report),
-        "bytes on disk": Cell(bytes_text(disk.now), f"{disk.kept:.1%}" if disk.kept != 1 else ""),
+        "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
+        "bytes on disk": Cell(
+            fmt.bytes_text(disk.now), f"{disk.kept:.1%}" if disk.kept != 1 else ""
+        ),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
         **{
-            label: Cell(error_text(report.errors[kind]) if kind == most_telling else "")
+            label: Cell(fmt.error_text(report.errors[kind]) if kind == most_telling else "")
             for kind, label in errors.items()
         },
         "trained": Cell(healed_text(report)),
@@ -336,12 +315,12 @@ def _dense_column(report: ModelReport, metric: Metric | None, macs: str) -> dict
         note = f"{part.dense / max(1, total):.1%} of the model" if part.dense else ""
         found[f"  {name}"] = Cell(f"{part.dense:,}", note)
     found["parameters"] = Cell(f"{total:,}")
-    found["bytes on disk"] = Cell(bytes_text(report.bytes_on_disk.dense))
+    found["bytes on disk"] = Cell(fmt.bytes_text(report.bytes_on_disk.dense))
     found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
     if metric is not None and metric.difference is not None and not other_baseline(report, metric):
-        found[metric.name] = Cell(value_text(metric.difference.baseline_value))
+        found[metric.name] = Cell(fmt.value_text(metric.difference.baseline_value))
     return found
 
 
@@ -363,37 +342,32 @@ def _amount(amount: Amount) -> Cell:
     return Cell(f"{amount.now:,}", f"{amount.kept:.1%}" if amount.kept != 1 else "")
 
 
-def _blocks(report: ModelReport) -> Cell:
-    depth = report.depth
-    return Cell() if depth is None else Cell(f"{depth.kept} of {depth.blocks}", depth.which)
-
-
 def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:
     limit = error = Cell()
     if budget is not None and budget_rows(budget):
         limit = Cell(f"{Budget(budget.kind, budget.limit)}, {_SHARED[budget.chosen]}")
     if budget is not None and budget.error is not None:
-        others = [f"{name} {error_text(e)}" for name, e in _other_errors(budget).items()]
-        error = Cell(error_text(budget.error), "; ".join(others))
+        others = [f"{name} {fmt.error_text(e)}" for name, e in _other_errors(budget).items()]
+        error = Cell(fmt.error_text(budget.error), "; ".join(others))
     return {"budget": limit, "predicted error": error}
 
 
 def _quality(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell()
-    note = "" if metric.interval is None else interval_text(metric.interval)
-    return Cell(value_text(metric.value), note)
+    note = "" if metric.interval is None else fmt.interval_text(metric.interval)
+    return Cell(fmt.value_text(metric.value), note)
 
 
 def _difference(report: ModelReport, metric: Metric | None) -> Cell:
     if metric is None or metric.difference is None:
         return Cell()
     found = metric.difference
-    notes = [] if found.interval is None else [interval_text(found.interval, signed=True)]
-    ratio, other = ratio_text(metric_ratio(metric)), other_baseline(report, metric)
+    notes = [] if found.interval is None else [fmt.interval_text(found.interval, signed=True)]
+    ratio, other = fmt.ratio_text(fmt.metric_ratio(metric)), other_baseline(report, metric)
     notes += [f"against {other}, not dense"] if other else []
     notes += [ratio] if ratio else []
-    return Cell(signed_text(found.value), "; ".join(notes))
+    return Cell(fmt.signed_text(found.value), "; ".join(notes))
 
 
 def _best_speed(report: ModelReport) -> Cell:
@@ -401,5 +375,5 @@ def _best_speed(report: ModelReport) -> Cell:
     if speed is None:
         return Cell()
     mode = "" if speed.mode == "eager" else f", {speed.mode}"
-    note = f"B={speed.batch} T={speed.length}{mode}, {machine_text(speed)}"
-    return Cell(ratio_text(speed.ratio, 2), note)
+    note = f"B={speed.batch} T={speed.length}{mode}, {fmt.machine_text(speed)}"
+    return Cell(fmt.ratio_text(speed.ratio, 2), note)

@@ -1,4 +1,4 @@
-"""The tree of records that a report is, and which numbers stand for a set of models."""
+"""The tree of records that a report is, also as JSON, and which numbers stand for many models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, Trainin
 from tcompress.models.names import ALIASES
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left
-
-# The tree of records that a report is; also its JSON.
-
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""

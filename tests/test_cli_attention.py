@@ -138,5 +138,5 @@ def test_python_takes_mechanisms_too(vit: Path) -> None:
     assert (alone.method, alone.layers) == ("tsa", ())
     sized = tcompress.plan(str(vit), method="tga", target=0.5, calibration="none")
     assert {entry.role for entry in sized.layers} == {"k", "v"}
-    with pytest.raises(RecipeError, match="`attention.name` is `hit`, allowed is one of `hot`"):
+    with pytest.raises(RecipeError, match=r"`attention\.name` is `hit`, allowed is one of `hot`"):
         tcompress.plan(str(vit), attention="hit")

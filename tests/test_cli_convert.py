@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from tcompress.cli import convert
+from tcompress.cli import terminal
 from tcompress.cli.convert import default_output
 from tcompress.models import WeightStore
 from tcompress.options import parse_recipe
@@ -260,7 +260,7 @@ def test_interrupted_conversion_goes_on(
     options = ["--calib-samples", "24", "--p", "2", "--transform", "dct", "-o", "out"]
     with monkeypatch.context() as patch:
         # Four groups of layers in each block: the first block is done.
-        patch.setattr(convert, "shown_progress", lambda quiet: stopped_after(6, by))
+        patch.setattr(terminal, "shown_progress", lambda quiet: stopped_after(6, by))
         done = run("convert", model, *options)
     assert (done.code, done.out) == (code, "")
     assert done.err == (

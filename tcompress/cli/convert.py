@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcompress.cli.terminal import (
-    print_json,
-    relative,
-    results,
-    resumable,
-    say,
-    shown_progress,
-    tell,
-    typed,
-)
+from tcompress.cli import terminal
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
@@ -81,7 +72,7 @@ def open_source(name: str, access: Access, manner: Manner, seed: int | None = No
     from tcompress.models.names import local_folder
 
     if name in ALIASES and local_folder(name) is None:
-        say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
+        terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
     return SourceModel.open(
         name,
         revision=access.revision,
@@ -104,12 +95,14 @@ def show_plan(job: Job) -> None:
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
         facts = {"plan": plan.model_dump(mode="json"), "estimate": costs.model_dump(mode="json")}
-        print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
+        terminal.print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
-    results().print(render_plan(plan, costs, source.store.total_bytes))
+    terminal.results().print(render_plan(plan, costs, source.store.total_bytes))
     if job.convert.init == "random":
-        tell(f"Weights will be drawn at random, with seed {job.convert.seed}; none are read.")
-    tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
+        terminal.tell(
+            f"Weights will be drawn at random, with seed {job.convert.seed}; none are read."
+        )
+    terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
 
 
 def perform(job: Job) -> None:
@@ -120,8 +113,8 @@ def perform(job: Job) -> None:
     check_output(job.output, force=job.force)  # before a long download
     source = job.open()
     with (
-        resumable(lambda: f"`{job.output}` was not written"),
-        shown_progress(quiet=job.manner.quiet) as progress,
+        terminal.resumable(lambda: f"`{job.output}` was not written"),
+        terminal.shown_progress(quiet=job.manner.quiet) as progress,
     ):
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
     _show_result(done, job)
@@ -133,22 +126,24 @@ def _show_result(done: Converted, job: Job) -> None:
     from tcompress.reporting.model_report import report_of
 
     report = report_of(done.folder, trust_remote_code=job.access.allow_remote_code)
-    name, seconds = relative(done.folder), done.manifest.seconds
+    name, seconds = terminal.relative(done.folder), done.manifest.seconds
     if job.manner.as_json:
         facts = {"resumed": done.resumed, "healed": False, "seconds": seconds}
-        print_json({"output": str(done.folder), **facts, "report": report.to_json()})
+        terminal.print_json({"output": str(done.folder), **facts, "report": report.to_json()})
         return
     # Before and after; `tcompress report` has the layers.
-    results().print(render([report.model_copy(update={"layers": (), "left": ()})]))
+    terminal.results().print(render([report.model_copy(update={"layers": (), "left": ()})]))
     resumed = ", continuing an interrupted run" if done.resumed else ""
-    tell(f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
-    following = f"tcompress finetune {typed(name)}"
+    terminal.tell(f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
+    following = f"tcompress finetune {terminal.typed(name)}"
     if done.manifest.source.init == "random":
-        tell("Not trained yet: all weights are as they were drawn at random.")
-        tell(f"Next: `{following} --task ... --data ...`")
+        terminal.tell("Not trained yet: all weights are as they were drawn at random.")
+        terminal.tell(f"Next: `{following} --task ... --data ...`")
         return
-    tell("Not healed yet: imitating the dense model usually wins much of the quality back.")
-    tell(f"Next: `{following} --data FILE`")
+    terminal.tell(
+        "Not healed yet: imitating the dense model usually wins much of the quality back."
+    )
+    terminal.tell(f"Next: `{following} --data FILE`")
 
 
 def convert(

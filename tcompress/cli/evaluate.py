@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tcompress.cli.terminal import (
-    THRESHOLD,
-    hide_loading_bars,
-    print_json,
-    results,
-    say,
-    shown_progress,
-    tell,
-)
+from tcompress.cli import terminal
 from tcompress.errors import InputError
 from tcompress.options.commands import Hub, Manner, Measured
 from tcompress.options.steps import Evaluate
@@ -29,14 +21,14 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document, headline, score_table
 
-    hide_loading_bars(verbose=manner.verbose)
+    terminal.hide_loading_bars(verbose=manner.verbose)
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
     if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:
         raise InputError(
             f"`--threshold {wanted.threshold}` compares with a baseline, but there is one model",
             "name a `--baseline`, or give a plain number",
         )
-    with shown_progress(quiet=manner.quiet) as progress:
+    with terminal.shown_progress(quiet=manner.quiet) as progress:
         scores = run(
             call.models,
             wanted,
@@ -48,17 +40,17 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
         )
     for item in scores:
         for note in item.notes:
-            say(f"warning: {item.name}: {note}")
+            terminal.say(f"warning: {item.name}: {note}")
         if manner.verbose and not item.stored:
-            say(f"{item.name}: its numbers were not stored")
+            terminal.say(f"{item.name}: its numbers were not stored")
     missed = [item.name for item in scores if bound and bound.missed(item.metrics[0])]
     if manner.as_json:
         threshold = str(bound) if bound else None
-        print_json({**document(scores), "threshold": threshold, "missed": missed})
+        terminal.print_json({**document(scores), "threshold": threshold, "missed": missed})
     else:
-        tell(headline(scores))
-        results().print(score_table(scores))
+        terminal.tell(headline(scores))
+        terminal.results().print(score_table(scores))
     for name in missed:
-        say(f"{name}: misses the threshold {bound} on `{scores[0].metrics[0].name}`")
+        terminal.say(f"{name}: misses the threshold {bound} on `{scores[0].metrics[0].name}`")
     if missed:
-        raise typer.Exit(THRESHOLD)
+        raise typer.Exit(terminal.THRESHOLD)

@@ -10,20 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.terminal import (
-    Interrupted,
-    hide_loading_bars,
-    print_json,
-    relative,
-    results,
-    resumable,
-    say,
-    shown_progress,
-    table,
-    tell,
-    typed,
-    unwritten,
-)
+from tcompress.cli import terminal
 from tcompress.errors import InputError, RecipeError
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
@@ -66,14 +53,14 @@ def finetune(
     from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
-    hide_loading_bars(verbose=manner.verbose)
+    terminal.hide_loading_bars(verbose=manner.verbose)
     if not Path(one.model).exists():
         check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()
     with (
         _one_voice(),
-        resumable(lambda: unwritten(folder)),
-        shown_progress(quiet=quiet) as progress,
+        terminal.resumable(lambda: terminal.unwritten(folder)),
+        terminal.shown_progress(quiet=quiet) as progress,
     ):
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         done = train_model(
@@ -83,7 +70,7 @@ def finetune(
             force=written.force,
             token=hub.token,
             progress=progress,
-            say=say,
+            say=terminal.say,
         )
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
@@ -136,7 +123,7 @@ def _one_voice() -> Iterator[None]:
     """
     try:
         yield
-    except Interrupted as error:
+    except terminal.Interrupted as error:
         if _is_main_process():
             raise
         sys.exit(error.exit_code)
@@ -148,13 +135,15 @@ def _one_voice() -> Iterator[None]:
 
 def _show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
-    facts, name = done.facts, relative(done.folder)
+    facts, name = done.facts, terminal.relative(done.folder)
     if as_json:
         record = facts.model_dump(mode="json")
-        print_json({"output": str(done.folder), "resumed": done.resumed, "training": record})
+        terminal.print_json(
+            {"output": str(done.folder), "resumed": done.resumed, "training": record}
+        )
         return
     names = ("step", "loss", facts.validation, "learning rate", "minutes")
-    rows = table(*names, right=names)
+    rows = terminal.table(*names, right=names)
     for point in _shown(facts.curve):
         rows.add_row(
             f"{point.step:,}" + (" *" if point.step == facts.best_step else "  "),
@@ -163,14 +152,16 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
             "" if point.learning_rate is None else f"{point.learning_rate:.2e}",
             f"{point.seconds / 60:.1f}",
         )
-    results().print(rows)
+    terminal.results().print(rows)
     taught = f", taught by {facts.teacher}" if facts.teacher else ""
-    tell(f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes{taught}")
-    tell(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.")
+    terminal.tell(
+        f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes{taught}"
+    )
+    terminal.tell(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.")
     if not facts.best_step and facts.steps:
-        tell(_START_KEPT)
+        terminal.tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
-    tell(f"Next: `tcompress evaluate {typed(name)} --task {measured} --data ...`")
+    terminal.tell(f"Next: `tcompress evaluate {terminal.typed(name)} --task {measured} --data ...`")
 
 
 def _shown(curve: list[Any]) -> list[Any]:

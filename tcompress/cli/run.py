@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tcompress.cli import terminal
 from tcompress.cli.convert import Job, default_output, perform, show_plan
-from tcompress.cli.terminal import (
-    THRESHOLD,
-    hide_loading_bars,
-    print_json,
-    relative,
-    results,
-    resumable,
-    say,
-    shown_progress,
-    tell,
-    unwritten,
-)
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
@@ -72,10 +61,10 @@ def _run_all(said: Recipe, job: Job) -> None:
     from tcompress.pipeline import run_recipe
     from tcompress.reporting.console import render
 
-    hide_loading_bars(verbose=job.manner.verbose)
+    terminal.hide_loading_bars(verbose=job.manner.verbose)
     with (
-        resumable(lambda: unwritten(job.output)),
-        shown_progress(quiet=job.manner.quiet) as progress,
+        terminal.resumable(lambda: terminal.unwritten(job.output)),
+        terminal.shown_progress(quiet=job.manner.quiet) as progress,
     ):
         done = run_recipe(
             said,
@@ -85,17 +74,17 @@ def _run_all(said: Recipe, job: Job) -> None:
             again=job.force,
             token=job.access.token,
             progress=progress,
-            say=lambda text: say(text, quiet=job.manner.quiet),
+            say=lambda text: terminal.say(text, quiet=job.manner.quiet),
         )
     if job.manner.as_json:
-        print_json(done.to_json())
+        terminal.print_json(done.to_json())
     else:
         bare = {"layers": (), "left": ()}
-        results().print(render([item.model_copy(update=bare) for item in done.reports]))
-        tell(f"{'Kept' if done.kept else 'Wrote'} `{relative(done.folder)}`.")
+        terminal.results().print(render([item.model_copy(update=bare) for item in done.reports]))
+        terminal.tell(f"{'Kept' if done.kept else 'Wrote'} `{terminal.relative(done.folder)}`.")
         if done.page is not None:
-            tell(f"Report: `{relative(done.page.absolute())}`.")
+            terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
         for text in done.missed:
-            tell(f"Missed: {text}.")
+            terminal.tell(f"Missed: {text}.")
     if done.missed:
-        raise typer.Exit(THRESHOLD)
+        raise typer.Exit(terminal.THRESHOLD)

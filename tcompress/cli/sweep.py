@@ -7,26 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tcompress.cli import terminal
 from tcompress.cli.convert import open_source
 from tcompress.cli.flags import Only
-from tcompress.cli.terminal import (
-    THRESHOLD,
-    USAGE,
-    hide_loading_bars,
-    print_json,
-    relative,
-    results,
-    resumable,
-    say,
-    shown_progress,
-    tell,
-)
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
 from tcompress.options.schema import Recipe, Sweep
-from tcompress.options.steps import Bench, Evaluate, Finetune
+from tcompress.options.steps import MEASURED, Bench, Evaluate, Finetune
 
 if TYPE_CHECKING:
     from tcompress.models import SourceModel
@@ -47,7 +36,7 @@ DETAIL = (
 
 Measured = Annotated[
     Given[Evaluate],
-    Only("--task", "--data", "--split", "--columns", "--limit", panel="What is measured"),
+    Only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED),
 ]
 _DATA = ("--calib", "--calib-samples", "--calib-columns")
 OfAll = Annotated[Given[Convert], Only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
@@ -142,12 +131,12 @@ def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner
     cells = cells_of(recipe, source)
     if manner.as_json:
         listed = [cell.to_json() for cell in cells]
-        print_json({"dry_run": True, "output": str(folder.absolute()), "cells": listed})
+        terminal.print_json({"dry_run": True, "output": str(folder.absolute()), "cells": listed})
         return
     planned = [(cell.name, cell.plan, cell.costs) for cell in cells if cell.plan and cell.costs]
     refused = [(cell.name, cell.refusal) for cell in cells if cell.refusal is not None]
-    results().print(plan_table(planned, refused))
-    tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
+    terminal.results().print(plan_table(planned, refused))
+    terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
 
 
 def perform_sweep(
@@ -163,10 +152,10 @@ def perform_sweep(
     from tcompress.reporting.pareto import front_table
     from tcompress.sweeps import sweep as run
 
-    hide_loading_bars(verbose=manner.verbose)
+    terminal.hide_loading_bars(verbose=manner.verbose)
     with (
-        resumable(lambda: f"what was finished is kept in `{folder}`"),
-        shown_progress(quiet=manner.quiet) as progress,
+        terminal.resumable(lambda: f"what was finished is kept in `{folder}`"),
+        terminal.shown_progress(quiet=manner.quiet) as progress,
     ):
         done = run(
             recipe,
@@ -175,17 +164,17 @@ def perform_sweep(
             force=force,
             token=token,
             progress=progress,
-            say=lambda text: say(text, quiet=manner.quiet),
+            say=lambda text: terminal.say(text, quiet=manner.quiet),
         )
     if manner.as_json:
-        print_json(done.to_json())
+        terminal.print_json(done.to_json())
     else:
         stopped = [(item.name, item.reason) for item in done.stopped]
-        results().print(front_table(done.front, stopped))
+        terminal.results().print(front_table(done.front, stopped))
         for cell in done.cells:
             for text in cell.missed:
-                tell(f"Missed by `{cell.cell.name}`: {text}.")
-        tell(f"Wrote `{relative(done.folder)}`.")
-        tell(f"Report: `{relative(done.page.absolute())}`.")
+                terminal.tell(f"Missed by `{cell.cell.name}`: {text}.")
+        terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
+        terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
     if done.failed or done.missed:
-        raise typer.Exit(USAGE if done.failed else THRESHOLD)
+        raise typer.Exit(terminal.USAGE if done.failed else terminal.THRESHOLD)

@@ -9,13 +9,8 @@ from tcompress.options.fields import DATASET, FOLDER, MODEL, Section, option
 from tcompress.options.steps import MEASURED, MEASUREMENT
 
 THE_MODEL, CELLS, COMMON = "Model", "Cells", "Common options"
-_MODELS: dict[str, Any] = {
-    "metavar": "MODEL...",
-    "complete": "models",
-    "positional": True,
-    "splits": False,
-    "min_length": 1,
-}
+_SEVERAL: dict[str, Any] = {"positional": True, "splits": False, "min_length": 1}
+_MODELS = {**MODEL, **_SEVERAL, "metavar": "MODEL..."}
 _RECIPE = {"metavar": "FILE|NAME", "complete": "recipes"}
 
 
@@ -180,7 +175,7 @@ class Checked(Section):
     """What `recipes validate` reads."""
 
     files: tuple[str, ...] = option(
-        ..., "recipes", **{**_MODELS, "metavar": "FILE...", "complete": "recipes"}
+        ..., "recipes", metavar="FILE...", complete="recipes", **_SEVERAL
     )
 
 
@@ -253,13 +248,13 @@ class Swept(FromRecipe, Changes):
 
     finetune_steps: int | None = option(
         None,
-        "heal every model for so many steps, and measure it before and after",
+        "heal every model for so many steps; measure before and after",
         panel=CELLS,
         gt=0,
     )
     train_data: tuple[str, ...] = option(
         (),
-        "unlabelled data to heal on; default text that ships",
+        "unlabelled data to heal on; default what ships",
         panel=CELLS,
         splits=False,
         **DATASET,

@@ -113,7 +113,7 @@ class Embeddings(Section):
     )
     target: float | None = option(
         None,
-        "kept fraction of the word embedding's parameters",
+        "kept fraction of the word embedding",
         "--embedding-target",
         **FRACTION,
     )
@@ -248,7 +248,7 @@ class Convert(Section):
     )
     residual_rank: int = option(
         0,
-        "rank of a low-rank term added to the structure; 0 leaves it to the budget",
+        "rank of a low-rank summand; 0 leaves it to the budget",
         panel=METHOD,
         ge=0,
     )

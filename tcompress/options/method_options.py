@@ -62,10 +62,7 @@ class Spec(Options):
         if getattr(self, "rank", None) is not None:
             raise ValueError("`rank` and `tol` are both given; allowed is one")
         if self.pools:
-            raise ValueError(
-                "`tol` sizes weights one by one, which shared factors cannot: give `rank` or a "
-                "target"
-            )
+            raise ValueError("`tol` sizes weights one by one, but factors are shared: give `rank`")
         return self
 
     @property
@@ -184,7 +181,7 @@ class TTSpec(Spec):
     )
     rank: PositiveInt | Modes | None = option(
         None,
-        "inner ranks: one for all, or a list; `qtt` has 2 unless a budget says",
+        "inner ranks: one, or a list; `qtt` has 2 unless a budget says",
         metavar="N|N,N,...",
     )
     tol: float | None = TOL
@@ -221,7 +218,7 @@ class TuckerSpec(Spec):
     )
     rank: PositiveInt | Edges | None = option(
         None,
-        "columns of the factors U and V; one number for both, or two if shared",
+        "columns of the factors U and V; one number, or two if shared",
         metavar="N|N,N",
     )
     tol: float | None = TOL

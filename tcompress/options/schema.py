@@ -66,7 +66,7 @@ class Sweep(Section):
     )
     targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = option(
         (0.5, 0.25),
-        "kept fractions of the rewritten layers' parameters",
+        "kept fractions of the rewritten layers",
         metavar="N,N,...",
         min_length=1,
     )

@@ -66,7 +66,7 @@ class Finetune(Section):
 
     task: TrainingTask | None = option(
         None,
-        "task to learn from labels; without it the model is healed",
+        "task to learn; without one the model is healed",
         panel=LEARNING,
         metavar="NAME",
     )
@@ -200,7 +200,7 @@ class Evaluate(Section):
     )
     split: str = option(
         "validation",
-        "split of a folder or hub dataset, or part of an archive or a series",
+        "split of a folder or dataset, or part of an archive or a series",
         panel=DATA,
     )
     columns: dict[str, str] = option({}, _COLUMNS, panel=DATA, metavar="ROLE=NAME")

@@ -264,9 +264,9 @@ def _stored(sizes: Mapping[str, int], inside: str) -> int:
 def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
-    from tcompress.options.method_options import LowRankSpec
     from tcompress.planning.planner import make_plan
     from tcompress.roles import anatomy_of
+    from tcompress.structures.lowrank import LowRankSpec
 
     model = source.meta_model()
     anatomy = anatomy_of(model)

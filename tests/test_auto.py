@@ -21,7 +21,7 @@ from tcompress.conversion.goal import Settler
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec, LowRankSpec, LprodSpec
+from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import Choice
 from tcompress.planning.entries import BudgetPlan, Plan
 from tcompress.planning.knapsack import Allocation, Option
@@ -29,6 +29,8 @@ from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import offered_by
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.interrupted import Interrupt, contents

@@ -18,13 +18,12 @@ from transformers import BertConfig, BertForMaskedLM
 from tcompress.linalg.fits import fit_lowrank_curved
 from tcompress.models import SourceModel
 from tcompress.options import Convert, find_recipe, parse_recipe
-from tcompress.options.method_options import TuckerSpec
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_parts
 from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Site, Target, structure
-from tcompress.structures.tucker import TuckerLayout
+from tcompress.structures.tucker import TuckerLayout, TuckerSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn
 from tests.support.tiny import build

@@ -22,8 +22,9 @@ from tcompress.options import (
 )
 from tcompress.options.document import Document, Problem
 from tcompress.options.explain import explain
-from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.planning.sites import structure_of
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
 
 TRICKY = [
     "yes",

@@ -50,7 +50,7 @@ class Tucker:
         return self.left @ self.middles() @ self.right.mT
 
 
-def clip_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
+def clip_bank_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
     """Lowers ranks to what the shape admits: beyond that they only add parameters.
 
     Args:
@@ -130,7 +130,7 @@ def fit_tucker(
         The factors; the columns of U, V and the mixing weights are orthonormal.
     """
     count, rows, cols = products.shape
-    ranks = clip_ranks(count, rows, cols, ranks)
+    ranks = clip_bank_ranks(count, rows, cols, ranks)
     problem, outputs, inputs = _whitened(products, grams, curvatures)
     now = _started(problem, ranks, start)
     last = float("inf")
@@ -362,7 +362,7 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
 # A layer larger than the shared shape is cut into blocks, each with mixing weights of its own.
 
 
-SWEEPS, STEPS = 12, 4
+BANK_SWEEPS, BANK_STEPS = 12, 4
 """Rounds over all factors, and steps of conjugate gradients for each in a round."""
 
 
@@ -434,7 +434,7 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
         [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
     )
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
-    plain = fit_tucker(weights, None, ranks, sweeps=SWEEPS, inner=STEPS)
+    plain = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
     free = Bank(plain.left, plain.right, plain.cores)
     if all(user.gram is None and user.curvature is None for user in users):
         return free
@@ -446,7 +446,9 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
             moments /= level
             weights = weights * level.sqrt()
     products = weights if grams is None else weights @ grams
-    fitted = fit_tucker(products, grams, ranks, curvatures=curvatures, sweeps=SWEEPS, inner=STEPS)
+    fitted = fit_tucker(
+        products, grams, ranks, curvatures=curvatures, sweeps=BANK_SWEEPS, inner=BANK_STEPS
+    )
     aware = Bank(fitted.left, fitted.right, fitted.cores)
     return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
 

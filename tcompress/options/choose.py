@@ -14,7 +14,6 @@ from tcompress.options.method_options import (
     MECHANISMS,
     METHODS,
     MechanismSpec,
-    Spec,
     default_method,
     lookup_methods,
     mechanism_names,
@@ -22,6 +21,7 @@ from tcompress.options.method_options import (
 )
 from tcompress.options.read import Given, read
 from tcompress.options.schema import Recipe
+from tcompress.structures import Spec
 
 NO_METHOD = "none"
 """Rewrite no layer."""

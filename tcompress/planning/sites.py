@@ -20,11 +20,11 @@ from torch import nn
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
-from tcompress.options.method_options import AutoSpec, Spec, lookup_methods
+from tcompress.options.method_options import AutoSpec, lookup_methods
 from tcompress.planning.entries import FormPlan, LayerPlan
 from tcompress.roles import Anatomy, Layer, anatomy_of
 from tcompress.roles.attentions import position_tables
-from tcompress.structures import Layout, Refusal, Site, Structure, structures
+from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
 from tcompress.structures.capabilities import LooksUp, shared_of
 from tcompress.structures.modules.embedding import LookupScale
 from tcompress.structures.modules.linear import PartLayout, bank_layouts

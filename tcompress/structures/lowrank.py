@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import embedding
 
-from tcompress.linalg.fits import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
-from tcompress.linalg.moments import balanced, best_factors, fit_lowrank
-from tcompress.options.method_options import LowRankSpec
+from tcompress import linalg
+from tcompress.options.fields import option
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
     Site,
+    Spec,
     Structure,
     Target,
     Tensors,
+    clip_note,
     register,
 )
 from tcompress.structures.capabilities import LooksUp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class LowRankSpec(Spec):
+    """Options of `svd`: two factors of a chosen rank."""
+
+    name: Literal["svd", "lowrank"] = "svd"
+    rank: int | None = option(None, "rank r of every rewritten weight", metavar="N", gt=0)
+    tol: float | None = TOL
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def fixes_size(self) -> bool:
+        return self.has_size
+
+    @property
+    def fills(self) -> bool:
+        return True
+
+    def clipped(self, layout: Any) -> str | None:
+        return clip_note(self.rank, (layout.rank,))
 
 
 class LowRankLayout(Layout):
@@ -71,6 +97,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         return True
 
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        from torch.nn.functional import embedding
+
         return embedding(index, tensors["a"]) @ tensors["b"]
 
     def scale_rows(
@@ -80,24 +108,26 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         if target.curvature is not None:
-            a, b = fit_lowrank_curved(
+            a, b = linalg.fit_lowrank_curved(
                 target.product, target.full_gram(), target.curvature, layout.rank
             )
         elif target.gram is None:
-            a, b = balanced(*best_factors(target.product, layout.rank))
+            a, b = linalg.balanced(*linalg.best_factors(target.product, layout.rank))
         else:
-            a, b = fit_lowrank(target.product, target.gram, layout.rank)
+            a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank)
         return {"a": a, "b": b}
 
     def losses(
         self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
     ) -> list[float]:
         assert target.curvature is not None
-        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-        losses = lowrank_losses(spectrum, constant)
+        spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+        losses = linalg.lowrank_losses(spectrum, constant)
         return [float(losses[layout.rank]) for layout in layouts]
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        import torch
+
         shapes = self.tensors(layout)
         return {
             "a": torch.randn(shapes["a"], generator=generator) / layout.rank**0.5,

@@ -51,14 +51,7 @@ class Tucker:
 
 
 def clip_bank_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
-    """Lowers ranks to what the shape admits: beyond that they only add parameters.
-
-    Args:
-        count: Number of matrices n.
-        d_out: Rows of each.
-        d_in: Columns of each.
-        ranks: Cores r1, then columns of U and V.
-    """
+    """Lowers ranks to what the shape admits: beyond that they only add parameters."""
     clipped = (min(ranks[0], count), min(ranks[1], d_out), min(ranks[2], d_in))
     while True:
         r1, r2, r3 = clipped
@@ -69,14 +62,7 @@ def clip_bank_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
 
 
 def tucker_parameters(count: int, d_out: int, d_in: int, ranks: Ranks) -> int:
-    """Counts the parameters of U, V, the cores and, for more than one matrix, the mixing weights.
-
-    Args:
-        count: Number of matrices n.
-        d_out: Rows of each.
-        d_in: Columns of each.
-        ranks: Cores r1, then columns of U and V.
-    """
+    """Counts the parameters of U, V, the cores and, of several matrices, the mixing weights."""
     r1, r2, r3 = ranks
     mixing = count * r1 if count > 1 else 0
     return r1 * r2 * r3 + d_out * r2 + d_in * r3 + mixing
@@ -223,9 +209,7 @@ def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
     mixing, left, right = (
         torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
         for square, rank in zip(
-            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)),
-            ranks,
-            strict=True,
+            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)), ranks, strict=True
         )
     )
     return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
@@ -460,14 +444,7 @@ def fit_mixing(
 
     Blocks see each other where they read the same rows of moments, and are fitted together.
 
-    Args:
-        product: S W C.  # (m * a, q * b)
-        gram: G, damped; None for the identity.  # (q * b, q * b)
-        bank: The shared factors.
-        curvature: S, damped; None for the identity.  # (m * a, m * a)
-
-    Returns:
-        Weights of the cores for every block.  # (m, q, r1)
+    # (m * a, q * b), (q * b, q * b), (m * a, m * a) -> (m, q, r1)
     """
     left, right, cores = bank.left, bank.right, bank.cores
     kernels = _between(gram, right, product.shape[1])  # (q, q, r3, r3)
@@ -492,12 +469,7 @@ def fit_mixing(
 def mixed_weight(mixing: Tensor, bank: Bank) -> Tensor:
     """Returns the weight of one layer from its mixing weights and a bank.
 
-    Args:
-        mixing: One set for every block.  # (..., m, q, r1)
-        bank: The shared factors.
-
-    Returns:
-        The blocks, put together.  # (..., m * a, q * b)
+    # (..., m, q, r1) -> (..., m * a, q * b)
     """
     blocks = bank.left @ mixed_cores(mixing, bank.cores) @ bank.right.mT  # (..., m, q, a, b)
     return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)

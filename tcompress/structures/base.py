@@ -100,11 +100,7 @@ class Spec(Options):
         return self
 
     def offered(self, target: float) -> tuple[Self, ...]:
-        """Options that `auto` tries on every layer, the first that its dimensions allow.
-
-        Args:
-            target: About which kept fraction the budget comes to.
-        """
+        """Options that `auto` tries on every layer, the first that its dimensions allow."""
         return (self,)
 
     def alone(self, target: float) -> tuple[Self, ...]:
@@ -125,12 +121,7 @@ Tensors: TypeAlias = "Mapping[str, Tensor]"
 
 
 class Refusal(Exception):
-    """A structure cannot take these dimensions; the message says why.
-
-    Args:
-        message: Why.
-        hint: What to do about it, where that is not said by the message.
-    """
+    """A structure cannot take these dimensions; the message says why."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -223,13 +214,7 @@ class Target:
 
 
 def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
-    """Returns what a weight costs the model, to second order.
-
-    Args:
-        fitted: The weight.  # (out, in)
-        target: What it approximates, with curvature.
-        constant: Predicted loss of a weight of zeros.
-    """
+    """Returns what a weight costs the model, to second order.  # (out, in)."""
     assert target.curvature is not None
     gram = target.full_gram()
     return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
@@ -331,11 +316,7 @@ AnyLayout = Annotated[SerializeAsAny[Layout], BeforeValidator(_parse_layout)]
 
 
 class Registry(Generic[T]):
-    """What was registered, by name, in order.
-
-    Args:
-        what: What its members are called in messages.
-    """
+    """What was registered, by name, in order."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -355,11 +336,7 @@ class Registry(Generic[T]):
         self._found[name] = item
 
     def named(self, name: str) -> T:
-        """Looks a member up.
-
-        Raises:
-            RecipeError: There is none of this name; the message lists the known ones.
-        """
+        """Looks a member up; an unknown name is a `RecipeError` that lists the known ones."""
         if name in self._found:
             return self._found[name]
         close = difflib.get_close_matches(name, self._found, 1)

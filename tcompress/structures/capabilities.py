@@ -36,13 +36,7 @@ class LooksUp(ABC):
 
     @abstractmethod
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
-        """Multiplies the rows of the dense weight, if these tensors can say so.
-
-        Args:
-            tensors: The layer's own tensors.
-            scales: A factor for each row.  # (out,)
-            layout: Their layout.
-        """
+        """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
 
 
 # ---------------------------------------------------------------- shared factors
@@ -113,12 +107,7 @@ class Transform(ABC):
 
     @abstractmethod
     def build(self, tensors: Tensors, like: Tensor) -> Any:
-        """Builds what is applied, from what is stored and from constants.
-
-        Args:
-            tensors: Both, by name; constants that are missing are made anew.
-            like: Tensor whose dtype and device the result takes.
-        """
+        """Builds what is applied, from what is stored and from constants."""
 
     def first(self) -> dict[str, Tensor]:
         """First values of what is stored, float32."""

@@ -85,10 +85,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         )
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
-        return {
-            "a": (layout.out_features, layout.rank),
-            "b": (layout.rank, layout.in_features),
-        }
+        return {"a": (layout.out_features, layout.rank), "b": (layout.rank, layout.in_features)}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (x @ tensors["b"].mT) @ tensors["a"].mT
@@ -107,14 +104,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        if target.curvature is not None:
-            a, b = linalg.fit_lowrank_curved(
-                target.product, target.full_gram(), target.curvature, layout.rank
-            )
-        elif target.gram is None:
-            a, b = linalg.balanced(*linalg.best_factors(target.product, layout.rank))
-        else:
-            a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank)
+        moments = (target.gram, layout.rank, target.curvature)
+        a, b = linalg.fit_lowrank(target.product, *moments)
         return {"a": a, "b": b}
 
     def losses(

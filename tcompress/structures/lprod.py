@@ -364,7 +364,9 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         if layout.transform == "dft":
             return {"slices": linalg.fit_conjugate_slices(product, gram, layout.p)}
         if layout.tubal_rank is not None:
-            left, right = linalg.fit_truncated_slices(product, gram, layout.p, layout.tubal_rank)
+            slices = linalg.diagonal_blocks(product, layout.p)
+            grams = None if gram is None else linalg.diagonal_blocks(gram, layout.p)
+            left, right = linalg.fit_lowrank(slices, grams, layout.tubal_rank)
             return {"left": left, "right": right}
         if gram is None:
             return {"slices": linalg.diagonal_blocks(product, layout.p).contiguous()}

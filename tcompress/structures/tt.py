@@ -221,7 +221,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
 
         assert target.curvature is not None
         first = layouts[0]
-        whitened = linalg.whitened_product(target.product, target.full_gram(), target.curvature)
+        roots = (linalg.safe_cholesky(m) for m in (target.full_gram(), target.curvature))
+        whitened = linalg.whitened(target.product, *roots)
         tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
         cuts = np.array([_cut(tails, layout) for layout in layouts])
         places = [place for place in _fitted_sizes(layouts) if cuts[place] > 0]

@@ -218,14 +218,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def fit(self, target: Target, layout: TuckerLayout) -> dict[str, Tensor]:
         if layout.bank is not None:
             return {"mix": _fit_mixing(target, layout)}
-        gram, rank = target.gram, layout.ranks[0]
-        if target.curvature is not None:
-            curved = (target.full_gram(), target.curvature)
-            left, right = linalg.fit_lowrank_curved(target.product, *curved, rank)
-        elif gram is None:
-            left, right = linalg.best_factors(target.product, rank)
-        else:
-            left, right = linalg.fit_lowrank(target.product, gram, rank)
+        moments = (target.gram, layout.ranks[0], target.curvature)
+        left, right = linalg.fit_lowrank(target.product, *moments)
         import torch
 
         u, outer = torch.linalg.qr(left)

@@ -127,12 +127,7 @@ def side_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> 
 
 
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
-    """Shapes of a layer's own tensors, without its sides.
-
-    Args:
-        parts: Parts of the layer.
-        experts: Number of experts that are stacked along a leading dimension, if any.
-    """
+    """Shapes of a layer's own tensors, without its sides."""
     lead = () if experts is None else (experts,)
     return {
         tensor_prefix(parts, index, term) + name: (*lead, *shape)
@@ -295,9 +290,6 @@ class StructuredLinear(nn.Module):
 
         It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
         a state dict, and by a pass that gradients flow through.
-
-        Returns:
-            Bytes that the weight takes, once it is built; 0 if it is not kept.
         """
         self._kept = KeptWeight() if keep else None
         size = next(self.parameters(recurse=False)).element_size()
@@ -352,14 +344,7 @@ class StructuredLinear(nn.Module):
         return {**self.__dict__, "_kept": None if self._kept is None else KeptWeight()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer.
-
-        Args:
-            x: Input.  # (..., in_features)
-
-        Returns:
-            Output, in the dtype of the parameters or of autocast.  # (..., out_features)
-        """
+        """Applies the layer.  # (..., in_features) -> (..., out_features)."""
         weight = None if self._kept is None else self.kept_weight()
         if weight is not None:
             x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
@@ -412,13 +397,6 @@ def keep_weights(model: nn.Module, keep: bool = True) -> int:
     dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
     flow through; other changes are noticed too, but for those in place through `.data`. Copies and
     files leave it out. Compiled passes do not use it.
-
-    Args:
-        model: Any model; layers that are not structured stay as they are.
-        keep: Whether to keep weights, or to stop keeping them.
-
-    Returns:
-        Bytes that the kept weights take once they are built, in the first pass.
     """
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     return sum(layer.keep_weight(keep) for layer in layers)
@@ -433,10 +411,7 @@ _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "di
 def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tensor:
     """Gives rows as a linear layer has them of what a module reads or returns.
 
-    Args:
-        module: Any module; convolutions, dense or structured, have their channels elsewhere.
-        x: Input or output.  # (batch, channels, *positions) of a convolution, else (..., width)
-        output: Whether it is the output, of which no positions are left out.
+    # (batch, channels, *positions) of a convolution, else (..., width)
     """
     if not hasattr(module, "kernel_size"):
         return x
@@ -448,13 +423,7 @@ def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tens
 
 
 class PointwiseConvolution(StructuredLinear):
-    """A structured linear layer in the place of a convolution.
-
-    Args:
-        parts: Layout of the layer.
-        host: The convolution, whose sizes and stride it has.
-        options: Those of `StructuredLinear`.
-    """
+    """A structured linear layer in the place of a convolution."""
 
     stride: tuple[int, ...]
 
@@ -466,11 +435,7 @@ class PointwiseConvolution(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.
 
-        Args:
-            x: Input.  # (batch, in_channels, *positions)
-
-        Returns:
-            Output.  # (batch, out_channels, *positions)
+        # (batch, in_channels, *positions) -> (batch, out_channels, *positions)
         """
         rows = super().forward(channels_last(self, x))
         return rows.movedim(-1, -1 - len(self.stride)).contiguous()

@@ -88,13 +88,15 @@ def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
     return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-def fit_slices(target: Tensor, gram: Tensor, count: int) -> Tensor:
-    """Regresses every output slice on its own input slice.
+def fit_slices(target: Tensor, gram: Tensor | None, count: int) -> Tensor:
+    """Regresses every output slice on its own input slice: (W C)_kk G_kk^-1.
 
     # (out, d), (d, d) -> (p, out / p, d / p)
     """
-    factor = safe_cholesky(diagonal_blocks(gram, count))
-    return torch.cholesky_solve(diagonal_blocks(target, count).mT, factor).mT
+    slices = diagonal_blocks(target, count)
+    if gram is None:
+        return slices.contiguous()
+    return torch.cholesky_solve(slices.mT, safe_cholesky(diagonal_blocks(gram, count))).mT
 
 
 @dataclass(frozen=True)

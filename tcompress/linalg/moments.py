@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -64,25 +64,14 @@ class Moments:
         mean = self.gram.diagonal().mean()
         level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
-        return Moments(
-            self.gram + ridge,
-            self.cross + ridge,
-            self.dense + ridge,
-            self.mean,
-            self.dense_mean,
-            self.rows,
-        )
+        gram, cross, dense = (moment + ridge for moment in (self.gram, self.cross, self.dense))
+        return replace(self, gram=gram, cross=cross, dense=dense)
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
-        return Moments(
-            self.gram.to(device),
-            self.cross.to(device),
-            self.dense.to(device),
-            self.mean.to(device),
-            self.dense_mean.to(device),
-            self.rows,
-        )
+        own = (self.gram, self.cross, self.dense, self.mean, self.dense_mean)
+        gram, cross, dense, mean, dense_mean = (tensor.to(device) for tensor in own)
+        return Moments(gram, cross, dense, mean, dense_mean, self.rows)
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, reduce
-from itertools import count, pairwise
+from itertools import count as count_from
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ def balanced_modes(size: int, order: int) -> tuple[int, ...]:
     whose most even factorisation is not (a prime, twice a prime) gives the modes of the next size
     that has one. So from size 4 on at least two modes are larger than 1, whatever the size.
     """
-    for padded in count(size):  # ends at the next power of `order`, at the latest
+    for padded in count_from(size):  # ends at the next power of `order`, at the latest
         modes = min(_factorisations(padded, order), key=lambda found: (found[-1] / found[0], found))
         if modes[-1] ** order <= BALANCE**order * padded:
             return modes
@@ -112,17 +114,13 @@ def parameter_count(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Se
 
 def rank_for_budget(in_modes: Sequence[int], out_modes: Sequence[int], budget: int) -> int:
     """Finds the largest uniform rank, clipped at every position, that a budget pays for."""
-    inner = len(_core_sizes(in_modes, out_modes)) - 1
+    most = max(full_ranks(in_modes, out_modes), default=1)
 
-    def fits(rank: int) -> bool:
-        ranks = clip_ranks([rank] * inner, in_modes, out_modes)
-        return parameter_count(in_modes, out_modes, ranks) <= budget
+    def count(rank: int) -> int:  # grows with the rank
+        ranks = clip_ranks([rank] * (len(in_modes) - 1), in_modes, out_modes)
+        return parameter_count(in_modes, out_modes, ranks)
 
-    low, high = 0, max(full_ranks(in_modes, out_modes), default=1)
-    while low < high:  # the count grows with the rank
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_right(range(1, most + 1), budget, key=count)
 
 
 def _core_sizes(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:
@@ -206,7 +204,7 @@ def rebuild_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Seque
 
 def _cut_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Multiply-adds of contracting both ends towards each of the N - 1 bonds."""
-    sizes = [rows * columns for rows, columns in zip(out_modes, in_modes, strict=True)]
+    sizes = _core_sizes(in_modes, out_modes)
     bonds = (1, *ranks, 1)
     # The k-th entry: merging the first, or the last, k + 1 cores one after another.
     left, right = [0], [0]

@@ -27,7 +27,7 @@ SWEEPS = 4  # passes over the cores
 STEPS = 15  # conjugate gradients per core, where its system is not solved at once
 CURVED_STEPS = 6  # the same with S: more sweeps of fewer steps get further in the same time
 ENOUGH = 1e-6  # of the first squared residual: the next core gains more than a last digit here
-SETTLED = 1e-10  # of the right-hand side: a residual that is nothing but rounding
+ROUNDING = 1e-10  # of the right-hand side: a residual that is nothing but rounding
 FLOOR = 1e-10  # ridge on normal matrices, relative to their mean diagonal element
 
 
@@ -126,18 +126,16 @@ class TTProblem:
     @cached_property
     def padded_gram(self) -> Tensor:
         """G with zeros for padded inputs.  # (J, J)."""
-        size = self.product.shape[1]
-        gram = torch.eye(size).to(self.product) if self.gram is None else self.gram
-        extra = prod(self.in_modes) - size
-        return pad(gram, (0, extra, 0, extra))
+        return self._padded(self.gram, self.product.shape[1], prod(self.in_modes))
 
     @cached_property
     def padded_curvature(self) -> Tensor:
         """S with zeros for padded outputs.  # (I, I)."""
-        size = len(self.product)
-        curvature = torch.eye(size).to(self.product) if self.curvature is None else self.curvature
-        extra = prod(self.out_modes) - size
-        return pad(curvature, (0, extra, 0, extra))
+        return self._padded(self.curvature, len(self.product), prod(self.out_modes))
+
+    def _padded(self, moment: Tensor | None, size: int, whole: int) -> Tensor:
+        moment = torch.eye(size).to(self.product) if moment is None else moment
+        return pad(moment, (0, whole - size, 0, whole - size))
 
     def weighted(self, matrix: Tensor) -> Tensor:
         """S times a matrix, with zeros for all that is padded.  # (out, in) to (I, J)."""
@@ -213,8 +211,8 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     """
     # Solving for the change, not for the core, leaves alone what the moments do not see.
     wanted = pull_back(problem.weighted(problem.product), left, right)
-    (_, o, p, _), (_, x, r, _) = left.shape, right.shape
-    small = _Place(*core.shape, o, p, x, r).is_small
+    (a, i, j, b), (_, o, p, _), (_, x, r, _) = core.shape, left.shape, right.shape
+    small = _Place(a, i, j, b, o, p, x, r).is_small
     matrix = normal_matrix(problem.padded_gram, left, right) if small else None
     if matrix is not None and problem.separates:
         residual = wanted - _from_rows(matrix @ _to_rows(core), core)
@@ -227,7 +225,7 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     if not problem.separates:
         solve = _with_outputs(solve, problem.padded_curvature, left, right)
     residual = wanted - image(core)
-    if bool(residual.norm() <= SETTLED * wanted.norm()):
+    if bool(residual.norm() <= ROUNDING * wanted.norm()):
         return core  # what is left is rounding; where moments see nothing, steps along it are long
     unseen = FLOOR * problem.scale
     steps = STEPS if problem.curvature is None else CURVED_STEPS
@@ -414,9 +412,6 @@ def _places(
 ) -> Iterator[_Place]:
     bonds, last = (1, *ranks, 1), len(in_modes) - 1
     for n, (i, j) in enumerate(zip(out_modes, in_modes, strict=True)):
-        before, behind = slice(n), slice(n + 1, None)
-        yield _Place(
-            *(bonds[n], i, j, bonds[n + 1]),
-            *(prod(modes[part]) for part in (before, behind) for modes in (out_modes, in_modes)),
-            visits=2 if 0 < n < last else 1,
-        )
+        before = prod(out_modes[:n]), prod(in_modes[:n])
+        behind = prod(out_modes[n + 1 :]), prod(in_modes[n + 1 :])
+        yield _Place(bonds[n], i, j, bonds[n + 1], *before, *behind, 2 if 0 < n < last else 1)

@@ -199,41 +199,29 @@ def _colored(root: Tensor | None, factor: Tensor) -> Tensor:
 
 
 def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
-    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side."""
+    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side.
+
+    Without moments, rounds of orthogonal iteration follow.
+    """
     grams, curvatures, free = problem.grams, problem.curvatures, problem.free
-    if grams is None and curvatures is None:
-        return _orthogonal_iteration(free, ranks, rounds)
     seen = free if grams is None else free @ grams
-    worth = free if curvatures is None else curvatures @ free
-    flat = worth.flatten(1)
+    weighted = free if curvatures is None else curvatures @ free
+    flat = weighted.flatten(1)
+    squares = (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ weighted).sum(0))
     mixing, left, right = (
         torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
-        for square, rank in zip(
-            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)), ranks, strict=True
-        )
+        for square, rank in zip(squares, ranks, strict=True)
     )
-    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
+    if grams is None and curvatures is None and rounds > 0:
+        import tensorly  # takes a second to import, and few commands need it
+        from tensorly.decomposition import tucker
 
-
-def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
-    """Tucker factors in the plain norm, from the leading eigenvectors of every unfolding."""
-    import tensorly  # takes a second to import, and few commands need it
-    from tensorly.decomposition import tucker
-
-    # Unfoldings are wide, and tensorly would take the SVD of the whole of each.
-    factors = []
-    for mode, rank in enumerate(ranks):
-        unfolded = tensor.movedim(mode, 0).flatten(1)
-        _, vectors = torch.linalg.eigh(unfolded @ unfolded.mT)
-        factors.append(vectors[:, -rank:].flip(1))
-    if rounds > 0:
         # The core of the start is never read: every round makes it anew.
-        begin = (tensor, factors)
+        begin = (free, [mixing, left, right])
         with tensorly.backend_context("pytorch", local_threadsafe=True):
-            _, factors = tucker(tensor, list(ranks), init=begin, n_iter_max=rounds)
-    mixing, left, right = factors
-    cores = _mix(mixing.mT, left.mT @ tensor @ right)
-    return Tucker(left, cores, right, mixing)
+            _, found = tucker(free, list(ranks), init=begin, n_iter_max=rounds)
+        mixing, left, right = found
+    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
 
 
 def _turned(now: Tucker) -> Tucker:
@@ -392,11 +380,11 @@ class User:
 
     def error(self, bank: Bank) -> float:
         """The smallest error that mixing weights leave over, divided by the scale."""
-        mixing = fit_mixing(self._weighed(self.weight), self.gram, bank, self.curvature)
+        mixing = fit_mixing(self._in_moments(self.weight), self.gram, bank, self.curvature)
         missed = self.weight - mixed_weight(mixing, bank)
-        return float(self._weighed(missed).mul(missed).sum()) / self.scale
+        return float(self._in_moments(missed).mul(missed).sum()) / self.scale
 
-    def _weighed(self, weight: Tensor) -> Tensor:
+    def _in_moments(self, weight: Tensor) -> Tensor:
         """S W G."""
         seen = weight if self.gram is None else weight @ self.gram
         return seen if self.curvature is None else self.curvature @ seen

@@ -177,6 +177,11 @@ class Site:
     head: int | None = None
     peers: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Both widths, as layouts take them."""
+        return {"in_features": self.in_features, "out_features": self.out_features}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -211,6 +216,18 @@ class Target:
         import torch
 
         return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
+
+
+def random_tensors(
+    shapes: Shapes, generator: torch.Generator, variances: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Draws normal tensors, float32, each divided by the root of its number."""
+    import torch
+
+    return {
+        name: torch.randn(shape, generator=generator) / variances[name] ** 0.5
+        for name, shape in shapes.items()
+    }
 
 
 def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:

@@ -20,6 +20,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     clip_note,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import LooksUp
@@ -78,11 +79,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
             raise Refusal("no rank is given: set `rank` or `target`")
         if rank < 1:
             raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-        return LowRankLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
-            rank=min(rank, site.in_features, site.out_features),
-        )
+        return LowRankLayout(**site.widths, rank=min(rank, *site.widths.values()))
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {"a": (layout.out_features, layout.rank), "b": (layout.rank, layout.in_features)}
@@ -111,19 +108,19 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
     def losses(
         self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
     ) -> list[float]:
-        assert target.curvature is not None
-        spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-        losses = linalg.lowrank_losses(spectrum, constant)
-        return [float(losses[layout.rank]) for layout in layouts]
+        return rank_losses(target, constant, [layout.rank for layout in layouts])
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        import torch
+        variances = {"a": layout.rank, "b": layout.in_features}
+        return random_tensors(self.tensors(layout), generator, variances)
 
-        shapes = self.tensors(layout)
-        return {
-            "a": torch.randn(shapes["a"], generator=generator) / layout.rank**0.5,
-            "b": torch.randn(shapes["b"], generator=generator) / layout.in_features**0.5,
-        }
+
+def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
+    """Predicts what the best factors of these ranks lose."""
+    assert target.curvature is not None
+    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = linalg.lowrank_losses(spectrum, constant)
+    return [float(losses[rank]) for rank in ranks]
 
 
 register(LowRank())

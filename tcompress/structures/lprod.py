@@ -21,6 +21,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import (
@@ -255,8 +256,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         elif kind == "fitted" and placement == "both":
             placement = "in"
         layout = LprodLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             p=spec.p,
             placement=placement,
             transform=kind,
@@ -368,8 +368,6 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             grams = None if gram is None else linalg.diagonal_blocks(gram, layout.p)
             left, right = linalg.fit_lowrank(slices, grams, layout.tubal_rank)
             return {"left": left, "right": right}
-        if gram is None:
-            return {"slices": linalg.diagonal_blocks(product, layout.p).contiguous()}
         return {"slices": linalg.fit_slices(product, gram, layout.p)}
 
     def fit_transform(
@@ -392,12 +390,9 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         return {"generators": generators}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        import torch
-
-        tensors = {
-            name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-            for name, shape in self.tensors(layout).items()
-        }
+        shapes = self.tensors(layout)
+        widths = {name: shape[-1] for name, shape in shapes.items()}
+        tensors = random_tensors(shapes, generator, widths)
         if layout.transform == "dft":  # paired coefficients are sums of two products
             tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
         return tensors

@@ -132,8 +132,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         in_modes, out_modes = _modes(spec, site)
         ranks = _ranks(spec, in_modes, out_modes, budget)
         return TTLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             in_modes=in_modes,
             out_modes=out_modes,
             ranks=linalg.clip_ranks(ranks, in_modes, out_modes),
@@ -188,8 +187,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return _matrix(self._fitted(target, layout, 1), layout)
 
     def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
-        cores = linalg.tt_svd(_aim(target), *layout.shape)
-        if target.gram is not None or not _is_settled(layout):
+        cores = linalg.tt_svd(_free_weight(target), *layout.shape)
+        if target.gram is not None or not _starts_at_optimum(layout):
             sweeps = linalg.SWEEPS if target.curvature is None else FIRST_SWEEPS
             cores = linalg.fit_tt(target.product, target.gram, cores, sweeps)
         if target.gram is not None and target.weight is not None:
@@ -203,7 +202,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     @staticmethod
     def _no_worse(cores: list[Tensor], target: Target, layout: TTLayout) -> list[Tensor]:
         """Starts from the fit without data instead, in the rare case that it is better."""
-        if _is_settled(layout):
+        if _starts_at_optimum(layout):
             return cores  # they started from it
         assert target.weight is not None
         free = linalg.fit_tt(target.weight, None, linalg.tt_svd(target.weight, *layout.shape))
@@ -235,7 +234,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return [min(constant, float(loss)) for loss in scales * cuts]
 
     def fit_cost(self, layout: TTLayout, *, calibrated: bool) -> FitCost:
-        sweeps = int(calibrated) + int(not _is_settled(layout))
+        sweeps = int(calibrated) + int(not _starts_at_optimum(layout))
         separates = prod(layout.out_modes) == layout.out_features
         start = svd_flops(layout.out_features, layout.in_features)
         flops = start + 2.0 * sweeps * linalg.fit_macs(*layout.shape, separates=separates)
@@ -252,7 +251,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         }
 
 
-def _aim(target: Target) -> Tensor:
+def _free_weight(target: Target) -> Tensor:
     """The weight that a fit without data and without limits would be."""
     if target.gram is None:
         return target.product
@@ -327,7 +326,7 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     return ranks
 
 
-def _is_settled(layout: TTLayout) -> bool:
+def _starts_at_optimum(layout: TTLayout) -> bool:
     """Whether the SVD that a fit starts from is the optimum where there is no data, or nearly."""
     whole = prod(layout.in_modes) * prod(layout.out_modes)
     padded = 1 - layout.in_features * layout.out_features / whole

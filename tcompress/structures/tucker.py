@@ -29,6 +29,7 @@ from tcompress.structures.base import (
     Target,
     Tensors,
     clip_note,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import (
@@ -39,6 +40,7 @@ from tcompress.structures.capabilities import (
     SharesFactors,
     svd_flops,
 )
+from tcompress.structures.lowrank import rank_losses
 
 if TYPE_CHECKING:
     import torch
@@ -157,8 +159,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
             budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
         cores, *ranks = linalg.clip_bank_ranks(*sizes, _shared_ranks(spec, sizes, budget))
         return TuckerLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             ranks=tuple(ranks),
             share=spec.share,
             bank=site.role if spec.share == "layers" else spec.share,
@@ -231,22 +232,14 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     ) -> list[float]:
         if any(layout.bank is not None for layout in layouts):
             return super().losses(target, constant, layouts)
-        assert target.curvature is not None
-        spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-        losses = linalg.lowrank_losses(spectrum, constant)
-        return [float(losses[layout.ranks[0]]) for layout in layouts]
+        return rank_losses(target, constant, [layout.ranks[0] for layout in layouts])
 
     def start(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        import torch
-
         widths = {"u": layout.ranks[0], "core": layout.ranks[1], "v": layout.in_features}
         side = 0 if layout.turned else 1  # of the blocks, which the input of the layer meets
         read = layout.grid[side] * layout.block[side]
         widths["mix"] = layout.cores * read / prod(layout.block) ** 0.5
-        return {
-            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
-            for name, shape in self.tensors(layout).items()
-        }
+        return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
         cut = _cut(spec.share, site)
@@ -288,15 +281,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         found = self.shared(layout)
         if found is None:
             return {}
-        import torch
-
         (a, b), (left, right) = layout.block, layout.ranks
         # Mixing weights know from which side their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
-        return {
-            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
-            for name, shape in found.shapes.items()
-        }
+        return random_tensors(found.shapes, generator, widths)
 
 
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
@@ -310,10 +298,8 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
         raise Refusal("no rank is given: set `rank` or `target`")
     if rank < 1:
         raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-    rank = min(rank, site.in_features, site.out_features)
-    return TuckerLayout(
-        in_features=site.in_features, out_features=site.out_features, ranks=(rank, rank)
-    )
+    rank = min(rank, *site.widths.values())
+    return TuckerLayout(**site.widths, ranks=(rank, rank))
 
 
 def _cut(share: Share, site: Site) -> _Cut | None:

@@ -94,9 +94,8 @@ class StructuredEmbedding(StructuredLinear):
             rows = kind.rows(x.flatten(), self._tensors(0, term), layout)
             total = rows if total is None else total + rows
         assert total is not None
-        stored = next(self.parameters(recurse=False)).dtype
-        rows = total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
-        return scale(rows)
+        rows = total.to(self.stored_dtype)  # autocast may have lowered it
+        return scale(rows.view(*x.shape, self.in_features))
 
 
 class TiedTable(nn.Module):

@@ -242,21 +242,30 @@ class StructuredLinear(nn.Module):
             own |= {name: t.to(device) for name, t in self.banks[shared.name]().items()}
         return own
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters(recurse=False)).dtype
+
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
-        owner = self._input_owner[0]
         rows: Tensor | None = None
         found = []
-        for term in range(len(self.parts[0].terms)):
-            module = owner._modules.get(side_name(owner.parts, "in", 0, term))
+        for term, layout in enumerate(self.parts[0].terms):
+            module = self._input_side(term)
             if module is not None:
                 found.append(module(x, id(self)))
                 continue
             if rows is None:
-                stored = next(self.parameters(recurse=False)).dtype
-                rows = x.to(compute_dtype(x.device, stored)).reshape(-1, self.in_features)
-            found.append(encoded(self.parts[0].terms[term], rows))
+                rows = x.to(compute_dtype(x.device, self.stored_dtype)).reshape(
+                    -1, self.in_features
+                )
+            found.append(encoded(layout, rows))
         return found
+
+    def _input_side(self, term: int) -> nn.Module | None:
+        owner = self._input_owner[0]
+        return owner._modules.get(side_name(owner.parts, "in", 0, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -308,18 +317,17 @@ class StructuredLinear(nn.Module):
             return None
         weight = kept.current()
         if weight is None:
-            stored = next(self.parameters(recurse=False)).dtype
-            accurate = torch.promote_types(stored, torch.float32)
-            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
+            accurate = torch.promote_types(self.stored_dtype, torch.float32)
+            weight = kept.renew(
+                self.owners(), lambda: self.dense_weight(accurate).to(self.stored_dtype)
+            )
         return weight
 
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
-        owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]
-        if owner is not self:
-            names = [side_name(owner.parts, "in", 0, k) for k in range(len(self.parts[0].terms))]
-            found += [owner._modules.get(name) for name in names]
+        if self._input_owner[0] is not self:
+            found += [self._input_side(term) for term in range(len(self.parts[0].terms))]
         found += [bank for bank in self.banks.values() if bank not in found]
         return [self, *(module for module in found if module is not None)]
 
@@ -349,8 +357,7 @@ class StructuredLinear(nn.Module):
         if weight is not None:
             x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
             return linear(x, weight, self.bias)
-        stored = next(self.parameters(recurse=False)).dtype
-        x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
+        x = x if x.dtype == self.stored_dtype else x.to(compute_dtype(x.device, self.stored_dtype))
         y = self.decode(self.core(self.encode(x)))
         if self.bias is not None:
             bias = self.bias.to(y.dtype)
@@ -360,14 +367,13 @@ class StructuredLinear(nn.Module):
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""
-        owner = self._input_owner[0]
         parts: list[Tensor] = []
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
                 like = next(iter(tensors.values()))
                 modules: Mapping[Side, nn.Module | None] = {
-                    "in": owner._modules.get(side_name(owner.parts, "in", 0, term)),
+                    "in": self._input_side(term),
                     "out": self._modules.get(side_name(self.parts, "out", index, term)),
                 }
                 operators = {

@@ -66,19 +66,20 @@ class Spec(Options):
 
     @model_validator(mode="after")
     def _check_tol(self) -> Spec:
-        if getattr(self, "tol", None) is not None:
-            if getattr(self, "rank", None) is not None:
-                raise ValueError("`rank` and `tol` are both given; allowed is one")
-            if self.pools:
-                raise ValueError(
-                    "`tol` sizes weights one by one, which a bank cannot: give `rank` or a target"
-                )
+        if getattr(self, "tol", None) is None:
+            return self
+        if getattr(self, "rank", None) is not None:
+            raise ValueError("`rank` and `tol` are both given; allowed is one")
+        if self.pools:
+            raise ValueError(
+                "`tol` sizes weights one by one, which a bank cannot: give `rank` or a target"
+            )
         return self
 
     @property
     def has_size(self) -> bool:
         """Whether these options alone decide a size; else a budget has to."""
-        return True
+        return getattr(self, "rank", 0) is not None
 
     @property
     def fixes_size(self) -> bool:
@@ -88,7 +89,7 @@ class Spec(Options):
     @property
     def fills(self) -> bool:
         """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
-        return False
+        return getattr(self, "rank", 0) is None
 
     @property
     def pools(self) -> bool:
@@ -104,10 +105,7 @@ class Spec(Options):
         return (self,)
 
     def alone(self, target: float) -> tuple[Self, ...]:
-        """Options for a target with nothing else on offer, in the order of preference.
-
-        The first that all layers' dimensions allow is meant.
-        """
+        """Options for a target with nothing else on offer; the first that all layers allow."""
         return (self,)
 
     def clipped(self, layout: Any) -> str | None:

@@ -38,10 +38,6 @@ class LowRankSpec(Spec):
     tol: float | None = TOL
 
     @property
-    def has_size(self) -> bool:
-        return self.rank is not None
-
-    @property
     def fixes_size(self) -> bool:
         return self.has_size
 

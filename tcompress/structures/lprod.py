@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from pydantic import Field
 
 from tcompress import linalg
-from tcompress.options.fields import NO_FLAG, option
+from tcompress.options.fields import option
 from tcompress.structures.base import (
     Layout,
     Refusal,
@@ -147,9 +147,7 @@ class LprodSpec(Spec):
     )
     tubal_rank: int | None = option(None, "keep only this many singular tubes of the slices", gt=0)
     pad: bool = option(False, "pad widths that p does not divide; instead of refusing")
-    seed: int = Field(
-        0, ge=0, description="seed of the `random` transform", json_schema_extra=NO_FLAG
-    )
+    seed: int = option(0, "seed of the `random` transform", ge=0, off=True)
 
     def settled(self, *, calibrated: bool) -> Self:
         if self.transform is not None:

@@ -79,10 +79,6 @@ class TTSpec(Spec):
     def has_size(self) -> bool:
         return self.rank is not None or self.name == "qtt"
 
-    @property
-    def fills(self) -> bool:
-        return self.rank is None
-
     def clipped(self, layout: Any) -> str | None:
         return clip_note(self.rank, layout.ranks)
 

@@ -70,10 +70,6 @@ class TuckerSpec(Spec):
     )
 
     @property
-    def has_size(self) -> bool:
-        return self.rank is not None
-
-    @property
     def fixes_size(self) -> bool:
         return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
 

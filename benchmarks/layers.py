@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.structures import Site, structure
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 P = 4

@@ -28,7 +28,7 @@ from tcompress.options import (
 )
 from tcompress.options.choose import conversion
 from tcompress.options.library import find_recipe
-from tcompress.options.method_options import MECHANISMS, METHODS, MechanismSpec, Spec
+from tcompress.options.method_options import MECHANISMS, METHODS, MechanismSpec
 from tcompress.options.read import as_plain, read
 from tcompress.options.schema import short_name
 from tcompress.options.steps import Architecture
@@ -37,6 +37,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress
 from tcompress.reporting.model_report import report_of as report
+from tcompress.structures import Spec
 from tcompress.structures.modules.linear import keep_weights
 from tcompress.sweeps import Swept, default_methods
 from tcompress.sweeps import sweep as run_sweep

@@ -19,9 +19,10 @@ from tcompress.conversion.converter import Converted, convert
 from tcompress.files import write_text
 from tcompress.latency.benchmark import bench
 from tcompress.options import Bench, Calibration, Convert, Finetune
-from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
 from tcompress.training.finetuning import Finetuned, finetune
 
 PROMPT = "Once upon a time there was"

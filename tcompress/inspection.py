@@ -248,9 +248,9 @@ def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) 
 def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
-    from tcompress.options.method_options import LowRankSpec
     from tcompress.planning.planner import make_plan
     from tcompress.roles import anatomy_of
+    from tcompress.structures.lowrank import LowRankSpec
 
     model = source.meta_model()
     anatomy = anatomy_of(model)

@@ -17,9 +17,9 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import LprodSpec
 from tcompress.planning.entries import BudgetPlan
 from tcompress.planning.planner import make_plan
+from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import Interrupt, contents

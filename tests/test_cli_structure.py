@@ -14,9 +14,7 @@ from tcompress.cli.flags import offers
 from tcompress.evaluation.measuring import TASKS
 from tcompress.options import Convert, Evaluate, complete, recipe_names
 from tcompress.options.fields import typed_fields, words_of
-from tcompress.options.method_options import MECHANISMS, STRUCTURES
-from tcompress.structures import structures
-from tcompress.structures.capabilities import LooksUp
+from tcompress.options.method_options import MECHANISMS
 from tests.support.cli import run
 
 COMMANDS = (
@@ -108,10 +106,7 @@ def test_module_runs_as_a_program() -> None:
 
 
 def test_the_registries_are_those_of_the_options() -> None:
-    assert tuple(item.spec for item in structures()) == STRUCTURES
     assert tuple(item.spec for item in mechanisms()) == MECHANISMS
-    looked_up = [item.spec for item in structures() if isinstance(item, LooksUp)]
-    assert looked_up == [spec for spec in STRUCTURES if spec.looks_up]
     assert set(words_of(Evaluate.model_fields["task"].annotation)) == set(TASKS)
     flags = [item.name for item in typed_fields(Convert)]
     assert len(flags) == len({*flags})

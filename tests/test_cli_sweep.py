@@ -13,7 +13,7 @@ import pytest
 from tcompress.cli import terminal
 from tcompress.errors import FitError
 from tcompress.options import Finetune, Recipe
-from tcompress.options.method_options import LprodSpec
+from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import error, run
 from tests.support.evaluation import headed, one_thread, pairs_file
 from tests.support.typed import recipe_of

@@ -23,7 +23,7 @@ from tcompress.demo import (
 )
 from tcompress.errors import InputError
 from tcompress.options import Bench
-from tcompress.options.method_options import LowRankSpec
+from tcompress.structures.lowrank import LowRankSpec
 from tests.support.cli import run
 from tests.support.conversions import few_steps
 from tests.support.model_folders import WORDS, model_folder

@@ -22,7 +22,6 @@ from tcompress.linalg.fits import (
     fit_conjugate_slices,
     fit_rotation,
     fit_slices,
-    fit_truncated_slices,
     turn_rows,
 )
 from tcompress.linalg.moments import (
@@ -269,7 +268,8 @@ def test_slices_are_regressions_on_raw_rows(p: int) -> None:
 
 def test_truncated_slices_are_reduced_rank_regressions() -> None:
     (x, new), weight = _rows(), randn(OUTPUTS, WIDTH, seed=9)
-    left, right = fit_truncated_slices(*_products(x, new, weight), 2, 2)
+    target, gram = _products(x, new, weight)
+    left, right = fit_lowrank(diagonal_blocks(target, 2), diagonal_blocks(gram, 2), 2)
     targets = (x @ weight.T).chunk(2, 1)
     for found, inputs, outputs in zip(left @ right, new.chunk(2, 1), targets, strict=True):
         assert_close(found, _reduced_rank(inputs, outputs, 2), rtol=1e-6, atol=1e-6)

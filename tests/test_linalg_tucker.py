@@ -21,14 +21,14 @@ from tcompress.linalg.tuckerfit import (
     Ranks,
     Tucker,
     User,
-    _orthogonal_iteration,
     _Projected,
+    _started,
     _update_cores,
     _update_left,
     _update_mixing,
     _update_right,
     _whitened,
-    clip_ranks,
+    clip_bank_ranks,
     fit_mixing,
     fit_tucker,
     mixed_weight,
@@ -98,7 +98,7 @@ def test_parameters_are_those_of_the_factors(count: int, ranks: Ranks) -> None:
     ],
 )
 def test_ranks_are_clipped_to_the_shape(ranks: Ranks, wanted: Ranks) -> None:
-    assert clip_ranks(COUNT, ROWS, COLS, ranks) == wanted
+    assert clip_bank_ranks(COUNT, ROWS, COLS, ranks) == wanted
     found = fit_tucker(randn(COUNT, ROWS, COLS), None, ranks)
     assert found.cores.shape == wanted
 
@@ -152,8 +152,8 @@ def test_no_update_costs_loss(
 ) -> None:
     weights, products, grams = _problem(seed, rows=rows)
     problem, _, _ = _whitened(products, grams) if moments else _whitened(weights, None)
-    ranks = clip_ranks(COUNT, ROWS, COLS, ranks)
-    now = _orthogonal_iteration(problem.free, ranks, 0)
+    ranks = clip_bank_ranks(COUNT, ROWS, COLS, ranks)
+    now = _started(problem, ranks, 0)
     trace = [_loss(now, problem.products, problem.grams)]
     for _ in range(3):
         now = _update_left(problem, now)
@@ -177,7 +177,7 @@ def test_updates_are_least_squares() -> None:
     problem, _, _ = _whitened(products, grams)
     products, grams = problem.products, problem.grams
     assert_close(grams.mean(0), torch.eye(COLS).double())
-    now = _orthogonal_iteration(problem.free, (2, 3, 4), 0)
+    now = _started(problem, (2, 3, 4), 0)
     eye_rows, eye_cols = torch.eye(ROWS).double(), torch.eye(COLS).double()
 
     halves = now.middles() @ now.right.T  # W' = U H
@@ -244,10 +244,10 @@ def test_a_converged_fit_is_stationary(moments: str) -> None:
 
 def test_a_single_matrix_has_no_mixing_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     def flipped(*args: Any) -> Tucker:  # the sign of a singular vector is the library's choice
-        found = _orthogonal_iteration(*args)
+        found = _started(*args)
         return replace(found, mixing=-found.mixing, cores=-found.cores)
 
-    monkeypatch.setattr("tcompress.linalg.tuckerfit._orthogonal_iteration", flipped)
+    monkeypatch.setattr("tcompress.linalg.tuckerfit._started", flipped)
     weight = randn(1, ROWS, COLS)
     found = fit_tucker(weight, None, (1, 5, 5), sweeps=0)
     assert_close(found.mixing, torch.ones(1, 1).double(), rtol=0, atol=0)

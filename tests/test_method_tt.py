@@ -18,13 +18,12 @@ from tcompress.errors import RecipeError
 from tcompress.linalg.ttfit import fit_bytes, fit_macs
 from tcompress.models import SourceModel
 from tcompress.options import Convert, parse_recipe
-from tcompress.options.method_options import TTSpec
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_layout
 from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Layout, Site, Target, structure
 from tcompress.structures.capabilities import macs_of
-from tcompress.structures.tt import TTLayout
+from tcompress.structures.tt import TTLayout, TTSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn, target_of
 

@@ -15,16 +15,15 @@ from pydantic import ValidationError
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM
 
-from tcompress.linalg.fits import fit_lowrank_curved
+from tcompress.linalg.moments import fit_lowrank
 from tcompress.models import SourceModel
 from tcompress.options import Convert, find_recipe, parse_recipe
-from tcompress.options.method_options import TuckerSpec
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_parts
 from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Site, Target, structure
-from tcompress.structures.tucker import TuckerLayout
+from tcompress.structures.tucker import TuckerLayout, TuckerSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn
 from tests.support.tiny import build
@@ -54,7 +53,7 @@ def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
     gram, curvature = make_moments(16, 40).gram, half @ half.T
     target = Target(weight @ gram, gram, curvature=curvature)
     found = KIND.fit(target, layout)
-    a, b = fit_lowrank_curved(target.product, gram, curvature, 5)
+    a, b = fit_lowrank(target.product, gram, 5, curvature)
     assert_close(KIND.dense(found, layout), a @ b)
     for name in ("u", "v"):
         assert_close(found[name].T @ found[name], torch.eye(5).double())

@@ -21,9 +21,10 @@ from tcompress.options import (
     parse_recipe,
 )
 from tcompress.options.document import Document, Problem
-from tcompress.options.method_options import LowRankSpec, LprodSpec
 from tcompress.options.words import explain
 from tcompress.planning.sites import structure_of
+from tcompress.structures.lowrank import LowRankSpec
+from tcompress.structures.lprod import LprodSpec
 
 TRICKY = [
     "yes",

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.errors import InputError
 from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
 from tests.support.numerics import quick, randn
 
@@ -28,8 +27,6 @@ def near(actual: Tensor, expected: Tensor) -> None:
 @given(kind=st.sampled_from(FIXED_TRANSFORMS), size=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_orthonormal_at_every_possible_size(kind: str, size: int, seed: int) -> None:
     if check_transform(kind, size) is not None:
-        with pytest.raises(InputError, match=f"`{kind}`.*{size}"):
-            fixed_transform(kind, size, seed)
         return
     z = fixed_transform(kind, size, seed)
     assert (z.shape, z.dtype, z.device.type) == ((size, size), torch.float64, "cpu")
@@ -37,38 +34,17 @@ def test_orthonormal_at_every_possible_size(kind: str, size: int, seed: int) -> 
 
 
 @quick
-@given(size=st.integers(-2, 70))
+@given(size=st.integers(1, 70))
 def test_only_haar_and_hadamard_ask_for_a_power_of_two(size: int) -> None:
     for kind in FIXED_TRANSFORMS:
-        power = math.log2(size).is_integer() if size > 0 else False
-        possible = size > 0 and (power or kind not in POWER_OF_TWO)
+        possible = math.log2(size).is_integer() or kind not in POWER_OF_TWO
         assert (check_transform(kind, size) is None) == possible
 
 
 def test_reasons_name_kind_and_size() -> None:
     reason = "transform `haar` needs a power of two as number of slices, found 6"
     assert check_transform("haar", 6) == reason
-    assert check_transform("dct", 0) == "a transform needs at least 1 slice, found 0"
-    with pytest.raises(InputError) as caught:
-        fixed_transform("haar", 6)
-    assert caught.value.message == reason
-    assert caught.value.hint == "choose another number of slices, or `dct`, which takes any"
-
-
-@pytest.mark.parametrize("call", [fixed_transform, check_transform])
-def test_unknown_kind_lists_the_known_and_the_nearest(call: object) -> None:
-    assert callable(call)
-    with pytest.raises(InputError) as caught:
-        call("Hadamart", 4)
-    known = "`dct`, `identity`, `haar`, `hadamard`, `random`, `dft`"
-    assert caught.value.message == f"unknown transform `Hadamart`, known are {known}"
-    assert caught.value.hint == "did you mean `hadamard`?"
-
-
-def test_unknown_kind_without_a_near_one_has_no_hint() -> None:
-    with pytest.raises(InputError) as caught:
-        fixed_transform("wavelet-packet", 4)
-    assert caught.value.hint is None
+    assert check_transform("dct", 6) is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 64])
@@ -138,11 +114,6 @@ def test_random_is_the_q_factor_with_positive_r() -> None:
     # The 1 x 1 case shows the sign fix alone: |g| > 0 makes Q = sign(g), whichever QR is used.
     signs = {fixed_transform("random", 1, seed=seed).item() for seed in range(20)}
     assert signs == {1.0, -1.0}
-
-
-def test_random_refuses_a_negative_seed() -> None:
-    with pytest.raises(InputError, match="`seed` of a transform must be at least 0, found -1"):
-        fixed_transform("random", 4, seed=-1)
 
 
 @pytest.mark.parametrize("kind", FIXED_TRANSFORMS)

@@ -25,7 +25,8 @@ from tcompress.attention.replacement import (
     register,
     repeat_heads,
 )
-from tcompress.linalg.fits import damped_curvature, fit_lowrank_curved
+from tcompress.linalg.fits import damped_curvature
+from tcompress.linalg.moments import fit_lowrank
 from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
 from tcompress.structures.base import Shapes, Tensors
 
@@ -202,7 +203,7 @@ class Tam(Mechanism[TamSpec, TamLayout]):
         """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
         queries = damped_curvature(moments.queries, RIDGE)
         keys = repeat_heads(damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
-        left, right = fit_lowrank_curved(keys, keys, queries, layout.rank)
+        left, right = fit_lowrank(keys, keys, layout.rank, queries)
         return {"factor_q": left, "factor_k": right.mT}
 
     def apply(

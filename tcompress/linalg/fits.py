@@ -11,13 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import (
-    balanced,
-    best_factors,
-    conjugate_gradients,
-    fit_lowrank,
-    safe_cholesky,
-)
+from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
 
 # Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.
@@ -35,15 +29,7 @@ def _pairs(count: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def expand_conjugate_slices(slices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Expands stored slices to what a real product applies.
-
-    Args:
-        slices: Stored numbers.  # (..., p, c, a)
-
-    Returns:
-        Slices for the own coefficients, slices for the partner's, both (..., p, c, a), and the
-        place of every coefficient's partner.
-    """
+    """Expands stored slices to what a real product applies.  # (..., p, c, a)."""
     count = slices.shape[-3]
     cosines, sines, real = _pairs(count)
     place, sign, partner = [0] * count, [0.0] * count, [0] * count
@@ -62,13 +48,7 @@ def expand_conjugate_slices(slices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
 def fit_conjugate_slices(target: Tensor, gram: Tensor | None, count: int) -> Tensor:
     """Regresses the complex slices on moments, both in the real Fourier basis.
 
-    Args:
-        target: W C.  # (out, d)
-        gram: G, or None for the identity.  # (d, d)
-        count: Number of slices p.
-
-    Returns:
-        Stored numbers.  # (p, out / p, d / p)
+    # (out, d), (d, d) -> (p, out / p, d / p)
     """
     cosines, sines, real = _pairs(count)
     t = target.unflatten(1, (count, -1)).unflatten(0, (count, -1)).transpose(1, 2)  # (p, p, c, a)
@@ -102,50 +82,21 @@ SMALL = 512  # widths up to which a fit of a rotation is fastest on one thread
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
     """Returns the diagonal blocks of a matrix cut into `count` rows and columns of blocks.
 
-    Args:
-        matrix: Any matrix.  # (count * c, count * a)
-        count: Number of slices p.
-
-    Returns:
-        A view.  # (p, c, a)
+    # (count * c, count * a) -> (p, c, a)
     """
     grid = matrix.unflatten(1, (count, -1)).unflatten(0, (count, -1))  # (p, c, p, a)
     return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-def fit_slices(target: Tensor, gram: Tensor, count: int) -> Tensor:
-    """Regresses every output slice on its own input slice.
+def fit_slices(target: Tensor, gram: Tensor | None, count: int) -> Tensor:
+    """Regresses every output slice on its own input slice: (W C)_kk G_kk^-1.
 
-    Args:
-        target: W C in transformed coordinates.  # (out, d)
-        gram: G in transformed coordinates.  # (d, d)
-        count: Number of slices p.
-
-    Returns:
-        (W C)_kk G_kk^-1 for every slice k.  # (p, out / p, d / p)
-    """
-    factor = safe_cholesky(diagonal_blocks(gram, count))
-    return torch.cholesky_solve(diagonal_blocks(target, count).mT, factor).mT
-
-
-def fit_truncated_slices(
-    target: Tensor, gram: Tensor | None, count: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Fits the truncated L-SVD: every slice keeps its leading `rank` singular triplets.
-
-    Args:
-        target: W C in transformed coordinates.  # (out, d)
-        gram: G in transformed coordinates, or None for the identity.  # (d, d)
-        count: Number of slices p.
-        rank: Tubal rank.
-
-    Returns:
-        Left (p, out / p, rank) and right (p, rank, d / p) factors of the slices.
+    # (out, d), (d, d) -> (p, out / p, d / p)
     """
     slices = diagonal_blocks(target, count)
     if gram is None:
-        return balanced(*best_factors(slices, rank))
-    return fit_lowrank(slices, diagonal_blocks(gram, count), rank)
+        return slices.contiguous()
+    return torch.cholesky_solve(slices.mT, safe_cholesky(diagonal_blocks(gram, count))).mT
 
 
 @dataclass(frozen=True)
@@ -219,11 +170,7 @@ def _threads_for(features: int) -> Iterator[None]:
 def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
     """Takes the last axis of a matrix to transformed coordinates, as activations are taken.
 
-    Args:
-        matrix: Rows in host coordinates.  # (rows, d)
-        blocks: Stages of the rotation.  # (stages, groups, b, b)
-        z: Tube transform that follows.  # (p, p)
-        count: Number of slices p.
+    # (rows, d), (stages, groups, b, b), (p, p)
     """
     return mix_tubes(rotate(matrix, blocks), z) if count > 1 else rotate(matrix, blocks)
 
@@ -290,13 +237,9 @@ def _output_objective(
 
 
 def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
-    """Adds a multiple of the identity to S, which is often nearly singular.
+    """Adds a multiple of the identity to S, which is often nearly singular.  # (..., out, out).
 
     Outputs that the gradients never reached are then fitted as the inputs alone would have them.
-
-    Args:
-        curvature: S.  # (..., out, out)
-        damping: Ridge as a multiple of the mean diagonal element of S; of 1 where S is zero.
     """
     mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
@@ -322,92 +265,34 @@ def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor
 def curved_constant(weight: Tensor, dense: Tensor, curvature: Tensor) -> Tensor:
     """Returns tr(S W D W^T), which added to `curved_loss` makes it the whole predicted loss.
 
-    Args:
-        weight: Dense weight W.  # (..., out, d)
-        dense: D, the moment of the dense inputs, damped as G and C are.  # (..., d, d)
-        curvature: S.  # (..., out, out)
-
-    Returns:
-        One number per weight.  # (...)
+    # (..., out, d), (..., d, d), (..., out, out) -> (...)
     """
     return (curvature @ weight).mul(weight @ dense).sum((-2, -1))
-
-
-def fit_lowrank_curved(
-    product: Tensor, gram: Tensor, curvature: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Fits A B in the norm of both moments: closed form.
-
-    With G = L L^T and S = K K^T the optimum is the truncated SVD of K^T (W C) L^-T, brought back
-    by K^-T and L^-1. Any other square roots would give the same product.
-
-    Args:
-        product: W C.  # (..., out, d)
-        gram: G, damped.  # (..., d, d)
-        curvature: S, damped.  # (..., out, out)
-        rank: Rank r.
-
-    Returns:
-        A (out, r) and B (r, d), of equal scale.
-    """
-    inputs, outputs = safe_cholesky(gram), safe_cholesky(curvature)
-    left, right = best_factors(_whitened(product, inputs, outputs), rank)
-    left = torch.linalg.solve_triangular(outputs.mT, left, upper=True)
-    # B = right L^-1, that is L^T B^T = right^T.
-    return balanced(left, torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT)
 
 
 def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
     """Returns what every further rank saves: the squares of these values are predicted losses.
 
-    Args:
-        product: W C.  # (..., out, d)
-        gram: G, damped.  # (..., d, d)
-        curvature: S, damped.  # (..., out, out)
-
-    Returns:
-        Singular values of K^T (W C) L^-T, largest first.  # (..., min(out, d))
+    # (..., out, d), (..., d, d), (..., out, out) -> (..., min(out, d))
     """
-    whitened = whitened_product(product, gram, curvature)
+    found = whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
     # The squares are what counts: those of the smaller side are as exact, and much faster.
-    tall = whitened.shape[-2] >= whitened.shape[-1]
-    squares = torch.linalg.eigvalsh(whitened.mT @ whitened if tall else whitened @ whitened.mT)
+    tall = found.shape[-2] >= found.shape[-1]
+    squares = torch.linalg.eigvalsh(found.mT @ found if tall else found @ found.mT)
     return squares.clamp_min(0).sqrt().flip(-1)
 
 
-def whitened_product(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
-    """Returns K^T (W C) L^-T with G = L L^T and S = K K^T: errors are plain sums of squares there.
-
-    Args:
-        product: W C.  # (..., out, d)
-        gram: G, damped.  # (..., d, d)
-        curvature: S, damped.  # (..., out, out)
-    """
-    return _whitened(product, safe_cholesky(gram), safe_cholesky(curvature))
-
-
-def lowrank_losses(spectrum: Tensor, constant: Tensor | float | None = None) -> Tensor:
-    """Returns the predicted loss of the best factors of every rank.
+def lowrank_losses(spectrum: Tensor, constant: Tensor | float) -> Tensor:
+    """Returns the predicted loss of the best factors of ranks 0, 1, ..., n, never growing.
 
     Args:
         spectrum: From `lowrank_spectrum`.  # (..., n)
-        constant: From `curved_constant`; it adds what no weight at all can reach. Without it that
-            part is taken as zero, as it is where the layer's inputs are those of the dense model.
-
-    Returns:
-        Losses of ranks 0, 1, ..., n, never growing.  # (..., n + 1)
+        constant: From `curved_constant`; it adds what no weight at all can reach.
     """
     saved = spectrum.square()
     tails = torch.nn.functional.pad(saved.flip(-1).cumsum(-1).flip(-1), (0, 1))
-    if constant is None:
-        return tails
     missed = torch.as_tensor(constant, dtype=tails.dtype, device=tails.device) - saved.sum(-1)
     return tails + missed.clamp_min(0)[..., None]
-
-
-def _whitened(product: Tensor, inputs: Tensor, outputs: Tensor) -> Tensor:
-    """K^T P L^-T."""
-    return torch.linalg.solve_triangular(inputs, (outputs.mT @ product).mT, upper=False).mT
 
 
 def fit_slices_curved(
@@ -453,10 +338,5 @@ def fit_slices_curved(
     wanted = curves @ product.unflatten(1, (count, -1)).transpose(0, 1)  # (S P)_kk
     first = fit_slices(product, gram, count) if start is None else start
     return conjugate_gradients(
-        apply,
-        wanted,
-        first,
-        precondition=precondition,
-        iterations=iterations,
-        tolerance=tolerance,
+        apply, wanted, first, precondition=precondition, iterations=iterations, tolerance=tolerance
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -64,33 +64,17 @@ class Moments:
         mean = self.gram.diagonal().mean()
         level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
-        return Moments(
-            self.gram + ridge,
-            self.cross + ridge,
-            self.dense + ridge,
-            self.mean,
-            self.dense_mean,
-            self.rows,
-        )
+        gram, cross, dense = (moment + ridge for moment in (self.gram, self.cross, self.dense))
+        return replace(self, gram=gram, cross=cross, dense=dense)
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
-        return Moments(
-            self.gram.to(device),
-            self.cross.to(device),
-            self.dense.to(device),
-            self.mean.to(device),
-            self.dense_mean.to(device),
-            self.rows,
-        )
+        own = (self.gram, self.cross, self.dense, self.mean, self.dense_mean)
+        gram, cross, dense, mean, dense_mean = (tensor.to(device) for tensor in own)
+        return Moments(gram, cross, dense, mean, dense_mean, self.rows)
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
-        """Returns E||W x - V x'||^2 / E||W x||^2.
-
-        Args:
-            weight: Dense weight W.  # (out, d)
-            fitted: Its approximation V.  # (out, d)
-        """
+        """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
         weight, fitted = weight.to(self.gram), fitted.to(self.gram)
         norm = (weight @ self.dense).mul(weight).sum()
         # With W - V apart, nothing cancels where both streams are the same or the fit is close.
@@ -102,12 +86,7 @@ class Moments:
 
 
 def relative_error(error: float, norm: float) -> float:
-    """Returns a squared error over the squared norm of what was aimed at; never infinite.
-
-    Args:
-        error: Squared error; what rounding took below zero counts as zero.
-        norm: Squared norm. Where there is nothing to aim at, any error counts as one.
-    """
+    """Returns a squared error over the squared norm of what was aimed at; never infinite."""
     if error <= 0:
         return 0.0
     ratio = error / norm if norm > 0 else inf
@@ -117,9 +96,7 @@ def relative_error(error: float, norm: float) -> float:
 def row_products(a: Tensor, b: Tensor) -> Tensor:
     """Returns sum a_i b_i^T in float64; products are taken in float32 where that can hold them.
 
-    Args:
-        a: Rows.  # (rows, m)
-        b: As many rows.  # (rows, n)
+    # (rows, m), (rows, n)
     """
     a, b = a.float(), b.float()
     sizes = [float(rows.abs().amax()) if rows.numel() else 0.0 for rows in (a, b)]
@@ -205,14 +182,7 @@ class MomentSums:
 def safe_cholesky(gram: Tensor) -> Tensor:
     """Factors a positive semidefinite matrix, raising its floor until it succeeds.
 
-    Args:
-        gram: Symmetric matrices.  # (..., d, d)
-
-    Returns:
-        Lower triangular factors.  # (..., d, d)
-
-    Raises:
-        FitError: The matrix holds NaN or infinity, or is far from positive semidefinite.
+    # (..., d, d) -> (..., d, d)
     """
     if not bool(torch.isfinite(gram).all()):
         raise FitError("a moment matrix holds NaN or infinity")
@@ -237,12 +207,7 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     The eigendecomposition of the smaller side is several times faster than an SVD; in float64 it
     blurs only directions below 1e-8 of the largest, far below what a truncation discards.
 
-    Args:
-        matrix: Any real matrices, float64.  # (..., m, n)
-        rank: Rank r.
-
-    Returns:
-        Left (..., m, r) and right (..., r, n) factors, whose product is the truncated SVD.
+    # (..., m, n)
     """
     tall = matrix.shape[-2] >= matrix.shape[-1]
     a = matrix if tall else matrix.mT
@@ -259,24 +224,40 @@ def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left * ratio[..., None, :], right / ratio[..., :, None]
 
 
-def fit_lowrank(target: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def fit_lowrank(
+    target: Tensor, gram: Tensor | None, rank: int, curvature: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Fits A B in the norm of the moments: closed form.
 
-    With G = L L^T the optimum is the truncated SVD of (W C) L^-T, brought back by L^-1.
+    With G = L L^T and S = K K^T the optimum is the truncated SVD of K^T (W C) L^-T, brought back
+    by K^-T and L^-1. Any other square roots would give the same product.
 
     Args:
         target: W C, the dense weight times the cross moment.  # (..., out, d)
-        gram: G, damped.  # (..., d, d)
+        gram: G, damped; None for the identity.  # (..., d, d)
         rank: Rank r.
+        curvature: S, damped; None for the identity.  # (..., out, out)
 
     Returns:
         A (out, r) and B (r, d), of equal scale.
     """
-    factor = safe_cholesky(gram)
-    whitened = torch.linalg.solve_triangular(factor, target.mT, upper=False).mT
-    left, right = best_factors(whitened, rank)
-    # B = right L^-1, that is L^T B^T = right^T.
-    return balanced(left, torch.linalg.solve_triangular(factor.mT, right.mT, upper=True).mT)
+    inputs = None if gram is None else safe_cholesky(gram)
+    outputs = None if curvature is None else safe_cholesky(curvature)
+    left, right = best_factors(whitened(target, inputs, outputs), rank)
+    if outputs is not None:
+        left = torch.linalg.solve_triangular(outputs.mT, left, upper=True)
+    if inputs is not None:  # B = right L^-1, that is L^T B^T = right^T
+        right = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
+    return balanced(left, right)
+
+
+def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
+    """Returns K^T (W C) L^-T of the roots L and K: errors are plain sums of squares there."""
+    if outputs is not None:
+        target = outputs.mT @ target
+    if inputs is None:
+        return target
+    return torch.linalg.solve_triangular(inputs, target.mT, upper=False).mT
 
 
 # Conjugate gradients for normal equations that are too large to be written down.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache, reduce
-from itertools import count, pairwise
+from itertools import count as count_from
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tcompress.errors import FitError, InputError
+from tcompress.errors import FitError
 
 # Shapes of tensor-train matrices: how sizes split into modes, and which ranks fit.
 #
@@ -31,20 +32,8 @@ def balanced_modes(size: int, order: int) -> tuple[int, ...]:
     Modes are balanced if the largest is at most twice the `order`-th root of their product. A size
     whose most even factorisation is not (a prime, twice a prime) gives the modes of the next size
     that has one. So from size 4 on at least two modes are larger than 1, whatever the size.
-
-    Args:
-        size: Number of inputs or outputs.
-        order: Number of modes N.
-
-    Returns:
-        N modes in ascending order, whose product is the size or a little more.
-
-    Raises:
-        InputError: Size or order below 1.
     """
-    if size < 1 or order < 1:
-        raise InputError(f"modes need a size and an order of at least 1, found {size} and {order}")
-    for padded in count(size):  # ends at the next power of `order`, at the latest
+    for padded in count_from(size):  # ends at the next power of `order`, at the latest
         modes = min(_factorisations(padded, order), key=lambda found: (found[-1] / found[0], found))
         if modes[-1] ** order <= BALANCE**order * padded:
             return modes
@@ -66,8 +55,6 @@ def _factorisations(size: int, order: int, smallest: int = 1) -> Iterator[tuple[
 
 def quantized_modes(size: int) -> tuple[int, ...]:
     """Returns modes of 2 whose product is the next power of two; (1,) for a size of 1."""
-    if size < 1:
-        raise InputError(f"modes need a size of at least 1, found {size}")
     return (2,) * (size - 1).bit_length() or (1,)
 
 
@@ -78,9 +65,6 @@ def matrix_modes(
 
     Input modes descend while output modes ascend, which makes the products I_n J_n of the cores
     more equal: fewer parameters at every rank.
-
-    Returns:
-        Input modes and output modes.
     """
     return balanced_modes(in_features, order)[::-1], balanced_modes(out_features, order)
 
@@ -92,9 +76,6 @@ def quantized_matrix_modes(
 
     The longer side has more of them: there the leading cores are 2 x 1 or 1 x 2, so that the
     shorter side is not padded beyond its own power of two.
-
-    Returns:
-        Input modes and output modes, equally many.
     """
     in_modes, out_modes = quantized_modes(in_features), quantized_modes(out_features)
     length = max(len(in_modes), len(out_modes))
@@ -108,21 +89,8 @@ def clip_ranks(
 
     No rank can usefully exceed the number of entries of the cores on either side of it, nor,
     within a list of different ranks, what its neighbours and the modes between them admit.
-
-    Args:
-        ranks: Wanted ranks R_1 to R_{N-1}, at least 1.
-        in_modes: Input modes J_1 to J_N.
-        out_modes: Output modes I_1 to I_N.
-
-    Raises:
-        InputError: Numbers of modes and ranks that do not belong together, or a rank below 1.
     """
     sizes = _core_sizes(in_modes, out_modes)
-    if len(ranks) != len(sizes) - 1 or any(rank < 1 for rank in ranks):
-        raise InputError(
-            f"{len(sizes)} cores have {len(sizes) - 1} inner ranks of at least 1, "
-            f"found {list(ranks)}"
-        )
     clipped = [1, *ranks, 1]
     for n, size in enumerate(sizes[:-1], 1):
         clipped[n] = min(clipped[n], clipped[n - 1] * size)
@@ -145,36 +113,18 @@ def parameter_count(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Se
 
 
 def rank_for_budget(in_modes: Sequence[int], out_modes: Sequence[int], budget: int) -> int:
-    """Finds the largest uniform rank, clipped at every position, that a budget pays for.
+    """Finds the largest uniform rank, clipped at every position, that a budget pays for."""
+    most = max(full_ranks(in_modes, out_modes), default=1)
 
-    Args:
-        in_modes: Input modes J_1 to J_N.
-        out_modes: Output modes I_1 to I_N.
-        budget: Number of parameters.
+    def count(rank: int) -> int:  # grows with the rank
+        ranks = clip_ranks([rank] * (len(in_modes) - 1), in_modes, out_modes)
+        return parameter_count(in_modes, out_modes, ranks)
 
-    Returns:
-        The rank, at most the largest that the shape admits; 0 if not even rank 1 fits.
-    """
-    inner = len(_core_sizes(in_modes, out_modes)) - 1
-
-    def fits(rank: int) -> bool:
-        ranks = clip_ranks([rank] * inner, in_modes, out_modes)
-        return parameter_count(in_modes, out_modes, ranks) <= budget
-
-    low, high = 0, max(full_ranks(in_modes, out_modes), default=1)
-    while low < high:  # the count grows with the rank
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_right(range(1, most + 1), budget, key=count)
 
 
 def _core_sizes(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:
     """I_n J_n of every core."""
-    if not in_modes or len(in_modes) != len(out_modes):
-        raise InputError(
-            "a tensor train needs as many input modes as output modes, found "
-            f"{list(in_modes)} and {list(out_modes)}"
-        )
     return [rows * columns for rows, columns in zip(out_modes, in_modes, strict=True)]
 
 
@@ -207,12 +157,7 @@ def tt_shape(cores: Sequence[Tensor]) -> Shape:
 def merge_cores(left: Tensor, right: Tensor) -> Tensor:
     """Contracts two neighbours into one core.
 
-    Args:
-        left: Core.  # (..., a, i, j, b)
-        right: The core after it.  # (..., b, k, l, c)
-
-    Returns:
-        A core of the product modes.  # (..., a, i * k, j * l, c)
+    # (..., a, i, j, b), (..., b, k, l, c) -> (..., a, i * k, j * l, c)
     """
     merged = torch.einsum("...aijb,...bklc->...aikjlc", left, right)
     return merged.flatten(-5, -4).flatten(-3, -2)
@@ -241,12 +186,7 @@ def tt_to_matrix(cores: Sequence[Tensor]) -> Tensor:
 def tt_rows(index: Tensor, cores: Sequence[Tensor]) -> Tensor:
     """Builds single rows of the matrix; gradients flow to the cores.
 
-    Args:
-        index: Which rows.  # (n,)
-        cores: Cores of one matrix.  # (R_{n-1}, I_n, J_n, R_n)
-
-    Returns:
-        The rows, padding of the columns' modes included.  # (n, J)
+    # (n,), (R_{n-1}, I_n, J_n, R_n) -> (n, J)
     """
     digits = torch.unravel_index(index, [core.shape[1] for core in cores])
     # Every word has a chain of its own: (n, J so far, R).
@@ -264,7 +204,7 @@ def rebuild_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Seque
 
 def _cut_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Multiply-adds of contracting both ends towards each of the N - 1 bonds."""
-    sizes = [rows * columns for rows, columns in zip(out_modes, in_modes, strict=True)]
+    sizes = _core_sizes(in_modes, out_modes)
     bonds = (1, *ranks, 1)
     # The k-th entry: merging the first, or the last, k + 1 cores one after another.
     left, right = [0], [0]
@@ -381,11 +321,7 @@ def _apply_macs(
 
 
 def tt_svd(
-    matrix: Tensor,
-    in_modes: Sequence[int],
-    out_modes: Sequence[int],
-    ranks: Sequence[int] | None = None,
-    tol: float | None = None,
+    matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]
 ) -> list[Tensor]:
     """Decomposes a dense matrix by successive truncated SVDs, without regard to any data.
 
@@ -393,47 +329,29 @@ def tt_svd(
         matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
         in_modes: Input modes J_1 to J_N.
         out_modes: Output modes I_1 to I_N.
-        ranks: Inner ranks, clipped to what the shape admits; by default nothing is cut off.
-        tol: In place of ranks: the smallest ranks, bond by bond from the last, that keep the
-            relative error in the Frobenius norm at or below this.
+        ranks: Inner ranks, clipped to what the shape admits.
 
     Returns:
         Cores in float64, of equal scale.  # (R_{n-1}, I_n, J_n, R_n)
 
     Raises:
-        InputError: Modes too small for the matrix, or both ranks and a tolerance.
         FitError: The matrix holds NaN or infinity.
     """
     rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
-    if rows < 0 or columns < 0:
-        raise InputError(
-            f"a matrix of {len(matrix)} x {matrix.shape[1]} does not fit output modes "
-            f"{list(out_modes)} and input modes {list(in_modes)}"
-        )
-    if ranks is not None and tol is not None:
-        raise InputError("a tensor train takes ranks or a tolerance, found both")
     if not bool(torch.isfinite(matrix).all()):
         raise FitError("a weight holds NaN or infinity")
-    full = full_ranks(in_modes, out_modes)
-    kept = full if ranks is None else clip_ranks(ranks, in_modes, out_modes)
     tensor = pad(matrix.detach().double(), (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
-    cores = _successive_svds(tensor, kept)
-    if tol is not None:
-        cores = _truncate(cores, tol)
-    return balance_cores(cores)
+    # Imported here because it takes a second, which only a conversion should wait for.
+    import tensorly
+    from tensorly.decomposition import tensor_train_matrix
+
+    with tensorly.backend_context("pytorch", local_threadsafe=True):
+        bonds = [1, *clip_ranks(ranks, in_modes, out_modes), 1]
+        return balance_cores(list(tensor_train_matrix(tensor, bonds).factors))
 
 
 def bond_tails(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]) -> list[Tensor]:
-    """Returns what a truncation at every bond cuts off, at every rank.
-
-    Args:
-        matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
-        in_modes: Input modes J_1 to J_N.
-        out_modes: Output modes I_1 to I_N.
-
-    Returns:
-        For each bond the squared errors of ranks 0, 1, ...: sums of squared singular values.
-    """
+    """Returns what a truncation at every bond cuts off, at every rank.  # (out, in)."""
     rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
     tensor = pad(matrix, (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
     count = len(in_modes)
@@ -446,49 +364,12 @@ def bond_tails(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]
     return tails
 
 
-def _successive_svds(tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-    """Left-orthogonal cores of a tensor (I_1, ..., I_N, J_1, ..., J_N)."""
-    # Imported here because it takes a second, which only a conversion should wait for.
-    from tensorly.decomposition import tensor_train_matrix
-
-    with _torch_backend():
-        return list(tensor_train_matrix(tensor, [1, *ranks, 1]).factors)
-
-
-@contextmanager
-def _torch_backend() -> Iterator[None]:
-    """Lets tensorly compute on torch tensors in this thread, and in no other."""
-    import tensorly
-
-    before = tensorly.get_backend()
-    tensorly.set_backend("pytorch", local_threadsafe=True)
-    try:
-        yield
-    finally:
-        tensorly.set_backend(before, local_threadsafe=True)
-
-
-def _truncate(cores: list[Tensor], tol: float) -> list[Tensor]:
-    """Cuts the ranks of left-orthogonal cores, last bond first, within a relative error."""
-    cores = list(cores)
-    # The errors of the bonds are orthogonal to each other: each may take an equal share.
-    allowed = tol * cores[-1].norm() / max(1, len(cores) - 1) ** 0.5
-    for n in range(len(cores) - 1, 0, -1):
-        left, values, right = torch.linalg.svd(cores[n].flatten(1), full_matrices=False)
-        tails = values.square().flip(0).cumsum(0).sqrt()  # error of dropping the last k values
-        rank = max(1, len(values) - int((tails <= allowed).sum()))
-        cores[n] = right[:rank].unflatten(1, cores[n].shape[1:])
-        cores[n - 1] = cores[n - 1] @ (left[:, :rank] * values[:rank])
-    return cores
-
-
 def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
     """Gives neighbouring cores the same scale, bond index by bond index, where they meet.
 
     Low precision and training need it. The matrix stays as it is.
 
-    Args:
-        cores: Cores of one matrix.  # (R_{n-1}, I_n, J_n, R_n)
+    # (R_{n-1}, I_n, J_n, R_n)
     """
     norms = torch.stack([core.norm() for core in cores])
     if not bool((norms > 0).all()):

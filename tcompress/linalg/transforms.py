@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,6 @@ import scipy.linalg
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from tcompress.errors import InputError
 
 # Batched products that write where the result belongs.
 #
@@ -80,13 +77,7 @@ def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 def batched_product(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     """Multiplies two batches of matrices into a given memory order.
 
-    Args:
-        a: Left operands.  # (batch, rows, inner)
-        b: Right operands.  # (batch, inner, cols)
-        order: Axes of the result from outermost to innermost in memory.
-
-    Returns:
-        The products as a view in that memory order.  # (batch, rows, cols)
+    # (batch, rows, inner), (batch, inner, cols) -> (batch, rows, cols)
     """
     if torch.compiler.is_compiling():
         return torch.bmm(a, b)  # a compiler chooses the memory order itself
@@ -98,13 +89,7 @@ def batched_product(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 def slice_product(x: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tensor:
     """Multiplies every slice of the features by its own matrix: the facewise product.
 
-    Args:
-        x: Activations, row- or feature-major.  # (tokens, p * a)
-        slices: One matrix per slice.  # (p, c, a)
-        feature_major: Memory order of the result.
-
-    Returns:
-        Slices side by side.  # (tokens, p * c)
+    # (tokens, p * a), (p, c, a) -> (tokens, p * c)
     """
     count, _, width = slices.shape
     parts = x.unflatten(1, (count, width)).transpose(0, 1)  # (p, tokens, a)
@@ -112,29 +97,10 @@ def slice_product(x: Tensor, slices: Tensor, *, feature_major: bool = False) -> 
     return out.transpose(0, 1).flatten(1)
 
 
-def rotate_runs(x: Tensor, blocks: Tensor, *, feature_major: bool = True) -> Tensor:
-    """Multiplies every run of ``b`` neighbouring features by its own block.
-
-    Args:
-        x: Activations, row- or feature-major.  # (tokens, m * b)
-        blocks: One block per run.  # (m, b, b)
-        feature_major: Memory order of the result.
-
-    Returns:
-        The rotated activations.  # (tokens, m * b)
-    """
-    return slice_product(x, blocks, feature_major=feature_major)
-
-
 def rotate_strided(x: Tensor, blocks: Tensor) -> Tensor:
     """Multiplies every group of ``b`` features that lie ``m`` apart by its own block.
 
-    Args:
-        x: Activations, feature-major if nothing is to be copied.  # (tokens, b * m)
-        blocks: One block per group.  # (m, b, b)
-
-    Returns:
-        The rotated activations, feature-major.  # (tokens, b * m)
+    # (tokens, b * m), (m, b, b) -> (tokens, b * m)
     """
     groups, size, _ = blocks.shape
     parts = x.unflatten(1, (size, groups)).permute(2, 0, 1)  # (m, tokens, b)
@@ -173,11 +139,6 @@ class Stages:
         """Shape of the stored numbers: (stages, groups, b (b - 1) / 2)."""
         return (self.count, self.groups, self.block * (self.block - 1) // 2)
 
-    @property
-    def macs(self) -> int:
-        """Multiply-adds for one token."""
-        return self.count * self.features * self.block
-
 
 def nearest_block(features: int, wanted: int) -> int:
     """Returns the divisor of `features` that is closest to `wanted`, the smaller one of two."""
@@ -189,19 +150,12 @@ _SQUARINGS, _TERMS = 6, 10
 
 
 def build_blocks(generators: Tensor, block: int) -> Tensor:
-    """Builds the orthogonal blocks from their generators.
+    """Builds the orthogonal blocks from their generators.  # (..., b (b - 1) / 2) -> (..., b, b).
 
     Computed in float64, whatever the generators' dtype, by a Taylor series with scaling and
     squaring. A fixed number of batched products serves all blocks at once, several times faster
     than `torch.linalg.matrix_exp`, which sorts matrices by norm; exact to rounding up to norms
     of about 10, far beyond what a fit reaches.
-
-    Args:
-        generators: Strict upper triangles.  # (..., b (b - 1) / 2)
-        block: Size b of a block.
-
-    Returns:
-        exp(A - A^T), float64.  # (..., b, b)
     """
     rows, cols = torch.triu_indices(block, block, 1, device=generators.device)
     upper = generators.new_zeros(*generators.shape[:-1], block, block, dtype=torch.float64)
@@ -227,12 +181,7 @@ def fold_tube_transform(blocks: Tensor, z: Tensor) -> Tensor:
     The tubes of a p-slice tensor lie ``d / p`` apart; when p divides b they lie inside the groups
     of a strided stage, where ``Z`` acts as ``Z (x) I`` of size b.
 
-    Args:
-        blocks: All stages.  # (stages, groups, b, b)
-        z: Transform of the tubes.  # (p, p)
-
-    Returns:
-        Stages whose last one applies Z after its rotation.  # (stages, groups, b, b)
+    # (stages, groups, b, b), (p, p) -> (stages, groups, b, b)
     """
     inner = torch.eye(blocks.shape[-1] // z.shape[0], dtype=blocks.dtype, device=blocks.device)
     mixing = torch.kron(z.to(blocks), inner)
@@ -242,12 +191,7 @@ def fold_tube_transform(blocks: Tensor, z: Tensor) -> Tensor:
 def mix_tubes(x: Tensor, z: Tensor) -> Tensor:
     """Multiplies the tubes of every token's p-slice tensor by a p x p transform.
 
-    Args:
-        x: Activations, row- or feature-major; the result is alike.  # (tokens, d)
-        z: Transform Z.  # (p, p)
-
-    Returns:
-        Transformed activations.  # (tokens, d)
+    # (tokens, d), (p, p) -> (tokens, d)
     """
     size = z.shape[0]
     if x.stride(0) == 1 and x.stride(1) > 1:
@@ -256,36 +200,23 @@ def mix_tubes(x: Tensor, z: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor) -> Tensor:
-    """Applies the stages in order: T x.
-
-    Args:
-        x: Activations, row-major.  # (tokens, d)
-        blocks: Orthogonal blocks.  # (stages, groups, b, b)
-
-    Returns:
-        Rotated activations, feature-major.  # (tokens, d)
-    """
+    """Applies the stages in order: T x.  # (tokens, d), (stages, groups, b, b) -> (tokens, d)."""
     for index, stage in enumerate(blocks.unbind(0)):
-        x = rotate_runs(x, stage) if index % 2 == 0 else rotate_strided(x, stage)
+        x = rotate_strided(x, stage) if index % 2 else slice_product(x, stage, feature_major=True)
     return x
 
 
 def rotate_back(x: Tensor, blocks: Tensor) -> Tensor:
     """Applies the transposed stages in reverse order: T^T x.
 
-    Args:
-        x: Activations, feature-major if nothing is to be copied.  # (tokens, d)
-        blocks: Orthogonal blocks.  # (stages, groups, b, b)
-
-    Returns:
-        Activations in the original coordinates, row-major.  # (tokens, d)
+    # (tokens, d), (stages, groups, b, b) -> (tokens, d)
     """
     last_first = list(enumerate(blocks.unbind(0)))[::-1]
     for index, stage in last_first:
         if index % 2:
             x = rotate_strided(x, stage.mT)
         else:
-            x = rotate_runs(x, stage.mT, feature_major=index > 0)
+            x = slice_product(x, stage.mT, feature_major=index > 0)
     return x
 
 
@@ -312,52 +243,18 @@ def fixed_transform(kind: str, size: int, seed: int = 0) -> Tensor:  # (p, p)
     `dft` is real: cos_k[j] = sqrt(2/p) cos(2 pi j k / p), likewise sin_k; cos0 and, for even p, the
     last row cos p/2 carry sqrt(1/p). With c_k and s_k the coefficients of a real tube, its unitary
     DFT is c_0 at 0, (c_k - i s_k) / sqrt(2) at k, the conjugate of that at p - k, and c_{p/2} at
-    p/2. As a *real* Z it defines its own L-product; the t-product multiplies the complex numbers
-    (see `tdomain.py`).
+    p/2. As a *real* Z it defines its own L-product; the t-product multiplies the complex numbers.
 
-    Args:
-        kind: One of `FIXED_TRANSFORMS`.
-        size: The number of slices p.
-        seed: Seed of `random`, at least 0; the other kinds ignore it. Neither reads nor changes
-            any global random state.
-
-    Returns:
-        Z of shape (p, p), float64, on the CPU, with Z Z^T = I.
-
-    Raises:
-        InputError: The kind is unknown, no such transform of this size exists, or the seed is
-            negative.
+    Neither a default device, nor a default dtype, nor any global random state changes it; the seed
+    is that of `random`. Z has the shape (p, p), float64, on the CPU, with Z Z^T = I.
 
     Reference: arXiv:2603.05727, section 4.5 and section 5.2.
     """
-    reason = check_transform(kind, size)
-    if reason is not None:
-        raise InputError(reason, hint="choose another number of slices, or `dct`, which takes any")
-    if seed < 0:
-        raise InputError(f"`seed` of a transform must be at least 0, found {seed}")
     return torch.from_numpy(np.ascontiguousarray(_BUILDERS[kind](size, seed)))
 
 
 def check_transform(kind: str, size: int) -> str | None:
-    """Say why a transform of this kind cannot have this size.
-
-    Args:
-        kind: One of `FIXED_TRANSFORMS`.
-        size: The number of slices p.
-
-    Returns:
-        The reason, as a sentence without full stop, or None if the transform exists.
-
-    Raises:
-        InputError: The kind is unknown.
-    """
-    if kind not in _BUILDERS:
-        known = ", ".join(f"`{name}`" for name in FIXED_TRANSFORMS)
-        near = difflib.get_close_matches(kind.lower(), FIXED_TRANSFORMS, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else None
-        raise InputError(f"unknown transform `{kind}`, known are {known}", hint=hint)
-    if size < 1:
-        return f"a transform needs at least 1 slice, found {size}"
+    """Says why a fixed transform cannot have so many slices; None if it exists."""
     if kind in _POWER_OF_TWO and size.bit_count() != 1:
         return f"transform `{kind}` needs a power of two as number of slices, found {size}"
     return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ SWEEPS = 4  # passes over the cores
 STEPS = 15  # conjugate gradients per core, where its system is not solved at once
 CURVED_STEPS = 6  # the same with S: more sweeps of fewer steps get further in the same time
 ENOUGH = 1e-6  # of the first squared residual: the next core gains more than a last digit here
-SETTLED = 1e-10  # of the right-hand side: a residual that is nothing but rounding
+ROUNDING = 1e-10  # of the right-hand side: a residual that is nothing but rounding
 FLOOR = 1e-10  # ridge on normal matrices, relative to their mean diagonal element
 
 
@@ -74,11 +74,7 @@ def tt_loss(
 ) -> Tensor:
     """Returns tr(S W G W^T) - 2 tr(S W P^T), in float64.
 
-    Args:
-        product: P = (dense weight) C.  # (out, in)
-        gram: G; None for the identity.  # (in, in)
-        cores: Cores of W; rows and columns beyond P do not count.  # (R_{n-1}, I_n, J_n, R_n)
-        curvature: S; None for the identity.  # (out, out)
+    # (out, in), (in, in), (R_{n-1}, I_n, J_n, R_n), (out, out)
     """
     rows, columns = product.shape
     weight = tt_to_matrix([core.double() for core in cores])[:rows, :columns]
@@ -107,11 +103,7 @@ class TTProblem:
 
     @classmethod
     def of(
-        cls,
-        product: Tensor,
-        gram: Tensor | None,
-        curvature: Tensor | None,
-        cores: Sequence[Tensor],
+        cls, product: Tensor, gram: Tensor | None, curvature: Tensor | None, cores: Sequence[Tensor]
     ) -> TTProblem:
         """Checks the moments and takes them to float64."""
         moments = [None if m is None else m.detach().double() for m in (product, gram, curvature)]
@@ -123,38 +115,34 @@ class TTProblem:
     @property
     def separates(self) -> bool:
         """True if every output index of a core has the same normal equations of its own."""
-        return self.curvature is None and math.prod(self.out_modes) == len(self.product)
+        return self.curvature is None and prod(self.out_modes) == len(self.product)
 
     @cached_property
     def scale(self) -> float:
         """Mean curvature of the loss over all elements of the weight."""
         moments = (self.padded_gram, self.padded_curvature)
-        return math.prod(float(moment.diagonal().mean()) for moment in moments)
+        return prod(float(moment.diagonal().mean()) for moment in moments)
 
     @cached_property
     def padded_gram(self) -> Tensor:
         """G with zeros for padded inputs.  # (J, J)."""
-        size = self.product.shape[1]
-        gram = torch.eye(size).to(self.product) if self.gram is None else self.gram
-        extra = math.prod(self.in_modes) - size
-        return pad(gram, (0, extra, 0, extra))
+        return self._padded(self.gram, self.product.shape[1], prod(self.in_modes))
 
     @cached_property
     def padded_curvature(self) -> Tensor:
         """S with zeros for padded outputs.  # (I, I)."""
-        size = len(self.product)
-        curvature = torch.eye(size).to(self.product) if self.curvature is None else self.curvature
-        extra = math.prod(self.out_modes) - size
-        return pad(curvature, (0, extra, 0, extra))
+        return self._padded(self.curvature, len(self.product), prod(self.out_modes))
+
+    def _padded(self, moment: Tensor | None, size: int, whole: int) -> Tensor:
+        moment = torch.eye(size).to(self.product) if moment is None else moment
+        return pad(moment, (0, whole - size, 0, whole - size))
 
     def weighted(self, matrix: Tensor) -> Tensor:
         """S times a matrix, with zeros for all that is padded.  # (out, in) to (I, J)."""
         if self.curvature is not None:
             matrix = self.curvature @ matrix
         rows, columns = self.product.shape
-        return pad(
-            matrix, (0, math.prod(self.in_modes) - columns, 0, math.prod(self.out_modes) - rows)
-        )
+        return pad(matrix, (0, prod(self.in_modes) - columns, 0, prod(self.out_modes) - rows))
 
     def normal(self, matrix: Tensor) -> Tensor:
         """S W G of a padded W, with zeros for all that is padded.  # (I, J)."""
@@ -219,15 +207,12 @@ Solver = Callable[[Tensor], Tensor]
 def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -> Tensor:
     """Moves one core to its optimum, or with conjugate gradients towards it; never away from it.
 
-    Args:
-        problem: What to fit.
-        left: All cores before it, merged; left-orthogonal.  # (1, o, p, a)
-        core: The core.  # (a, i, j, b)
-        right: All cores after it, merged; right-orthogonal.  # (b, x, r, 1)
+    # (1, o, p, a), (a, i, j, b), (b, x, r, 1)
     """
     # Solving for the change, not for the core, leaves alone what the moments do not see.
     wanted = pull_back(problem.weighted(problem.product), left, right)
-    small = _is_small(left, core, right)
+    (a, i, j, b), (_, o, p, _), (_, x, r, _) = core.shape, left.shape, right.shape
+    small = _Place(a, i, j, b, o, p, x, r).is_small
     matrix = normal_matrix(problem.padded_gram, left, right) if small else None
     if matrix is not None and problem.separates:
         residual = wanted - _from_rows(matrix @ _to_rows(core), core)
@@ -240,7 +225,7 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     if not problem.separates:
         solve = _with_outputs(solve, problem.padded_curvature, left, right)
     residual = wanted - image(core)
-    if bool(residual.norm() <= SETTLED * wanted.norm()):
+    if bool(residual.norm() <= ROUNDING * wanted.norm()):
         return core  # what is left is rounding; where moments see nothing, steps along it are long
     unseen = FLOOR * problem.scale
     steps = STEPS if problem.curvature is None else CURVED_STEPS
@@ -250,16 +235,7 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
 def _descend(
     core: Tensor, residual: Tensor, image: Solver, solve: Solver, unseen: float, steps: int
 ) -> Tensor:
-    """Preconditioned conjugate gradients; every step ends at the minimum along its direction.
-
-    Args:
-        core: Where to start.
-        residual: Right-hand side minus the image of the start.
-        image: The symmetric operator of the normal equations.
-        solve: Its preconditioner.
-        unseen: Curvature below which a direction is taken for one that moments do not see.
-        steps: Most steps.
-    """
+    """Preconditioned conjugate gradients; every step ends at the minimum along its direction."""
     direction = solved = solve(residual)
     first = slope = (residual * solved).sum()
     for _ in range(steps):
@@ -279,13 +255,7 @@ def _descend(
 def pull_back(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Contracts a dense matrix with all cores but one: the adjoint of building it from that core.
 
-    Args:
-        matrix: Any matrix.  # (o * i * x, p * j * r)
-        left: All cores before it, merged.  # (1, o, p, a)
-        right: All cores after it, merged.  # (b, x, r, 1)
-
-    Returns:
-        A tensor of the shape of the core.  # (a, i, j, b)
+    # (o * i * x, p * j * r), (1, o, p, a), (b, x, r, 1) -> (a, i, j, b)
     """
     (_, o, p, a), (b, x, r, _) = left.shape, right.shape
     grid = matrix.reshape(o, len(matrix) // (o * x), x, p, matrix.shape[1] // (p * r), r)
@@ -298,18 +268,13 @@ def pull_back(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def normal_matrix(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Builds the matrix of a core's normal equations, the same for all its output indices.
 
-    Args:
-        gram: G with zeros for padded inputs.  # (p * j * r, p * j * r)
-        left: All cores before it, merged.  # (1, o, p, a)
-        right: All cores after it, merged.  # (b, x, r, 1)
-
-    Returns:
-        Rows and columns are indexed (a, j, b).  # (a * j * b, a * j * b)
+    # (p * j * r, p * j * r), (1, o, p, a), (b, x, r, 1) -> (a * j * b, a * j * b)
     """
     grid = _six(gram, left, right)
     before = torch.einsum("opa,oqc->pqac", left[0], left[0])
     after = torch.einsum("bxr,dxs->rsbd", right[..., 0], right[..., 0])
-    if _half_sizes(left, grid.shape[1], right)[0] <= _half_sizes(left, grid.shape[1], right)[1]:
+    (_, _, p, a), (b, _, r, _) = left.shape, right.shape
+    if a * r <= p * b:  # what is left of G is smaller once contracted with the cores before
         half = torch.einsum("pqac,pjrqks->acjrks", before, grid)
         whole = torch.einsum("acjrks,rsbd->ajbckd", half, after)
     else:
@@ -322,19 +287,6 @@ def _six(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Views G by input modes before, of and after a core: (p, j, r, p, j, r)."""
     p, r = left.shape[2], right.shape[2]
     return gram.view(2 * (p, len(gram) // (p * r), r))
-
-
-def _half_sizes(left: Tensor, j: int, right: Tensor) -> tuple[int, int]:
-    """Numbers in G once contracted with the cores before, or with the cores after."""
-    (_, _, p, a), (b, _, r, _) = left.shape, right.shape
-    return (a * j * r) ** 2, (p * j * b) ** 2
-
-
-def _is_small(left: Tensor, core: Tensor, right: Tensor) -> bool:
-    """True if the normal matrix of a core can be built and factored."""
-    a, _, j, b = core.shape
-    largest = max((left.shape[2] * a) ** 2, (right.shape[2] * b) ** 2)
-    return a * j * b <= SIDE and max(largest, min(_half_sizes(left, j, right))) <= ROOM
 
 
 def _to_rows(tensor: Tensor) -> Tensor:
@@ -399,14 +351,7 @@ def fit_macs(
     *,
     separates: bool = True,
 ) -> float:
-    """Counts the multiply-adds of `fit_tt`, roughly.
-
-    Args:
-        in_modes: Input modes J_1 to J_N.
-        out_modes: Output modes I_1 to I_N.
-        ranks: Inner ranks R_1 to R_{N-1}.
-        separates: Whether neither padded outputs nor an output moment couple output indices.
-    """
+    """Counts the multiply-adds of `fit_tt`, roughly."""
     return SWEEPS * sum(
         place.visits * place.macs(separates=separates)
         for place in _places(in_modes, out_modes, ranks)
@@ -419,8 +364,7 @@ def fit_bytes(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence
     return 8 * max(2 * place.side**2 + place.half if place.is_small else 0 for place in places)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """A core (a, i, j, b) between o outputs and p inputs before it, x and r after it."""
 
     a: int
@@ -431,7 +375,7 @@ class _Place:
     p: int
     x: int
     r: int
-    visits: int  # in a sweep
+    visits: int = 1  # in a sweep
 
     @property
     def side(self) -> int:
@@ -439,10 +383,12 @@ class _Place:
 
     @property
     def half(self) -> int:
-        return min((self.a * self.j * self.r) ** 2, (self.p * self.j * self.b) ** 2)
+        """Numbers in G once contracted with the cores before, or with those after."""
+        return (self.j * min(self.a * self.r, self.p * self.b)) ** 2
 
     @property
     def is_small(self) -> bool:
+        """True if the normal matrix of the core can be built and factored."""
         largest = max((self.p * self.a) ** 2, (self.r * self.b) ** 2, self.half)
         return self.side <= SIDE and largest <= ROOM
 
@@ -466,14 +412,6 @@ def _places(
 ) -> Iterator[_Place]:
     bonds, last = (1, *ranks, 1), len(in_modes) - 1
     for n, (i, j) in enumerate(zip(out_modes, in_modes, strict=True)):
-        yield _Place(
-            a=bonds[n],
-            i=i,
-            j=j,
-            b=bonds[n + 1],
-            o=prod(out_modes[:n]),
-            p=prod(in_modes[:n]),
-            x=prod(out_modes[n + 1 :]),
-            r=prod(in_modes[n + 1 :]),
-            visits=2 if 0 < n < last else 1,
-        )
+        before = prod(out_modes[:n]), prod(in_modes[:n])
+        behind = prod(out_modes[n + 1 :]), prod(in_modes[n + 1 :])
+        yield _Place(bonds[n], i, j, bonds[n + 1], *before, *behind, 2 if 0 < n < last else 1)

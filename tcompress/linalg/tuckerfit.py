@@ -50,15 +50,8 @@ class Tucker:
         return self.left @ self.middles() @ self.right.mT
 
 
-def clip_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
-    """Lowers ranks to what the shape admits: beyond that they only add parameters.
-
-    Args:
-        count: Number of matrices n.
-        d_out: Rows of each.
-        d_in: Columns of each.
-        ranks: Cores r1, then columns of U and V.
-    """
+def clip_bank_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
+    """Lowers ranks to what the shape admits: beyond that they only add parameters."""
     clipped = (min(ranks[0], count), min(ranks[1], d_out), min(ranks[2], d_in))
     while True:
         r1, r2, r3 = clipped
@@ -69,14 +62,7 @@ def clip_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
 
 
 def tucker_parameters(count: int, d_out: int, d_in: int, ranks: Ranks) -> int:
-    """Counts the parameters of U, V, the cores and, for more than one matrix, the mixing weights.
-
-    Args:
-        count: Number of matrices n.
-        d_out: Rows of each.
-        d_in: Columns of each.
-        ranks: Cores r1, then columns of U and V.
-    """
+    """Counts the parameters of U, V, the cores and, of several matrices, the mixing weights."""
     r1, r2, r3 = ranks
     mixing = count * r1 if count > 1 else 0
     return r1 * r2 * r3 + d_out * r2 + d_in * r3 + mixing
@@ -130,7 +116,7 @@ def fit_tucker(
         The factors; the columns of U, V and the mixing weights are orthonormal.
     """
     count, rows, cols = products.shape
-    ranks = clip_ranks(count, rows, cols, ranks)
+    ranks = clip_bank_ranks(count, rows, cols, ranks)
     problem, outputs, inputs = _whitened(products, grams, curvatures)
     now = _started(problem, ranks, start)
     last = float("inf")
@@ -213,43 +199,29 @@ def _colored(root: Tensor | None, factor: Tensor) -> Tensor:
 
 
 def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
-    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side."""
+    """Leading eigenvectors of every unfolding; with moments, those that weigh the other side.
+
+    Without moments, rounds of orthogonal iteration follow.
+    """
     grams, curvatures, free = problem.grams, problem.curvatures, problem.free
-    if grams is None and curvatures is None:
-        return _orthogonal_iteration(free, ranks, rounds)
     seen = free if grams is None else free @ grams
-    worth = free if curvatures is None else curvatures @ free
-    flat = worth.flatten(1)
+    weighted = free if curvatures is None else curvatures @ free
+    flat = weighted.flatten(1)
+    squares = (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ weighted).sum(0))
     mixing, left, right = (
         torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
-        for square, rank in zip(
-            (flat @ flat.mT, (seen @ free.mT).sum(0), (free.mT @ worth).sum(0)),
-            ranks,
-            strict=True,
-        )
+        for square, rank in zip(squares, ranks, strict=True)
     )
-    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
+    if grams is None and curvatures is None and rounds > 0:
+        import tensorly  # takes a second to import, and few commands need it
+        from tensorly.decomposition import tucker
 
-
-def _orthogonal_iteration(tensor: Tensor, ranks: Ranks, rounds: int) -> Tucker:
-    """Tucker factors in the plain norm, from the leading eigenvectors of every unfolding."""
-    import tensorly  # takes a second to import, and few commands need it
-    from tensorly.decomposition import tucker
-
-    # Unfoldings are wide, and tensorly would take the SVD of the whole of each.
-    factors = []
-    for mode, rank in enumerate(ranks):
-        unfolded = tensor.movedim(mode, 0).flatten(1)
-        _, vectors = torch.linalg.eigh(unfolded @ unfolded.mT)
-        factors.append(vectors[:, -rank:].flip(1))
-    if rounds > 0:
         # The core of the start is never read: every round makes it anew.
-        begin = (tensor, factors)
+        begin = (free, [mixing, left, right])
         with tensorly.backend_context("pytorch", local_threadsafe=True):
-            _, factors = tucker(tensor, list(ranks), init=begin, n_iter_max=rounds)
-    mixing, left, right = factors
-    cores = _mix(mixing.mT, left.mT @ tensor @ right)
-    return Tucker(left, cores, right, mixing)
+            _, found = tucker(free, list(ranks), init=begin, n_iter_max=rounds)
+        mixing, left, right = found
+    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
 
 
 def _turned(now: Tucker) -> Tucker:
@@ -362,7 +334,7 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
 # A layer larger than the shared shape is cut into blocks, each with mixing weights of its own.
 
 
-SWEEPS, STEPS = 12, 4
+BANK_SWEEPS, BANK_STEPS = 12, 4
 """Rounds over all factors, and steps of conjugate gradients for each in a round."""
 
 
@@ -408,11 +380,11 @@ class User:
 
     def error(self, bank: Bank) -> float:
         """The smallest error that mixing weights leave over, divided by the scale."""
-        mixing = fit_mixing(self._weighed(self.weight), self.gram, bank, self.curvature)
+        mixing = fit_mixing(self._in_moments(self.weight), self.gram, bank, self.curvature)
         missed = self.weight - mixed_weight(mixing, bank)
-        return float(self._weighed(missed).mul(missed).sum()) / self.scale
+        return float(self._in_moments(missed).mul(missed).sum()) / self.scale
 
-    def _weighed(self, weight: Tensor) -> Tensor:
+    def _in_moments(self, weight: Tensor) -> Tensor:
         """S W G."""
         seen = weight if self.gram is None else weight @ self.gram
         return seen if self.curvature is None else self.curvature @ seen
@@ -434,7 +406,7 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
         [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
     )
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
-    plain = fit_tucker(weights, None, ranks, sweeps=SWEEPS, inner=STEPS)
+    plain = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
     free = Bank(plain.left, plain.right, plain.cores)
     if all(user.gram is None and user.curvature is None for user in users):
         return free
@@ -446,7 +418,9 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
             moments /= level
             weights = weights * level.sqrt()
     products = weights if grams is None else weights @ grams
-    fitted = fit_tucker(products, grams, ranks, curvatures=curvatures, sweeps=SWEEPS, inner=STEPS)
+    fitted = fit_tucker(
+        products, grams, ranks, curvatures=curvatures, sweeps=BANK_SWEEPS, inner=BANK_STEPS
+    )
     aware = Bank(fitted.left, fitted.right, fitted.cores)
     return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
 
@@ -458,14 +432,7 @@ def fit_mixing(
 
     Blocks see each other where they read the same rows of moments, and are fitted together.
 
-    Args:
-        product: S W C.  # (m * a, q * b)
-        gram: G, damped; None for the identity.  # (q * b, q * b)
-        bank: The shared factors.
-        curvature: S, damped; None for the identity.  # (m * a, m * a)
-
-    Returns:
-        Weights of the cores for every block.  # (m, q, r1)
+    # (m * a, q * b), (q * b, q * b), (m * a, m * a) -> (m, q, r1)
     """
     left, right, cores = bank.left, bank.right, bank.cores
     kernels = _between(gram, right, product.shape[1])  # (q, q, r3, r3)
@@ -490,12 +457,7 @@ def fit_mixing(
 def mixed_weight(mixing: Tensor, bank: Bank) -> Tensor:
     """Returns the weight of one layer from its mixing weights and a bank.
 
-    Args:
-        mixing: One set for every block.  # (..., m, q, r1)
-        bank: The shared factors.
-
-    Returns:
-        The blocks, put together.  # (..., m * a, q * b)
+    # (..., m, q, r1) -> (..., m * a, q * b)
     """
     blocks = bank.left @ mixed_cores(mixing, bank.cores) @ bank.right.mT  # (..., m, q, a, b)
     return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)

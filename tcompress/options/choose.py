@@ -14,7 +14,6 @@ from tcompress.options.method_options import (
     MECHANISMS,
     METHODS,
     MechanismSpec,
-    Spec,
     lookup_methods,
     mechanism_names,
     method_names,
@@ -22,6 +21,7 @@ from tcompress.options.method_options import (
 from tcompress.options.read import Given, read
 from tcompress.options.schema import Recipe
 from tcompress.options.words import quoted
+from tcompress.structures import Spec
 
 NO_METHOD = "none"
 """Rewrite no layer."""

@@ -28,11 +28,11 @@ from tcompress.options.method_options import (
     Bytes,
     MethodSpec,
     Parameters,
-    Spec,
     TableMethod,
     bytes_of,
     parameters_of,
 )
+from tcompress.structures import Spec
 
 Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
 Norm = Literal["host", "tensor"]

@@ -14,12 +14,12 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import Budget, LowRankSpec
+from tcompress.options.method_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.capabilities import shared_of, transform_shapes
-from tcompress.structures.lowrank import LowRankLayout
+from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 # What one weight becomes: the summands of a choice, and what they cost.
 

@@ -18,9 +18,9 @@ from torch import nn
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec, Spec
+from tcompress.options.method_options import AutoSpec
 from tcompress.roles import Anatomy, Layer, anatomy_of
-from tcompress.structures import Structure, structures
+from tcompress.structures import Spec, Structure, structures
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:

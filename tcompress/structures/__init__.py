@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from tcompress.options.method_options import Spec
 from tcompress.structures import lowrank as lowrank
 from tcompress.structures import lprod as lprod
 from tcompress.structures import tt as tt
@@ -15,6 +14,7 @@ from tcompress.structures.base import (
     Layout,
     Refusal,
     Site,
+    Spec,
     Structure,
     Target,
     register,

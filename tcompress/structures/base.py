@@ -6,9 +6,18 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Self,
+    TypeAlias,
+    TypeVar,
+)
 
-import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -17,28 +26,96 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
-from torch import Tensor
 
+from tcompress import linalg
 from tcompress.errors import RecipeError
-from tcompress.linalg.fits import curved_loss
-from tcompress.options.method_options import Spec
+from tcompress.options.fields import FRACTION, Options, option
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # What structures speak of: options, layouts, places of weights, and what a fit aims at.
+
+TOL = option(
+    None,
+    "largest error of a weight; as predicted, in place of a rank; in place of a budget too: each "
+    "weight gets the smallest rank whose predicted error, squared and relative to leaving the "
+    "weight out, is at most this",
+    **FRACTION,
+)
+
+
+def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
+    """Says what became of ranks, if they are not those asked for."""
+    if asked is None:
+        return None
+    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
+    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+        return None
+    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
+    return f"{said} became {', '.join(map(str, given))}"
+
+
+class Spec(Options):
+    """Options of a method as a recipe gives them."""
+
+    @model_validator(mode="after")
+    def _check_tol(self) -> Spec:
+        if getattr(self, "tol", None) is None:
+            return self
+        if getattr(self, "rank", None) is not None:
+            raise ValueError("`rank` and `tol` are both given; allowed is one")
+        if self.pools:
+            raise ValueError("`tol` sizes weights one by one, but factors are shared: give `rank`")
+        return self
+
+    @property
+    def has_size(self) -> bool:
+        """Whether these options alone decide a size; else a budget has to."""
+        return getattr(self, "rank", 0) is not None
+
+    @property
+    def fixes_size(self) -> bool:
+        """Whether these options leave nothing to a budget, not even a low-rank term beside them."""
+        return False
+
+    @property
+    def fills(self) -> bool:
+        """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
+        return getattr(self, "rank", 0) is None
+
+    @property
+    def pools(self) -> bool:
+        """Whether layers share tensors of their cores, so that they are sized together."""
+        return False
+
+    def settled(self, *, calibrated: bool) -> Self:
+        """Fills options whose default depends on whether there is calibration data."""
+        return self
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        """Options that `auto` tries on every layer, the first that its dimensions allow."""
+        return (self,)
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        """Options for a target with nothing else on offer; the first that all layers allow."""
+        return (self,)
+
+    def clipped(self, layout: Any) -> str | None:
+        """Says which of these numbers a layout has less of, since its shape admits no more."""
+        return None
 
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
-Tensors = Mapping[str, Tensor]
+Tensors: TypeAlias = "Mapping[str, Tensor]"
 
 
 class Refusal(Exception):
-    """A structure cannot take these dimensions; the message says why.
-
-    Args:
-        message: Why.
-        hint: What to do about it, where that is not said by the message.
-    """
+    """A structure cannot take these dimensions; the message says why."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -94,6 +171,11 @@ class Site:
     head: int | None = None
     peers: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Both widths, as layouts take them."""
+        return {"in_features": self.in_features, "out_features": self.out_features}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -125,20 +207,28 @@ class Target:
         """Returns G, as a matrix in any case."""
         if self.gram is not None:
             return self.gram
+        import torch
+
         return torch.eye(self.product.shape[1], dtype=self.product.dtype).to(self.product)
 
 
-def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
-    """Returns what a weight costs the model, to second order.
+def random_tensors(
+    shapes: Shapes, generator: torch.Generator, variances: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Draws normal tensors, float32, each divided by the root of its number."""
+    import torch
 
-    Args:
-        fitted: The weight.  # (out, in)
-        target: What it approximates, with curvature.
-        constant: Predicted loss of a weight of zeros.
-    """
+    return {
+        name: torch.randn(shape, generator=generator) / variances[name] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
+    """Returns what a weight costs the model, to second order.  # (out, in)."""
     assert target.curvature is not None
     gram = target.full_gram()
-    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
+    return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
 
 
 # What a structure is: pure functions of a layout, and the registry of all structures.
@@ -196,6 +286,8 @@ class Structure(ABC, Generic[S, L]):
 
     def dense(self, tensors: Tensors, layout: L) -> Tensor:
         """Returns the dense weight of these tensors.  # (..., out, in)."""
+        import torch
+
         like = next(iter(tensors.values()))
         eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
         return self.apply(eye, tensors, layout).mT
@@ -235,11 +327,7 @@ AnyLayout = Annotated[SerializeAsAny[Layout], BeforeValidator(_parse_layout)]
 
 
 class Registry(Generic[T]):
-    """What was registered, by name, in order.
-
-    Args:
-        what: What its members are called in messages.
-    """
+    """What was registered, by name, in order."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -259,11 +347,7 @@ class Registry(Generic[T]):
         self._found[name] = item
 
     def named(self, name: str) -> T:
-        """Looks a member up.
-
-        Raises:
-            RecipeError: There is none of this name; the message lists the known ones.
-        """
+        """Looks a member up; an unknown name is a `RecipeError` that lists the known ones."""
         if name in self._found:
             return self._found[name]
         close = difflib.get_close_matches(name, self._found, 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tcompress.structures.base import Layout, Shapes, Side, Site, Target, Tensors, structure
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # What only some structures can do. Each is asked for with `isinstance`; none is needed.
 
@@ -36,13 +36,7 @@ class LooksUp(ABC):
 
     @abstractmethod
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
-        """Multiplies the rows of the dense weight, if these tensors can say so.
-
-        Args:
-            tensors: The layer's own tensors.
-            scales: A factor for each row.  # (out,)
-            layout: Their layout.
-        """
+        """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
 
 
 # ---------------------------------------------------------------- shared factors
@@ -113,15 +107,12 @@ class Transform(ABC):
 
     @abstractmethod
     def build(self, tensors: Tensors, like: Tensor) -> Any:
-        """Builds what is applied, from what is stored and from constants.
-
-        Args:
-            tensors: Both, by name; constants that are missing are made anew.
-            like: Tensor whose dtype and device the result takes.
-        """
+        """Builds what is applied, from what is stored and from constants."""
 
     def first(self) -> dict[str, Tensor]:
         """First values of what is stored, float32."""
+        import torch
+
         return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
 
 
@@ -198,6 +189,8 @@ def dense_of(
     kind = structure(layout.structure)
     if not isinstance(kind, Transformed):
         return kind.dense(tensors, layout)
+    import torch
+
     like = next(iter(tensors.values()))
     eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
     u = kind.apply(kind.encode(eye, operators.get("in"), layout), tensors, layout)
@@ -260,13 +253,16 @@ class Macs(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-@torch.no_grad()  # with gradients a structure may take another way
 def macs_of(layout: Layout, tokens: int) -> Macs:
     """Counts one term in a pass over so many tokens; building its transforms counts nothing."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     x = torch.empty(tokens, layout.in_features, device="meta")
     into, out = (_operator(layout, side, x) for side in ("in", "out"))
     tensors = _own(layout)
-    with FlopCounterMode(display=False) as counter:
+    # With gradients a structure may take another way.
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         z = encoded(layout, x, into)
         encode = counter.get_total_flops()
         u = structure(layout.structure).apply(z, tensors, layout)
@@ -277,14 +273,16 @@ def macs_of(layout: Layout, tokens: int) -> Macs:
 
 
 @lru_cache(maxsize=1024)
-@torch.no_grad()
 def lookup_macs(layout: Layout) -> int:
     """Counts looking up one row of a term."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     kind = structure(layout.structure)
     if not isinstance(kind, LooksUp):
         return 0
     index, tensors = torch.empty(1, dtype=torch.long, device="meta"), _own(layout)
-    with FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         kind.rows(index, tensors, layout)
     return counter.get_total_flops() // 2
 
@@ -297,6 +295,8 @@ def _own(layout: Layout) -> dict[str, Tensor]:
 
 
 def _empty(shapes: Shapes) -> dict[str, Tensor]:
+    import torch
+
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 

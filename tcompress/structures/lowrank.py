@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import embedding
 
-from tcompress.linalg.fits import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
-from tcompress.linalg.moments import balanced, best_factors, fit_lowrank
-from tcompress.options.method_options import LowRankSpec
+from tcompress import linalg
+from tcompress.options.fields import option
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
     Site,
+    Spec,
     Structure,
     Target,
     Tensors,
+    clip_note,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import LooksUp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class LowRankSpec(Spec):
+    """Options of `svd`: two factors of a chosen rank."""
+
+    name: Literal["svd", "lowrank"] = "svd"
+    rank: int | None = option(None, "rank of every weight", metavar="N", gt=0)
+    tol: float | None = TOL
+
+    @property
+    def fixes_size(self) -> bool:
+        return self.has_size
+
+    @property
+    def fills(self) -> bool:
+        return True
+
+    def clipped(self, layout: Any) -> str | None:
+        return clip_note(self.rank, (layout.rank,))
 
 
 class LowRankLayout(Layout):
@@ -52,17 +75,10 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
             raise Refusal("no rank is given: set `rank` or `target`")
         if rank < 1:
             raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-        return LowRankLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
-            rank=min(rank, site.in_features, site.out_features),
-        )
+        return LowRankLayout(**site.widths, rank=min(rank, *site.widths.values()))
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
-        return {
-            "a": (layout.out_features, layout.rank),
-            "b": (layout.rank, layout.in_features),
-        }
+        return {"a": (layout.out_features, layout.rank), "b": (layout.rank, layout.in_features)}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (x @ tensors["b"].mT) @ tensors["a"].mT
@@ -71,6 +87,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         return True
 
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
+        from torch.nn.functional import embedding
+
         return embedding(index, tensors["a"]) @ tensors["b"]
 
     def scale_rows(
@@ -79,30 +97,26 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        if target.curvature is not None:
-            a, b = fit_lowrank_curved(
-                target.product, target.full_gram(), target.curvature, layout.rank
-            )
-        elif target.gram is None:
-            a, b = balanced(*best_factors(target.product, layout.rank))
-        else:
-            a, b = fit_lowrank(target.product, target.gram, layout.rank)
+        moments = (target.gram, layout.rank, target.curvature)
+        a, b = linalg.fit_lowrank(target.product, *moments)
         return {"a": a, "b": b}
 
     def losses(
         self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
     ) -> list[float]:
-        assert target.curvature is not None
-        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-        losses = lowrank_losses(spectrum, constant)
-        return [float(losses[layout.rank]) for layout in layouts]
+        return rank_losses(target, constant, [layout.rank for layout in layouts])
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        shapes = self.tensors(layout)
-        return {
-            "a": torch.randn(shapes["a"], generator=generator) / layout.rank**0.5,
-            "b": torch.randn(shapes["b"], generator=generator) / layout.in_features**0.5,
-        }
+        variances = {"a": layout.rank, "b": layout.in_features}
+        return random_tensors(self.tensors(layout), generator, variances)
+
+
+def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
+    """Predicts what the best factors of these ranks lose."""
+    assert target.curvature is not None
+    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = linalg.lowrank_losses(spectrum, constant)
+    return [float(losses[rank]) for rank in ranks]
 
 
 register(LowRank())

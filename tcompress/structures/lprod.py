@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd, log2
-from typing import Any, Literal, NamedTuple
+from math import ceil, gcd, log2
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import pad
 
-from tcompress.linalg.fits import (
-    Problem,
-    diagonal_blocks,
-    expand_conjugate_slices,
-    fit_conjugate_slices,
-    fit_rotation,
-    fit_slices,
-    fit_slices_curved,
-    fit_truncated_slices,
-)
-from tcompress.linalg.transforms import (
-    Stages,
-    build_blocks,
-    check_transform,
-    fixed_transform,
-    fold_tube_transform,
-    merges_with,
-    mix_tubes,
-    nearest_block,
-    rotate,
-    rotate_back,
-    slice_product,
-)
-from tcompress.options.method_options import LprodSpec, Placement, TransformKind
+from tcompress import linalg
+from tcompress.options.fields import option
 from tcompress.structures.base import (
     Layout,
     Refusal,
     Shapes,
     Side,
     Site,
+    Spec,
     Structure,
     Target,
     Tensors,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import (
@@ -56,6 +33,13 @@ from tcompress.structures.capabilities import (
     first_operators,
     svd_flops,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
+Placement = Literal["in", "out", "both"]
 
 # The invertible transform of an L-product layer: fixed, learned or fitted.
 #
@@ -88,14 +72,14 @@ class TransformLayout(Transform):
     seed: int
 
     @property
-    def rotation(self) -> Stages:
+    def rotation(self) -> linalg.Stages:
         """Shape of the staged rotation of the `fitted` kind."""
-        return Stages(self.features, self.block, self.stages)
+        return linalg.Stages(self.features, self.block, self.stages)
 
     def tube_matrix(self) -> Tensor:
         """Returns the fixed p x p part, float64."""
         kind = "dct" if self.kind in ("learned", "fitted") else self.kind
-        return fixed_transform(kind, self.p, self.seed)
+        return linalg.fixed_transform(kind, self.p, self.seed)
 
     @property
     def shapes(self) -> Shapes:
@@ -112,28 +96,28 @@ class TransformLayout(Transform):
         fixed = tensors["tubes"] if "tubes" in tensors else self.tube_matrix()
         fixed = fixed.to(like.device)
         if self.kind == "learned":
-            turn = build_blocks(tensors["generators"], self.p)
+            turn = linalg.build_blocks(tensors["generators"], self.p)
             return Operator(None, (turn @ fixed.to(turn)).to(like.dtype))
         if self.kind != "fitted":
             return Operator(None, fixed.to(like.dtype))
-        blocks = build_blocks(tensors["generators"], self.block)
-        if merges_with(self.rotation, self.p):
-            return Operator(fold_tube_transform(blocks, fixed).to(like.dtype), None)
+        blocks = linalg.build_blocks(tensors["generators"], self.block)
+        if linalg.merges_with(self.rotation, self.p):
+            return Operator(linalg.fold_tube_transform(blocks, fixed).to(like.dtype), None)
         return Operator(blocks.to(like.dtype), fixed.to(like.dtype))
 
 
 def apply_transform(x: Tensor, operator: Operator) -> Tensor:
     """Applies the transform.  # (tokens, features) -> (tokens, features)."""
     if operator.blocks is not None:
-        x = rotate(x, operator.blocks)
-    return x if operator.tubes is None else mix_tubes(x, operator.tubes)
+        x = linalg.rotate(x, operator.blocks)
+    return x if operator.tubes is None else linalg.mix_tubes(x, operator.tubes)
 
 
 def apply_inverse(x: Tensor, operator: Operator) -> Tensor:
     """Applies the inverse, which is the transpose.  # (tokens, features) -> same."""
     if operator.tubes is not None:
-        x = mix_tubes(x, operator.tubes.mT)
-    return x if operator.blocks is None else rotate_back(x, operator.blocks)
+        x = linalg.mix_tubes(x, operator.tubes.mT)
+    return x if operator.blocks is None else linalg.rotate_back(x, operator.blocks)
 
 
 # L-product slices: a transform of the features, then one small matrix per slice.
@@ -144,6 +128,43 @@ STEPS = 15
 
 MORE_STEPS = 4
 """From slices that were fitted before: sums fit a term often, to a target that hardly moves."""
+
+
+class LprodSpec(Spec):
+    """Options of `lprod`."""
+
+    name: Literal["lprod"] = "lprod"
+    p: int = option(4, "number of slices; 1/p of the weights is kept", ge=1)
+    transform: TransformKind | None = option(
+        None, "transform of the features; default `fitted` with calibration, else `dct`"
+    )
+    block: int | None = option(
+        None, "block size of the fitted transform; default width / 12, at most 32", ge=2
+    )
+    stages: int = option(2, "stages of the fitted transform", ge=1, le=8)
+    placement: Placement | None = option(
+        None, "where the transform sits; default by the role of the layer"
+    )
+    tubal_rank: int | None = option(None, "keep only this many singular tubes of the slices", gt=0)
+    pad: bool = option(False, "pad widths that p does not divide; instead of refusing")
+    seed: int = option(0, "seed of the `random` transform", ge=0, off=True)
+
+    def settled(self, *, calibrated: bool) -> Self:
+        if self.transform is not None:
+            return self
+        return self.model_copy(update={"transform": "fitted" if calibrated else "dct"})
+
+    def offered(self, target: float) -> tuple[Self, ...]:
+        # A quarter for the slices: layers that get little of a budget need small ones.
+        return self._halvings(ceil(log2(4 / target)))
+
+    def alone(self, target: float) -> tuple[Self, ...]:
+        # Half for the slices, an eighth of the weight at most: transforms and a low-rank term take
+        # the rest, and do better with it.
+        return self._halvings(max(3, ceil(log2(2 / target))))
+
+    def _halvings(self, most: int) -> tuple[Self, ...]:
+        return tuple(self.model_copy(update={"p": 2**power}) for power in range(most, 0, -1))
 
 
 class LprodLayout(Layout):
@@ -193,7 +214,7 @@ def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
     sizes = [
         p
         for p in range(2, common + 1)
-        if not common % p and not (fixed and check_transform(kind, p))
+        if not common % p and not (fixed and linalg.check_transform(kind, p))
     ]
     near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
     hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
@@ -217,7 +238,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
 
     def layout(self, spec: LprodSpec, site: Site, budget: int | None = None) -> LprodLayout:
         kind = spec.transform or "dct"
-        reason = None if kind in ("learned", "fitted") else check_transform(kind, spec.p)
+        reason = None if kind in ("learned", "fitted") else linalg.check_transform(kind, spec.p)
         uneven = [
             f"{name} {size}"
             for name, size in (("input", site.in_features), ("output", site.out_features))
@@ -233,8 +254,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         elif kind == "fitted" and placement == "both":
             placement = "in"
         layout = LprodLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             p=spec.p,
             placement=placement,
             transform=kind,
@@ -243,7 +263,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         if kind == "fitted":
             inward = placement == "in"
             width = layout.padded_in if inward else layout.padded_out
-            block = nearest_block(width, spec.block or min(32, max(2, width // 12)))
+            block = linalg.nearest_block(width, spec.block or min(32, max(2, width // 12)))
             sizes = {"block_in" if inward else "block_out": block, "stages": spec.stages}
             layout = layout.model_copy(update=sizes)
         return self._with_tubal_rank(layout, spec.tubal_rank)
@@ -287,6 +307,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
 
     def encode(self, x: Tensor, operator: Any, layout: LprodLayout) -> Tensor:
         if layout.padded_in != layout.in_features:
+            from torch.nn.functional import pad
+
             x = pad(x, (0, layout.padded_in - layout.in_features))
         if operator is None:
             return x
@@ -308,7 +330,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
 
     @staticmethod
     def _conjugate_product(z: Tensor, slices: Tensor) -> Tensor:
-        own, partner, swap = expand_conjugate_slices(slices)
+        own, partner, swap = linalg.expand_conjugate_slices(slices)
         width = slices.shape[-1]
         swapped = z.unflatten(-1, (slices.shape[-3], width))[..., swap, :].flatten(-2)
         return _facewise(z, own) + _facewise(swapped, partner)
@@ -327,22 +349,24 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             product = apply_transform(product.mT.contiguous(), turn_out).mT
         plain = layout.transform != "dft" and layout.tubal_rank is None
         if target.curvature is not None and plain:
-            gram = torch.eye(product.shape[1]).to(product) if gram is None else gram
+            gram = target.full_gram() if gram is None else gram
             curvature = _padded_gram(target.curvature, layout.padded_out)
             if turn_out is not None:
                 curvature = _turned(curvature, turn_out)
             before = target.start.get("slices")
             steps = STEPS if before is None else MORE_STEPS
-            fitted = fit_slices_curved(product, gram, layout.p, curvature, before, iterations=steps)
+            fitted = linalg.fit_slices_curved(
+                product, gram, layout.p, curvature, before, iterations=steps
+            )
             return {"slices": fitted}
         if layout.transform == "dft":
-            return {"slices": fit_conjugate_slices(product, gram, layout.p)}
+            return {"slices": linalg.fit_conjugate_slices(product, gram, layout.p)}
         if layout.tubal_rank is not None:
-            left, right = fit_truncated_slices(product, gram, layout.p, layout.tubal_rank)
+            slices = linalg.diagonal_blocks(product, layout.p)
+            grams = None if gram is None else linalg.diagonal_blocks(gram, layout.p)
+            left, right = linalg.fit_lowrank(slices, grams, layout.tubal_rank)
             return {"left": left, "right": right}
-        if gram is None:
-            return {"slices": diagonal_blocks(product, layout.p).contiguous()}
-        return {"slices": fit_slices(product, gram, layout.p)}
+        return {"slices": linalg.fit_slices(product, gram, layout.p)}
 
     def fit_transform(
         self, targets: Sequence[Target], layout: LprodLayout, side: Side
@@ -351,23 +375,22 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         if layout.transform != "fitted":
             return shape.first()
         problems = [
-            Problem(
+            linalg.Problem(
                 _padded(target.product, layout),
                 _padded_gram(target.full_gram(), layout.padded_in),
                 target.scale,
             )
             for target in targets
         ]
-        generators = fit_rotation(
+        generators = linalg.fit_rotation(
             problems, shape.rotation, count=layout.p, z=shape.tube_matrix(), output=side == "out"
         )
         return {"generators": generators}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        tensors = {
-            name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-            for name, shape in self.tensors(layout).items()
-        }
+        shapes = self.tensors(layout)
+        widths = {name: shape[-1] for name, shape in shapes.items()}
+        tensors = random_tensors(shapes, generator, widths)
         if layout.transform == "dft":  # paired coefficients are sums of two products
             tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
         return tensors
@@ -376,13 +399,15 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
 def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tensor:
     """Facewise product; slices of experts, and their inputs, carry a leading dimension."""
     if slices.dim() == 3:
-        return slice_product(z, slices, feature_major=feature_major)
+        return linalg.slice_product(z, slices, feature_major=feature_major)
     parts = z.unflatten(-1, (slices.shape[-3], slices.shape[-1])).transpose(-3, -2)
     return (parts @ slices.mT).transpose(-3, -2).flatten(-2)
 
 
 def _padded(product: Tensor, layout: LprodLayout) -> Tensor:
     """Extends W C to widths that p divides; outputs of layers that share a side may differ."""
+    from torch.nn.functional import pad
+
     right, below = layout.padded_in - product.shape[1], -product.shape[0] % layout.p
     return pad(product, (0, right, 0, below)) if right or below else product
 
@@ -397,6 +422,8 @@ def _padded_gram(gram: Tensor, width: int) -> Tensor:
     extra = width - gram.shape[-1]
     if not extra:
         return gram
+    from torch.nn.functional import pad
+
     grown = pad(gram, (0, extra, 0, extra))
     grown.diagonal()[-extra:] = 1e-9 * gram.diagonal().mean()
     return grown

@@ -5,43 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf, prod
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
-from pydantic import model_validator
-from torch import Tensor
+from pydantic import PositiveInt, model_validator
 
-from tcompress.linalg.fits import whitened_product
-from tcompress.linalg.tensortrain import (
-    bond_tails,
-    clip_ranks,
-    contract_macs,
-    contract_moves,
-    matrix_modes,
-    parameter_count,
-    quantized_matrix_modes,
-    rank_for_budget,
-    rebuild_macs,
-    tt_apply,
-    tt_rows,
-    tt_svd,
-    tt_to_matrix,
-)
-from tcompress.linalg.ttfit import SWEEPS, fit_bytes, fit_macs, fit_tt, tt_loss
-from tcompress.options.method_options import Modes, TTSpec, Way
+from tcompress import linalg
+from tcompress.options.fields import option, read_modes
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
     Site,
+    Spec,
     Structure,
     Target,
     Tensors,
+    clip_note,
     predicted_loss,
     register,
 )
 from tcompress.structures.capabilities import CostsOther, FitCost, LooksUp, svd_flops
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Way = Literal["auto", "contract", "rebuild"]
+Modes = tuple[PositiveInt, ...]
 
 # What the ways cost, in multiply-adds of one large product; `benchmarks/tokens.py` measures them.
 IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it moves data
@@ -57,6 +48,45 @@ FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
 
 PADDED = 0.01
 """Share of a weight that may be padding: the zeros there cost next to nothing to fit."""
+
+
+class TTSpec(Spec):
+    """Options of `tt` and `qtt`."""
+
+    name: Literal["tt", "qtt"] = "tt"
+    order: int | None = option(
+        None, "number of cores; default 2, or as many as `modes` says", ge=2, le=16
+    )
+    modes: dict[PositiveInt, Modes] = option(
+        {},
+        "factors of a width, such as `768: [24, 32]`; default as even as possible",
+        metavar="WIDTH=AxB",
+        read=read_modes,
+    )
+    rank: PositiveInt | Modes | None = option(
+        None,
+        "inner ranks: one, or a list; `qtt` has 2 unless a budget says",
+        metavar="N|N,N,...",
+    )
+    tol: float | None = TOL
+    apply: Way = option(
+        "auto",
+        "how cores are applied; `contract` them with the input, `rebuild` the weight in each pass, "
+        "or `auto`: what costs less for the tokens at hand",
+    )
+
+    @property
+    def has_size(self) -> bool:
+        return self.rank is not None or self.name == "qtt"
+
+    def clipped(self, layout: Any) -> str | None:
+        return clip_note(self.rank, layout.ranks)
+
+    @model_validator(mode="after")
+    def _without_modes_of_its_own(self) -> TTSpec:
+        if self.name == "qtt" and (self.order is not None or self.modes):
+            raise ValueError("the modes of `qtt` are 2: leave out `order` and `modes`")
+        return self
 
 
 class TTLayout(Layout):
@@ -98,11 +128,10 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         in_modes, out_modes = _modes(spec, site)
         ranks = _ranks(spec, in_modes, out_modes, budget)
         return TTLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             in_modes=in_modes,
             out_modes=out_modes,
-            ranks=clip_ranks(ranks, in_modes, out_modes),
+            ranks=linalg.clip_ranks(ranks, in_modes, out_modes),
             apply=spec.apply,
         )
 
@@ -112,20 +141,24 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return {f"core{n}": (bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
+        import torch
+
         cores = _cores(tensors, layout)
         lead = cores[0].dim() - 4
         price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
         if _contracts(layout, prod(x.shape[lead:-1]), price):
-            return tt_apply(x, cores)[..., : layout.out_features]
+            return linalg.tt_apply(x, cores)[..., : layout.out_features]
         return x @ _matrix(cores, layout).mT
 
     def looks_up(self, layout: TTLayout) -> bool:
         return True
 
     def rows(self, index: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
+        import torch
+
         cores = _cores(tensors, layout)
         if torch.compiler.is_compiling() or index.is_meta:  # nobody knows how many differ
-            return tt_rows(index, cores)[:, : layout.in_features]
+            return linalg.tt_rows(index, cores)[:, : layout.in_features]
         words, places = index.unique(return_inverse=True)
         if words.device.type == "cpu" and words.numel():  # sorted; elsewhere it would have to wait
             low, high = int(words[0]), int(words[-1])
@@ -133,7 +166,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
                 raise IndexError(
                     f"word {low if low < 0 else high} of a table of {layout.out_features} words"
                 )
-        return tt_rows(words, cores)[:, : layout.in_features][places]
+        return linalg.tt_rows(words, cores)[:, : layout.in_features][places]
 
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: TTLayout) -> None:
         return None  # a row is made of what other rows are made of too
@@ -150,25 +183,27 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return _matrix(self._fitted(target, layout, 1), layout)
 
     def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
-        cores = tt_svd(_aim(target), *layout.shape)
-        if target.gram is not None or not _is_settled(layout):
-            sweeps = SWEEPS if target.curvature is None else FIRST_SWEEPS
-            cores = fit_tt(target.product, target.gram, cores, sweeps)
+        cores = linalg.tt_svd(_free_weight(target), *layout.shape)
+        if target.gram is not None or not _starts_at_optimum(layout):
+            sweeps = linalg.SWEEPS if target.curvature is None else FIRST_SWEEPS
+            cores = linalg.fit_tt(target.product, target.gram, cores, sweeps)
         if target.gram is not None and target.weight is not None:
             cores = self._no_worse(cores, target, layout)
         if target.curvature is not None:
-            cores = fit_tt(target.product, target.gram, cores, curved_sweeps, target.curvature)
+            cores = linalg.fit_tt(
+                target.product, target.gram, cores, curved_sweeps, target.curvature
+            )
         return cores
 
     @staticmethod
     def _no_worse(cores: list[Tensor], target: Target, layout: TTLayout) -> list[Tensor]:
         """Starts from the fit without data instead, in the rare case that it is better."""
-        if _is_settled(layout):
+        if _starts_at_optimum(layout):
             return cores  # they started from it
         assert target.weight is not None
-        free = fit_tt(target.weight, None, tt_svd(target.weight, *layout.shape))
-        one, two = (tt_loss(target.product, target.gram, found) for found in (cores, free))
-        return cores if bool(one <= two) else fit_tt(target.product, target.gram, free)
+        free = linalg.fit_tt(target.weight, None, linalg.tt_svd(target.weight, *layout.shape))
+        one, two = (linalg.tt_loss(target.product, target.gram, found) for found in (cores, free))
+        return cores if bool(one <= two) else linalg.fit_tt(target.product, target.gram, free)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
         """Fits some sizes, and takes the others from what the SVDs of the chain cut off.
@@ -177,10 +212,13 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         chain: only their ratios are used. Of two cores the ratio to the loss hardly changes with
         the rank; with more bonds, which share what is cut off, it falls as ranks do.
         """
+        import numpy as np
+
         assert target.curvature is not None
         first = layouts[0]
-        whitened = whitened_product(target.product, target.full_gram(), target.curvature)
-        tails = bond_tails(whitened, first.in_modes, first.out_modes)
+        roots = (linalg.safe_cholesky(m) for m in (target.full_gram(), target.curvature))
+        whitened = linalg.whitened(target.product, *roots)
+        tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
         cuts = np.array([_cut(tails, layout) for layout in layouts])
         places = [place for place in _fitted_sizes(layouts) if cuts[place] > 0]
         fits = (self.quick_fit(target, layouts[place]) for place in places)
@@ -192,13 +230,15 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return [min(constant, float(loss)) for loss in scales * cuts]
 
     def fit_cost(self, layout: TTLayout, *, calibrated: bool) -> FitCost:
-        sweeps = int(calibrated) + int(not _is_settled(layout))
+        sweeps = int(calibrated) + int(not _starts_at_optimum(layout))
         separates = prod(layout.out_modes) == layout.out_features
         start = svd_flops(layout.out_features, layout.in_features)
-        flops = start + 2.0 * sweeps * fit_macs(*layout.shape, separates=separates)
-        return FitCost(flops, fit_bytes(*layout.shape) if sweeps else 0)
+        flops = start + 2.0 * sweeps * linalg.fit_macs(*layout.shape, separates=separates)
+        return FitCost(flops, linalg.fit_bytes(*layout.shape) if sweeps else 0)
 
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        import torch
+
         shapes = self.tensors(layout)
         paths = prod(layout.ranks)  # products that a weight is the sum of
         spread = (layout.in_features * paths) ** (-0.5 / len(shapes))
@@ -207,12 +247,14 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         }
 
 
-def _aim(target: Target) -> Tensor:
+def _free_weight(target: Target) -> Tensor:
     """The weight that a fit without data and without limits would be."""
     if target.gram is None:
         return target.product
     if target.weight is not None:
         return target.weight
+    import torch
+
     return torch.linalg.solve(target.gram, target.product.mT).mT
 
 
@@ -220,6 +262,8 @@ def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
     """Places of the layouts that are fitted to predict all: the middle one, or some in a chain."""
     if len(layouts[0].ranks) == 1:
         return [len(layouts) // 2]
+    import numpy as np
+
     ends = np.linspace(0, len(layouts) - 1, FITTED_SIZES).round().astype(int)
     return [int(place) for place in np.unique(ends)]
 
@@ -231,7 +275,7 @@ def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:
 
 def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
     if spec.name == "qtt":
-        return quantized_matrix_modes(site.in_features, site.out_features)
+        return linalg.quantized_matrix_modes(site.in_features, site.out_features)
     widths = (site.in_features, site.out_features)
     given = {width: spec.modes[width] for width in widths if width in spec.modes}
     for width, modes in given.items():
@@ -241,7 +285,7 @@ def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
                 "give two factors or more, whose product is the width, or a little above",
             )
     order = spec.order or max(map(len, given.values()), default=2)
-    defaults = matrix_modes(*widths, order)
+    defaults = linalg.matrix_modes(*widths, order)
     in_modes, out_modes = (
         given.get(width, modes) for width, modes in zip(widths, defaults, strict=True)
     )
@@ -257,9 +301,9 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     bonds = len(in_modes) - 1
     rank = spec.rank
     if rank is None and budget is not None:
-        rank = rank_for_budget(in_modes, out_modes, budget)
+        rank = linalg.rank_for_budget(in_modes, out_modes, budget)
         if not rank:
-            least = parameter_count(in_modes, out_modes, (1,) * bonds)
+            least = linalg.parameter_count(in_modes, out_modes, (1,) * bonds)
             raise Refusal(
                 f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
             )
@@ -278,7 +322,7 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     return ranks
 
 
-def _is_settled(layout: TTLayout) -> bool:
+def _starts_at_optimum(layout: TTLayout) -> bool:
     """Whether the SVD that a fit starts from is the optimum where there is no data, or nearly."""
     whole = prod(layout.in_modes) * prod(layout.out_modes)
     padded = 1 - layout.in_features * layout.out_features / whole
@@ -287,6 +331,8 @@ def _is_settled(layout: TTLayout) -> bool:
 
 def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
     """Whether to contract rather than rebuild, for so many tokens; None for very many."""
+    import torch
+
     if layout.apply != "auto":
         return layout.apply == "contract"
     # A compiler that traces any number of tokens at once must not have it decide.
@@ -298,8 +344,8 @@ def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) ->
 
 def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:
     """Tokens up to which contracting costs no more than rebuilding."""
-    each = price * contract_macs(*shape) + COPY * contract_moves(*shape) - dense
-    once = rebuild_macs(*shape) + COPY * dense + ONCE
+    each = price * linalg.contract_macs(*shape) + COPY * linalg.contract_moves(*shape) - dense
+    once = linalg.rebuild_macs(*shape) + COPY * dense + ONCE
     return once / each if each > 0 else inf
 
 
@@ -311,7 +357,7 @@ def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:
 
 
 def _matrix(cores: list[Tensor], layout: TTLayout) -> Tensor:
-    return tt_to_matrix(cores)[..., : layout.out_features, : layout.in_features]
+    return linalg.tt_to_matrix(cores)[..., : layout.out_features, : layout.in_features]
 
 
 register(TensorTrain())

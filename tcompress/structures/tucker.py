@@ -12,35 +12,24 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from math import prod
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from pydantic import PositiveInt
-from torch import Tensor
-from torch.nn.functional import embedding
+from pydantic import PositiveInt, model_validator
 
-from tcompress.linalg import tuckerfit as forms
-from tcompress.linalg.fits import fit_lowrank_curved, lowrank_losses, lowrank_spectrum
-from tcompress.linalg.moments import best_factors, fit_lowrank
-from tcompress.linalg.tuckerfit import (
-    STEPS,
-    SWEEPS,
-    Bank,
-    User,
-    fit_bank,
-    fit_mixing,
-    mixed_cores,
-    mixed_weight,
-)
-from tcompress.options.method_options import Edges, Share, TuckerSpec
+from tcompress import linalg
+from tcompress.options.fields import option
 from tcompress.structures.base import (
+    TOL,
     Layout,
     Refusal,
     Shapes,
     Site,
+    Spec,
     Structure,
     Target,
     Tensors,
+    clip_note,
+    random_tensors,
     register,
 )
 from tcompress.structures.capabilities import (
@@ -51,6 +40,58 @@ from tcompress.structures.capabilities import (
     SharesFactors,
     svd_flops,
 )
+from tcompress.structures.lowrank import rank_losses
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Share = Literal["none", "heads", "layers", "model"]
+Edges = tuple[PositiveInt, PositiveInt]
+
+
+class TuckerSpec(Spec):
+    """Options of `tucker`."""
+
+    name: Literal["tucker"] = "tucker"
+    share: Share = option(
+        "none",
+        "what shares factors and cores; nothing (`svd` then needs fewer parameters), the `heads` "
+        "of an attention, the `layers` of a role, or the blocks of the whole `model`",
+    )
+    rank: PositiveInt | Edges | None = option(
+        None,
+        "columns of the factors U and V; one number, or two if shared",
+        metavar="N|N,N",
+    )
+    tol: float | None = TOL
+    cores: PositiveInt | None = option(
+        None, "number of shared cores; default as many as blocks, within a `target`"
+    )
+
+    @property
+    def fixes_size(self) -> bool:
+        return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
+
+    @property
+    def fills(self) -> bool:
+        return self.rank is None or (self.pools and self.cores is None)
+
+    @property
+    def pools(self) -> bool:
+        return self.share != "none"
+
+    def clipped(self, layout: Any) -> str | None:
+        cores = None if layout.bank is None else clip_note(self.cores, (layout.cores,))
+        return clip_note(self.rank, layout.ranks) or cores
+
+    @model_validator(mode="after")
+    def _without_what_is_shared(self) -> TuckerSpec:
+        if self.share == "none" and self.cores is not None:
+            raise ValueError("`cores` are shared: choose `share` heads, layers or model")
+        if self.share == "none" and isinstance(self.rank, tuple):
+            raise ValueError("with `share: none` both factors have one rank: give one number")
+        return self
 
 
 class TuckerLayout(Layout):
@@ -112,10 +153,9 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         sizes = (blocks, *cut.block)
         if budget is not None:  # each pays in proportion to its size
             budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
-        cores, *ranks = forms.clip_ranks(*sizes, _shared_ranks(spec, sizes, budget))
+        cores, *ranks = linalg.clip_bank_ranks(*sizes, _shared_ranks(spec, sizes, budget))
         return TuckerLayout(
-            in_features=site.in_features,
-            out_features=site.out_features,
+            **site.widths,
             ranks=tuple(ranks),
             share=spec.share,
             bank=site.role if spec.share == "layers" else spec.share,
@@ -139,6 +179,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return layout.bank is None
 
     def rows(self, index: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
+        from torch.nn.functional import embedding
+
         return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
 
     def scale_rows(
@@ -150,7 +192,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         u, v = tensors["u"], tensors["v"]
         if layout.bank is None:
             return x @ v @ tensors["core"].mT @ u.mT
-        middles = mixed_cores(tensors["mix"], tensors["cores"])  # (..., m, q, left, right)
+        middles = linalg.mixed_cores(tensors["mix"], tensors["cores"])  # (..., m, q, left, right)
         middle = middles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         if layout.turned:
             u, v, middle = v, u, middle.mT
@@ -160,7 +202,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def dense(self, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         if layout.bank is None:
             return tensors["u"] @ tensors["core"] @ tensors["v"].mT
-        weight = mixed_weight(tensors["mix"], _bank(tensors))
+        weight = linalg.mixed_weight(tensors["mix"], _bank(tensors))
         return weight.mT if layout.turned else weight
 
     def fit_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
@@ -173,14 +215,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def fit(self, target: Target, layout: TuckerLayout) -> dict[str, Tensor]:
         if layout.bank is not None:
             return {"mix": _fit_mixing(target, layout)}
-        gram, rank = target.gram, layout.ranks[0]
-        if target.curvature is not None:
-            curved = (target.full_gram(), target.curvature)
-            left, right = fit_lowrank_curved(target.product, *curved, rank)
-        elif gram is None:
-            left, right = best_factors(target.product, rank)
-        else:
-            left, right = fit_lowrank(target.product, gram, rank)
+        moments = (target.gram, layout.ranks[0], target.curvature)
+        left, right = linalg.fit_lowrank(target.product, *moments)
+        import torch
+
         u, outer = torch.linalg.qr(left)
         v, inner = torch.linalg.qr(right.mT)
         return {"u": u, "core": outer @ inner.mT, "v": v}
@@ -190,20 +228,14 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     ) -> list[float]:
         if any(layout.bank is not None for layout in layouts):
             return super().losses(target, constant, layouts)
-        assert target.curvature is not None
-        spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-        losses = lowrank_losses(spectrum, constant)
-        return [float(losses[layout.ranks[0]]) for layout in layouts]
+        return rank_losses(target, constant, [layout.ranks[0] for layout in layouts])
 
     def start(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
         widths = {"u": layout.ranks[0], "core": layout.ranks[1], "v": layout.in_features}
         side = 0 if layout.turned else 1  # of the blocks, which the input of the layer meets
         read = layout.grid[side] * layout.block[side]
         widths["mix"] = layout.cores * read / prod(layout.block) ** 0.5
-        return {
-            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
-            for name, shape in self.tensors(layout).items()
-        }
+        return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
         cut = _cut(spec.share, site)
@@ -226,7 +258,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     ) -> dict[str, Tensor]:
         users = [_user(*pair) for pair in zip(targets, layouts, strict=True)]
         first = layouts[0]
-        bank = fit_bank(users, first.block, (first.cores, *first.ranks))
+        bank = linalg.fit_bank(users, first.block, (first.cores, *first.ranks))
         return {"u": bank.left, "cores": bank.cores, "v": bank.right}
 
     def shared_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
@@ -234,8 +266,10 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         middles = left * right * (left + right)
         plain = a * b * (left + right) + middles
         seen = a * a * left + b * b * right + middles
-        steps = SWEEPS * 2 * STEPS * layout.blocks
-        flops = 2.0 * (SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0))
+        steps = linalg.BANK_SWEEPS * 2 * linalg.BANK_STEPS * layout.blocks
+        flops = 2.0 * (
+            linalg.BANK_SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0)
+        )
         moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
         return FitCost(flops, 8 * layout.blocks * (6 * a * b + moments))
 
@@ -246,27 +280,22 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         (a, b), (left, right) = layout.block, layout.ranks
         # Mixing weights know from which side their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
-        return {
-            name: torch.randn(shape, generator=generator) / widths[name] ** 0.5
-            for name, shape in found.shapes.items()
-        }
+        return random_tensors(found.shapes, generator, widths)
 
 
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     """A weight that shares nothing; banks have ranks for their own shape only."""
     rank = spec.rank if isinstance(spec.rank, int) and not spec.pools else None
     if rank is None and budget is not None:
-        rank = forms.largest_rank(site.in_features + site.out_features, budget)
+        rank = linalg.largest_rank(site.in_features + site.out_features, budget)
     if rank is None and spec.pools:
         raise Refusal(f"`share: {spec.share}` has no bank for it, and no `target` gives it a rank")
     if rank is None:
         raise Refusal("no rank is given: set `rank` or `target`")
     if rank < 1:
         raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-    rank = min(rank, site.in_features, site.out_features)
-    return TuckerLayout(
-        in_features=site.in_features, out_features=site.out_features, ranks=(rank, rank)
-    )
+    rank = min(rank, *site.widths.values())
+    return TuckerLayout(**site.widths, ranks=(rank, rank))
 
 
 def _cut(share: Share, site: Site) -> _Cut | None:
@@ -289,7 +318,9 @@ def _blocks(share: Share, site: Site) -> int:
     return 0 if cut is None else site.in_features * site.out_features // prod(cut.block)
 
 
-def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None) -> forms.Ranks:
+def _shared_ranks(
+    spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None
+) -> linalg.Ranks:
     """Number of cores and ranks of a bank, from what is given and what may be spent."""
     blocks, rows, columns = sizes
     most = min(spec.cores or blocks, blocks)
@@ -305,22 +336,22 @@ def _shared_ranks(spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | N
         raise Refusal("no rank is given: set `rank` or `target`")
     found = [
         ranks
-        for ranks in forms.rank_ladder(most, rows, columns)
-        if forms.tucker_parameters(*sizes, ranks) <= budget
+        for ranks in linalg.rank_ladder(most, rows, columns)
+        if linalg.tucker_parameters(*sizes, ranks) <= budget
     ]
     if not found:
         raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
     return found[-1]
 
 
-def _bank(tensors: Tensors) -> Bank:
-    return Bank(tensors["u"], tensors["v"], tensors["cores"])
+def _bank(tensors: Tensors) -> linalg.Bank:
+    return linalg.Bank(tensors["u"], tensors["v"], tensors["cores"])
 
 
-def _user(target: Target, layout: TuckerLayout) -> User:
+def _user(target: Target, layout: TuckerLayout) -> linalg.User:
     assert target.weight is not None
     scale = 1.0 if target.curvature is not None else target.scale
-    user = User(target.weight, target.gram, target.curvature, scale)
+    user = linalg.User(target.weight, target.gram, target.curvature, scale)
     return user.turned() if layout.turned else user
 
 
@@ -330,8 +361,8 @@ def _fit_mixing(target: Target, layout: TuckerLayout) -> Tensor:
     if curvature is not None:
         product = curvature @ product
     if layout.turned:  # tr(S W G W^T) = tr(G W^T S W): the moments change places
-        return fit_mixing(product.mT, curvature, bank, gram)
-    return fit_mixing(product, gram, bank, curvature)
+        return linalg.fit_mixing(product.mT, curvature, bank, gram)
+    return linalg.fit_mixing(product, gram, bank, curvature)
 
 
 register(TuckerForm())

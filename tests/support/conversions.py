@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tcompress import linalg
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.linalg.fits import fit_rotation
 from tcompress.linalg.ttfit import fit_tt
 from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.structures import lprod, tt
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.tiny import TINY, build
@@ -114,8 +114,8 @@ def threads() -> int:
 
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop fits that go on in steps early, where their quality does not matter."""
-    monkeypatch.setattr(lprod, "fit_rotation", partial(fit_rotation, steps=4))
-    monkeypatch.setattr(tt, "fit_tt", lambda *args: fit_tt(*args[:3], 1, *args[4:]))
+    monkeypatch.setattr(linalg, "fit_rotation", partial(fit_rotation, steps=4))
+    monkeypatch.setattr(linalg, "fit_tt", lambda *args: fit_tt(*args[:3], 1, *args[4:]))
 
 
 def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:

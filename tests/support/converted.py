@@ -29,5 +29,5 @@ def converted(family: str, folder: Path, **options: Any) -> Converted:
     if not source.exists():
         build(family).save_pretrained(source)
     begun = partial(fit_rotation, steps=2)
-    with patch("tcompress.structures.lprod.fit_rotation", begun):
+    with patch("tcompress.linalg.fit_rotation", begun):
         return convert(str(source), recipe(**options), folder / f"{family}-small", force=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
+import torch  # noqa: F401 - for rows that are added below
+from torch import Tensor
 
 from tcompress.structures import Layout, Site, Structure, structure, structures
+from tests.support.structures import REFERENCES
 
 
 @dataclass(frozen=True)
@@ -338,3 +341,24 @@ def marked_cases(wanted: Callable[[Case], bool] = lambda _: True) -> list[Any]:
         *(case for case in all_cases() if wanted(case)),
         *(pytest.param(case, marks=pytest.mark.grid) for case in more if wanted(case)),
     ]
+
+
+def add_row(
+    name: str,
+    *,
+    reference: Callable[[Any, Mapping[str, Tensor]], Tensor],
+    cases: list[Case],
+    ladders: list[list[Case]],
+    refusals: list[tuple[Case, str]],
+) -> None:
+    """Adds a structure to the contract suite.
+
+    Args:
+        name: Its name.
+        reference: Builds the dense weight from a layout and stored tensors, not as `apply` does.
+        cases: Sizes and options to try.
+        ladders: Options by growing capacity, each class inside the next.
+        refusals: What its layout refuses, and in which words.
+    """
+    REFERENCES[name] = reference
+    CASES[name], LADDERS[name], REFUSALS[name] = cases, ladders, refusals

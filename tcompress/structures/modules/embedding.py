@@ -80,15 +80,7 @@ class StructuredEmbedding(StructuredLinear):
         self.scale = scale or LookupScale()
 
     def forward(self, x: Tensor, scale: LookupScale | None = None) -> Tensor:
-        """Looks words up, or scores vectors as a tied output head does.
-
-        Args:
-            x: Numbers of words (...), or vectors (..., width).
-            scale: What to multiply looked-up vectors by; its own if None.
-
-        Returns:
-            Vectors (..., width) in the dtype of the parameters, or scores (..., words).
-        """
+        """Looks words up, or scores vectors as a tied output head does."""
         if x.is_floating_point():
             return super().forward(x)
         scale = scale or self.scale
@@ -102,18 +94,12 @@ class StructuredEmbedding(StructuredLinear):
             rows = kind.rows(x.flatten(), self._tensors(0, term), layout)
             total = rows if total is None else total + rows
         assert total is not None
-        stored = next(self.parameters(recurse=False)).dtype
-        rows = total.to(stored).view(*x.shape, self.in_features)  # autocast may have lowered it
-        return scale(rows)
+        rows = total.to(self.stored_dtype)  # autocast may have lowered it
+        return scale(rows.view(*x.shape, self.in_features))
 
 
 class TiedTable(nn.Module):
-    """An embedding or an output head that uses a structured embedding of the same model.
-
-    Args:
-        owner: The embedding.
-        host: The module in whose place this one is put; its bias and its scale are kept.
-    """
+    """An embedding or an output head that uses a structured embedding of the same model."""
 
     def __init__(self, owner: StructuredEmbedding, host: nn.Module) -> None:
         super().__init__()
@@ -140,14 +126,6 @@ def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[
     """Puts a tied table in the place of all modules whose weight is that of an embedding.
 
     Afterwards nothing ties them any more: there is no weight of their own.
-
-    Args:
-        model: The model, the embedding already in it.
-        path: Path of the embedding.
-        owner: The embedding.
-
-    Returns:
-        Paths of the replaced modules.
     """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     names = [target for target, source in ties.items() if source == f"{path}.weight"]

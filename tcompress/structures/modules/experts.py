@@ -75,12 +75,7 @@ class ExpertStack(StructuredLinear):
     def applied(self, x: Tensor, expert: int | None = None) -> Tensor:
         """Multiplies rows by the weights.
 
-        Args:
-            x: Rows of all experts, or of one.  # (E, rows, in) or (..., in)
-            expert: The one, if any.
-
-        Returns:
-            Their products.  # (E, rows, out) or (..., out)
+        # (E, rows, in) or (..., in) -> (E, rows, out) or (..., out)
         """
         kept = self.kept_weight()
         if kept is not None:
@@ -139,15 +134,7 @@ class StructuredExperts(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> StructuredLinear:
-        """Puts an empty structured stack in the place of one weight.
-
-        Args:
-            name: Name of the weight, such as `gate_up_proj`.
-            parts: Layout of the stack.
-            transposed: Whether the dense weight is stored as (E, in, out).
-            dtype: Dtype of the tensors.
-            device: Device of the tensors.
-        """
+        """Puts an empty structured stack in the place of one weight."""
         options = {"experts": len(getattr(self, name)), "dtype": dtype, "device": device}
         stack = ExpertStack(parts, name, transposed=transposed, **options)
         self.add_module(child_of(name), stack)
@@ -165,16 +152,7 @@ class StructuredExperts(nn.Module):
         return forward(_Disguised(self), *args, **kwargs)
 
     def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs routed experts.
-
-        Args:
-            hidden_states: Tokens.  # (tokens, d)
-            top_k_index: Experts of each token; their number itself means none.  # (tokens, k)
-            top_k_weights: Their weights.  # (tokens, k)
-
-        Returns:
-            Weighted sums of the experts' results.  # (tokens, d)
-        """
+        """Runs routed experts.  # (tokens, d), (tokens, k), (tokens, k) -> (tokens, d)."""
         stored = next(self.parameters()).dtype
         x = hidden_states.to(compute_dtype(hidden_states.device, stored))
         up, down = _Stack(self, up_name(self)), _Stack(self, "down_proj")
@@ -349,12 +327,7 @@ def _rounds(index: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tenso
     A round takes up to twice the mean load of every expert; with balanced routing one or two
     rounds serve all tokens, and memory stays bounded where the routing is not balanced.
 
-    Args:
-        index: Experts of each token.  # (tokens, k)
-        experts: Number of experts E.
-
-    Yields:
-        Token rows, their slots among the k, and which places are filled: all (E, capacity).
+    # (tokens, k)
     """
     tokens, k = index.shape
     flat = index.flatten()

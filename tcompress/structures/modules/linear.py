@@ -127,12 +127,7 @@ def side_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> 
 
 
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
-    """Shapes of a layer's own tensors, without its sides.
-
-    Args:
-        parts: Parts of the layer.
-        experts: Number of experts that are stacked along a leading dimension, if any.
-    """
+    """Shapes of a layer's own tensors, without its sides."""
     lead = () if experts is None else (experts,)
     return {
         tensor_prefix(parts, index, term) + name: (*lead, *shape)
@@ -247,21 +242,30 @@ class StructuredLinear(nn.Module):
             own |= {name: t.to(device) for name, t in self.banks[shared.name]().items()}
         return own
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters(recurse=False)).dtype
+
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
-        owner = self._input_owner[0]
         rows: Tensor | None = None
         found = []
-        for term in range(len(self.parts[0].terms)):
-            module = owner._modules.get(side_name(owner.parts, "in", 0, term))
+        for term, layout in enumerate(self.parts[0].terms):
+            module = self._input_side(term)
             if module is not None:
                 found.append(module(x, id(self)))
                 continue
             if rows is None:
-                stored = next(self.parameters(recurse=False)).dtype
-                rows = x.to(compute_dtype(x.device, stored)).reshape(-1, self.in_features)
-            found.append(encoded(self.parts[0].terms[term], rows))
+                rows = x.to(compute_dtype(x.device, self.stored_dtype)).reshape(
+                    -1, self.in_features
+                )
+            found.append(encoded(layout, rows))
         return found
+
+    def _input_side(self, term: int) -> nn.Module | None:
+        owner = self._input_owner[0]
+        return owner._modules.get(side_name(owner.parts, "in", 0, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -295,9 +299,6 @@ class StructuredLinear(nn.Module):
 
         It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
         a state dict, and by a pass that gradients flow through.
-
-        Returns:
-            Bytes that the weight takes, once it is built; 0 if it is not kept.
         """
         self._kept = KeptWeight() if keep else None
         size = next(self.parameters(recurse=False)).element_size()
@@ -316,18 +317,17 @@ class StructuredLinear(nn.Module):
             return None
         weight = kept.current()
         if weight is None:
-            stored = next(self.parameters(recurse=False)).dtype
-            accurate = torch.promote_types(stored, torch.float32)
-            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(stored))
+            accurate = torch.promote_types(self.stored_dtype, torch.float32)
+            weight = kept.renew(
+                self.owners(), lambda: self.dense_weight(accurate).to(self.stored_dtype)
+            )
         return weight
 
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
-        owner = self._input_owner[0]
         found: list[nn.Module | None] = [*self._modules.values()]
-        if owner is not self:
-            names = [side_name(owner.parts, "in", 0, k) for k in range(len(self.parts[0].terms))]
-            found += [owner._modules.get(name) for name in names]
+        if self._input_owner[0] is not self:
+            found += [self._input_side(term) for term in range(len(self.parts[0].terms))]
         found += [bank for bank in self.banks.values() if bank not in found]
         return [self, *(module for module in found if module is not None)]
 
@@ -352,20 +352,12 @@ class StructuredLinear(nn.Module):
         return {**self.__dict__, "_kept": None if self._kept is None else KeptWeight()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer.
-
-        Args:
-            x: Input.  # (..., in_features)
-
-        Returns:
-            Output, in the dtype of the parameters or of autocast.  # (..., out_features)
-        """
+        """Applies the layer.  # (..., in_features) -> (..., out_features)."""
         weight = None if self._kept is None else self.kept_weight()
         if weight is not None:
             x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
             return linear(x, weight, self.bias)
-        stored = next(self.parameters(recurse=False)).dtype
-        x = x if x.dtype == stored else x.to(compute_dtype(x.device, stored))
+        x = x if x.dtype == self.stored_dtype else x.to(compute_dtype(x.device, self.stored_dtype))
         y = self.decode(self.core(self.encode(x)))
         if self.bias is not None:
             bias = self.bias.to(y.dtype)
@@ -375,14 +367,13 @@ class StructuredLinear(nn.Module):
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""
-        owner = self._input_owner[0]
         parts: list[Tensor] = []
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
                 like = next(iter(tensors.values()))
                 modules: Mapping[Side, nn.Module | None] = {
-                    "in": owner._modules.get(side_name(owner.parts, "in", 0, term)),
+                    "in": self._input_side(term),
                     "out": self._modules.get(side_name(self.parts, "out", index, term)),
                 }
                 operators = {
@@ -412,13 +403,6 @@ def keep_weights(model: nn.Module, keep: bool = True) -> int:
     dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
     flow through; other changes are noticed too, but for those in place through `.data`. Copies and
     files leave it out. Compiled passes do not use it.
-
-    Args:
-        model: Any model; layers that are not structured stay as they are.
-        keep: Whether to keep weights, or to stop keeping them.
-
-    Returns:
-        Bytes that the kept weights take once they are built, in the first pass.
     """
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     return sum(layer.keep_weight(keep) for layer in layers)
@@ -433,10 +417,7 @@ _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "di
 def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tensor:
     """Gives rows as a linear layer has them of what a module reads or returns.
 
-    Args:
-        module: Any module; convolutions, dense or structured, have their channels elsewhere.
-        x: Input or output.  # (batch, channels, *positions) of a convolution, else (..., width)
-        output: Whether it is the output, of which no positions are left out.
+    # (batch, channels, *positions) of a convolution, else (..., width)
     """
     if not hasattr(module, "kernel_size"):
         return x
@@ -448,13 +429,7 @@ def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tens
 
 
 class PointwiseConvolution(StructuredLinear):
-    """A structured linear layer in the place of a convolution.
-
-    Args:
-        parts: Layout of the layer.
-        host: The convolution, whose sizes and stride it has.
-        options: Those of `StructuredLinear`.
-    """
+    """A structured linear layer in the place of a convolution."""
 
     stride: tuple[int, ...]
 
@@ -466,11 +441,7 @@ class PointwiseConvolution(StructuredLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.
 
-        Args:
-            x: Input.  # (batch, in_channels, *positions)
-
-        Returns:
-            Output.  # (batch, out_channels, *positions)
+        # (batch, in_channels, *positions) -> (batch, out_channels, *positions)
         """
         rows = super().forward(channels_last(self, x))
         return rows.movedim(-1, -1 - len(self.stride)).contiguous()

@@ -165,11 +165,6 @@ class BankModule(nn.Module):
 
     Layers that share it call this module, never its tensors, so that hooks which bring offloaded
     tensors to the device run for every caller.
-
-    Args:
-        layout: Layout of any term that uses it.
-        dtype: Dtype of the tensors.
-        device: Device of the tensors.
     """
 
     def __init__(

@@ -65,10 +65,9 @@ class _DrawnShard:
     def _values(self) -> dict[str, Tensor]:
         return _stored(draw_model(self._kind, self._config, self._seed))
 
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Gives rows of a tensor, in memory of their own."""
-        tensor = self._values[key]
-        return (tensor[start:stop] if tensor.dim() else tensor).clone()
+    def read(self, key: str) -> Tensor:
+        """Gives a tensor, in memory of its own."""
+        return self._values[key].clone()
 
     def digest(self) -> bytes:
         """Identifies the values by what they are drawn from."""

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from tcompress.errors import SourceError, folder_content, listed, read_json
+from tcompress.errors import SourceError, after_colon, folder_content, listed, read_json
 from tcompress.models.tensor_files import SafetensorsShard, Shard, TensorInfo, TorchShard
 
 if TYPE_CHECKING:
@@ -52,10 +52,6 @@ class WeightStore:
     def open(cls, folder: Path | str) -> WeightStore:
         """Index the weights in a folder and check every file, without reading a weight.
 
-        Args:
-            folder: Folder with `model.safetensors`, its index and shards, or the same in the
-                older `pytorch_model.bin` format.
-
         Raises:
             SourceError: If there are no weights, or files are missing, damaged or not named
                 truthfully by the index; all problems are in one error.
@@ -73,17 +69,15 @@ class WeightStore:
         shards = _open_shards(folder, files, kind, problems)
         where = _locate(shards, index, problems)
         if problems:
-            raise _joined(folder, problems)
+            many = f", {len(problems)} problems" if problems[1:] else ""
+            raise SourceError(
+                f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}",
+                hint="download or save the named files again",
+            )
         return cls(folder, shards, where)
 
     def renamed(self, names: Mapping[str, str]) -> WeightStore:
-        """Give a view of these weights that holds some tensors only, under other names.
-
-        Its fingerprint is that of the files, so the same as before.
-
-        Args:
-            names: Names in this store by the new ones.
-        """
+        """Give a view with some tensors only, by names here under new ones; same fingerprint."""
         where = {new: self._where[old] for new, old in names.items()}
         inside = {new: self.name_inside(old) for new, old in names.items()}
         return WeightStore(self.folder, self._shards, where, inside)
@@ -136,54 +130,29 @@ class WeightStore:
         return self._where[key]
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor, as stored, into memory of its own.
+        """Read a tensor, as stored, into memory of its own; one file is open for further reads.
 
         Raises:
             SourceError: If there is no such tensor or the file changed since opening.
         """
-        shape = self._info(key).shape
-        return self._shard(key).read(self.name_inside(key), 0, shape[0] if shape else 0)
-
-    def slice(self, key: str, start: int, stop: int) -> Tensor:
-        """Read the rows `start` to `stop` of a tensor's first dimension, nothing else.
-
-        Bounds past the end are cut; negative ones are refused.
-
-        Raises:
-            SourceError: If there is no such tensor or its first dimension has no such rows.
-        """
-        shape = self._info(key).shape
-        if not shape or start < 0 or stop < start:
-            raise SourceError(
-                f"`{key}` of shape {list(shape)} has no rows {start} to {stop}",
-                hint="a slice counts rows of the first dimension from 0",
-            )
-        start, stop = min(start, shape[0]), min(stop, shape[0])
-        return self._shard(key).read(self.name_inside(key), start, stop)
+        self._info(key)
+        shard = self._shards[self._where[key]]
+        if self._last is not None and self._last is not shard:
+            self._last.close()
+        self._last = shard
+        return shard.read(self.name_inside(key))
 
     def times(self) -> list[tuple[str, int]]:
         """Names of the files with the times of their last change, in nanoseconds."""
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]
 
     def fingerprint(self) -> str:
-        """Identify these weights cheaply, without reading them.
-
-        Covers names, sizes and headers of the files and a few kilobytes of each; not their
-        dates nor where they are. Equal prints do not prove that every weight is equal.
-        """
+        """Identify these weights by names, sizes, headers and samples of the files, not dates."""
         digest = hashlib.sha256()
         for name, shard in sorted(self._shards.items()):
             digest.update(f"{name}\0{shard.path.stat().st_size}\0".encode())
             digest.update(shard.digest())
         return digest.hexdigest()
-
-    def _shard(self, key: str) -> Shard:
-        """Give the file of a tensor; at most one is held open for further reads."""
-        shard = self._shards[self._where[key]]
-        if self._last is not None and self._last is not shard:
-            self._last.close()
-        self._last = shard
-        return shard
 
     def _info(self, key: str) -> TensorInfo:
         if key not in self._where:
@@ -205,16 +174,6 @@ def _no_weights(folder: Path) -> SourceError:
     return SourceError(
         f"`{folder}` holds no weights: expected one of {expected}, found {folder_content(folder)}",
         hint=hint,
-    )
-
-
-def _joined(folder: Path, problems: list[str]) -> SourceError:
-    hint = "download or save the named files again"
-    if len(problems) == 1:
-        return SourceError(f"the weights in `{folder}` cannot be used: {problems[0]}", hint=hint)
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return SourceError(
-        f"the weights in `{folder}` cannot be used, {len(problems)} problems:{lines}", hint=hint
     )
 
 

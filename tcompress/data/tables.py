@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tcompress.errors import DataError, first_line, folder_content, listed
-from tcompress.models.names import cached_where_unreachable
+from tcompress.models.names import cached_where_unreachable, is_path, missing_path
 
 # Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
 _EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
@@ -100,8 +100,15 @@ def _problem(name: str) -> DataError | None:
             "the name of the data is empty",
             hint="give `builtin`, a file, a folder or a hub id",
         )
-    there = Path(name).expanduser().exists()
-    return None if there or not _looks_like_path(name) else _missing(name)
+    path = Path(name)
+    meant = (
+        is_path(name)
+        or path.suffix.lower() in {*_BUILDERS, *_IMAGES}
+        or (path.parent != Path() and path.parent.is_dir())
+    )
+    if not meant or path.expanduser().exists():
+        return None
+    return DataError(*missing_path(name, "file or folder"))
 
 
 def _read_file(path: Path, stack: ExitStack) -> Any:
@@ -202,32 +209,6 @@ def _explanation(place: str, error: Exception) -> DataError:
 
 def _without_rows(place: str) -> DataError:
     return DataError(f"`{place}` holds no rows", hint="give other data")
-
-
-def _looks_like_path(name: str) -> bool:
-    # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
-    return (
-        name.startswith((".", "/", "~"))
-        or name.endswith("/")
-        or "\\" in name
-        or name.count("/") > 1
-        or Path(name).suffix.lower() in {*_BUILDERS, *_IMAGES}
-        or (Path(name).parent != Path() and Path(name).parent.is_dir())
-    )
-
-
-def _missing(name: str) -> DataError:
-    path = Path(name).expanduser()
-    parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
-    try:
-        content = folder_content(parent)
-        near = get_close_matches(path.name, [item.name for item in parent.iterdir()], n=3)
-    except OSError:
-        content, near = "files that may not be listed", []
-    return DataError(
-        f"there is no file or folder `{name}`; `{parent}` holds {content}",
-        hint=f"did you mean {listed(near)}" if near else "check the path",
-    )
 
 
 @contextmanager

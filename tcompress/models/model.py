@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -57,8 +58,7 @@ class _DrawnShard:
     def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
         self.path = path
         self._kind, self._config, self._seed = kind, config, seed
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            model = kind._from_config(deepcopy(config), dtype=torch.float32)
+        model = _on_meta(kind, config, dtype=torch.float32)
         self.infos = {name: TensorInfo.of(tensor) for name, tensor in _stored(model).items()}
 
     @cached_property
@@ -86,14 +86,7 @@ class _DrawnShard:
 
 
 class DrawnStore(WeightStore):
-    """The weights of a model that was never trained.
-
-    Args:
-        folder: Folder of the model's configuration.
-        kind: The model's class.
-        config: Its configuration.
-        seed: Seed of the values.
-    """
+    """The weights of a model that was never trained, drawn from a seed."""
 
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
         self.seed = seed
@@ -189,14 +182,13 @@ class SourceModel:
         if not converted or _method(raw) not in METHODS:
             _refuse_quantised(raw, folder)
         config = _load_config(raw, folder, token, trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
         is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
         kind = _model_class(config, folder, token, trust_remote_code)
-        store = WeightStore.open(folder) if seed is None else _drawn(folder, kind, config, seed)
+        commit = folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else revision
+        store = WeightStore.open(folder) if seed is None else DrawnStore(folder, kind, config, seed)
         found = cls(
             id=name if is_local else ALIASES.get(name, name),
-            revision=None if is_local else _commit(folder) or revision,
+            revision=None if is_local else commit,  # which is the name of a folder in the cache
             folder=folder,
             config=config,
             model_class=kind,
@@ -219,20 +211,9 @@ class SourceModel:
     def described(
         cls, folder: Path, stored: Mapping[str, object], trust_remote_code: bool = False
     ) -> SourceModel:
-        """Describe the class that `architectures` names; no weight file is opened.
-
-        Args:
-            folder: Local folder with a `config.json`.
-            stored: The stored tensors by name, which is all that can be asked of the weights.
-            trust_remote_code: Whether Python code that comes with the model may run.
-
-        Raises:
-            SourceError: If there is no such class, or the config cannot be read.
-        """
+        """Describe the class that `architectures` names, with tensors by name for a store."""
         raw = _read_config(folder)
         config = _load_config(raw, folder, None, trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
         kind = _model_class(config, folder, None, trust_remote_code)
         names: Any = stored
         return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
@@ -267,15 +248,13 @@ class SourceModel:
         """Describe the same model with weights that are drawn from a seed."""
         if self.seed == seed:
             return self
-        store = _drawn(self.folder, self.model_class, self.config, seed)
+        store = DrawnStore(self.folder, self.model_class, self.config, seed)
         settings = _in_float32(self.settings, self.model_class)
         return replace(self, store=store, settings=settings, notes=())
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
         """Describe the model by another `config.json`; the weights stay the same."""
-        config = type(self.config).from_dict(deepcopy(settings))
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config = _without_section(type(self.config).from_dict(deepcopy(settings)))
         return replace(self, config=config, settings=settings)
 
     def original_name(self, name: str) -> str:
@@ -287,14 +266,7 @@ class SourceModel:
 
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""
-        kind: Any = self.model_class
-        try:
-            with torch.device("meta"), meta_device_safe_creation_ops():
-                # Building writes to the config, which belongs to this object.
-                model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
-        except Exception as error:
-            raise _not_built(kind, error) from error
-        return model
+        return _on_meta(self.model_class, self.config).eval()
 
     @cached_property
     def keymap(self) -> KeyMap:
@@ -306,20 +278,19 @@ class SourceModel:
         return companion_files(self.folder, with_code=self.trust_remote_code)
 
 
-def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) -> DrawnStore:
+def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
+    """Build a model without values; building writes to its config, hence the copy."""
     try:
-        return DrawnStore(folder, kind, config, seed)
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: PreTrainedModel = kind._from_config(deepcopy(config), **options)
     except Exception as error:
-        raise _not_built(kind, error) from error
-
-
-def _not_built(kind: Any, error: Exception) -> SourceError:
-    """The class of a model may raise anything where sizes do not go together."""
-    return SourceError(
-        f"no `{kind.__name__}` can be built with these sizes "
-        f"({type(error).__name__}: {first_line(error)})",
-        hint="check the numbers of the configuration",
-    )
+        # The class of a model may raise anything where sizes do not go together.
+        raise SourceError(
+            f"no `{kind.__name__}` can be built with these sizes "
+            f"({type(error).__name__}: {first_line(error)})",
+            hint="check the numbers of the configuration",
+        ) from error
+    return model
 
 
 def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
@@ -412,6 +383,13 @@ def _load_config(
             f"({type(error).__name__}: {first_line(error)})",
             hint="check `config.json`",
         ) from error
+    return _without_section(config)
+
+
+def _without_section(config: Any) -> Any:
+    """Describe what was converted as the dense model that it was."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
@@ -419,12 +397,11 @@ def _model_class(
     config: PreTrainedConfig, folder: Path, token: str | None, trust_remote_code: bool
 ) -> type[PreTrainedModel]:
     names = config.architectures or []
-    remote = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and remote:
-        references = [ref for ref in remote.values() if str(ref).rpartition(".")[2] in names]
-        if references:
+    remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    for reference in remote.values():
+        if str(reference).rpartition(".")[2] in names:
             own: type[PreTrainedModel] = get_class_from_dynamic_module(
-                references[0], folder, token=token
+                reference, folder, token=token
             )
             return own
     for name in names:
@@ -434,8 +411,8 @@ def _model_class(
     for kind in registered_classes(config):
         if kind.__name__ in names:
             return kind
-    if type(config) in transformers.MODEL_MAPPING:
-        base: Any = transformers.MODEL_MAPPING[type(config)]
+    if type(config) in MODEL_MAPPING:
+        base: Any = MODEL_MAPPING[type(config)]
         bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
         return bare
     raise SourceError(
@@ -457,9 +434,3 @@ def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
             for kind in kinds if isinstance(kinds, tuple | list) else (kinds,):
                 found.setdefault(kind.__name__, kind)
     return list(found.values())
-
-
-def _commit(folder: Path) -> str | None:
-    """Commit of a snapshot in the hub's cache, which is the name of its folder."""
-    name = folder.name
-    return name if len(name) == 40 and all(char in "0123456789abcdef" for char in name) else None

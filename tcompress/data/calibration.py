@@ -35,7 +35,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.tables import Kind, Pool, columns_of, draw_texts, opened, undecoded
+from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, opened
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 
@@ -258,19 +258,17 @@ def _draw_from_data(
     main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
     needed = {kind for kind, present in main.items() if present}
     wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
-    with opened(options.source, options.split) as found:
-        table = undecoded(found)
+    with opened(options.source, options.split) as table:
         chosen = columns_of(table, options.columns, wanted, needed, model)
         named = tuple(name for columns in chosen.values() for name in columns)
         if chosen.get("text"):
-            pool = Pool(table, chosen["text"])
-            drawn.add_texts(map(str, pool.draw(options.samples, options.seed)), table.label)
+            texts = draw_cells(table, chosen["text"], options.samples, options.seed)
+            drawn.add_texts(map(str, texts), table.label)
         if chosen.get("image"):
             # Without it real pictures would be scaled in a way that the model never saw.
             read = image_reader(source, needed=True)
             channels = image_shape(source.config)[0]
-            files = Pool(table, chosen["image"]).draw(options.samples, options.seed)
-            for content in files:
+            for content in draw_cells(table, chosen["image"], options.samples, options.seed):
                 pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
                 drawn.frames.append(read(drawn.hashed(pixels)))
         if not drawn.texts and not drawn.frames:

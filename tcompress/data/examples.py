@@ -19,7 +19,6 @@ from tcompress.data.tables import (
     kinds_of,
     opened,
     text_columns,
-    undecoded,
     with_derived,
 )
 from tcompress.errors import DataError, listed
@@ -185,8 +184,7 @@ def load_examples(
     """
     if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
         return _from_archive(Path(name), split, needs, limit, seed)
-    with opened(name, split) as found:
-        table = undecoded(found)
+    with opened(name, split) as table:
         if needs.window is not None:
             return _windows(table, split, needs.window, limit, seed)
         table = with_derived(table, (columns or {}).values())

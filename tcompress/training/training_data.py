@@ -23,7 +23,7 @@ from tcompress.data.examples import (
     load_examples,
 )
 from tcompress.data.inputs import IGNORED, Inputs, frames_of, image_shape, inputs_of
-from tcompress.data.tables import Kind, Pool, columns_of, kinds_of, opened, undecoded, with_derived
+from tcompress.data.tables import Kind, columns_of, draw_cells, kinds_of, opened, with_derived
 from tcompress.errors import DataError
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
@@ -174,11 +174,11 @@ class _Reader:
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with opened(name, split) as content:
-            table = with_derived(undecoded(content), given.values())
+            table = with_derived(content, given.values())
             check_columns(table, kinds_of(table), given)
             model = self.source.model_class.__name__
             chosen = columns_of(table, columns_given, {kind}, {kind}, model)[kind]
-            drawn = list(Pool(table, chosen).draw(samples, self.seed))
+            drawn = list(draw_cells(table, chosen, samples, self.seed))
         label = f"{table.label}:{','.join(chosen)}"
         return _unlabelled(label, split, drawn, kind)
 

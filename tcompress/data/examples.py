@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,18 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
-from tcompress.data.tables import (
-    Table,
-    content,
-    kinds_of,
-    opened,
-    text_columns,
-    with_derived,
-)
+from tcompress.data.tables import Table, content, kinds_of, opened, text_columns, with_derived
 from tcompress.errors import DataError, listed
-
-# Which label of a model is which class of the data, as far as their names tell.
-
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
 
@@ -35,28 +26,24 @@ def label_names(config: Any) -> list[str]:
 
 
 def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
-    """The label of each class, if names say so: every class is called as one label is.
+    """The label of each class, if every class is called as one label is.
 
     Case does not count, and `LABEL_3` is called 3.
-
-    Args:
-        labels: Names of the model's labels.
-        classes: Names of the data's classes.
     """
-    place = {_key(name): index for index, name in enumerate(labels)}
-    wanted = [_key(name) for name in classes]
+
+    def key(name: str) -> str | int:
+        number = _NUMBER.fullmatch(name)
+        return int(number[1]) if number else name.casefold()
+
+    place = {key(name): index for index, name in enumerate(labels)}
+    wanted = [key(name) for name in classes]
     if len(place) < len(labels) or len(set(wanted)) < len(wanted) or not {*wanted} <= {*place}:
         return None
-    return [place[key] for key in wanted]
+    return [place[name] for name in wanted]
 
 
 def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
-    """What is doubtful about matching by order: that classes have names, and labels other ones.
-
-    Args:
-        labels: Names of the model's labels.
-        classes: Names of the data's classes.
-    """
+    """What is doubtful about matching by order: that classes have names, and labels other ones."""
     if are_numbers(classes):
         return None
     return (
@@ -68,11 +55,6 @@ def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
 def are_numbers(names: Sequence[str]) -> bool:
     """Tells whether some are numbers, or as good as numbers."""
     return any(_NUMBER.fullmatch(name) for name in names)
-
-
-def _key(name: str) -> str | int:
-    number = _NUMBER.fullmatch(name)
-    return int(number[1]) if number else name.casefold()
 
 
 def few(names: Sequence[str]) -> str:
@@ -152,10 +134,8 @@ class Examples:
     whole: bool = True
 
     def __len__(self) -> int:
-        for found in (self.volumes, self.windows):
-            if found is not None:
-                return len(found)
-        return len(self.images) or len(self.texts[0])
+        grids = [found for found in (self.volumes, self.windows) if found is not None]
+        return len(grids[0] if grids else self.images or self.texts[0])
 
 
 def load_examples(
@@ -186,7 +166,10 @@ def load_examples(
         return _from_archive(Path(name), split, needs, limit, seed)
     with opened(name, split) as table:
         if needs.window is not None:
-            return _windows(table, split, needs.window, limit, seed)
+            series = table.rows.to_dict()
+            made = windows_of(series, kinds_of(table), table.label, split, needs.window)
+            made = made.chosen(_drawn(len(made), limit, seed).tolist())
+            return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
         chosen = _chosen(table, needs, dict(columns or {}))
         rows = table.rows.select_columns(list(chosen.values()))
@@ -202,14 +185,6 @@ def _drawn(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
 
 
-def _windows(
-    table: Table, part: str, window: tuple[int, int], limit: int | None, seed: int
-) -> Examples:
-    made = windows_of(table.rows.to_dict(), kinds_of(table), table.label, part, window)
-    made = made.chosen(_drawn(len(made), limit, seed).tolist())
-    return Examples(table.label, part, made.fingerprint, windows=made, whole=False)
-
-
 def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed: int) -> Examples:
     volumes, labels = read_archive(path, split)
     places = _drawn(len(volumes), limit, seed)
@@ -219,7 +194,7 @@ def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed:
     return Examples(
         name=path.resolve().name,
         split=split,
-        fingerprint=_fingerprint([[item.tobytes() for item in volumes]], targets),
+        fingerprint=_fingerprint((item.tobytes() for item in volumes), targets),
         targets=targets,
         classes=classes if needs.target else (),
         volumes=volumes,
@@ -252,11 +227,6 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
 def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Checks columns that were named by role.
 
-    Args:
-        table: The data set.
-        kinds: What its columns hold, as `kinds_of` gives it.
-        given: Columns by role.
-
     Raises:
         DataError: There is no such role or column, or they do not fit.
     """
@@ -280,32 +250,27 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
 
 def _roles(needs: Needs) -> dict[str, bool]:
     """Roles of use, and whether they are needed."""
-    roles = {}
-    if needs.image:
-        roles["image"] = True
+    fewest, most = needs.texts
+    roles = {"image": True} if needs.image else {}
     if needs.volume:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = True
-    if needs.texts[1]:
-        roles["text"] = needs.texts[0] > 0
-    if needs.texts[1] > 1:
-        roles["pair"] = needs.texts[0] > 1
+    if most:
+        roles["text"] = fewest > 0
+    if most > 1:
+        roles["pair"] = fewest > 1
     return roles
 
 
 def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
     by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
-    for name in _NAMES[role]:
-        if name in by_name:
-            return by_name[name]
-    if role == "image":
-        return next((column for column, kind in free.items() if kind == "image"), None)
-    if role == "text":
-        usable = [column for column, kind in free.items() if kind == "text"]
-        return next(iter(text_columns(table, usable)), None)
-    return None
+    guesses = [by_name[name] for name in _NAMES[role] if name in by_name]
+    if not guesses and role in ("image", "text"):
+        guesses = [column for column, kind in free.items() if kind == role]
+        guesses = text_columns(table, guesses) if role == "text" else guesses
+    return next(iter(guesses), None)
 
 
 def _fits(role: str, kind: str) -> bool:
@@ -351,7 +316,7 @@ def _read(
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
-        fingerprint=_fingerprint([*map(_encoded, texts), images], targets),
+        fingerprint=_fingerprint(chain(map(str.encode, chain(*texts)), images), targets),
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
         targets=targets,
@@ -360,15 +325,10 @@ def _read(
     )
 
 
-def _encoded(texts: Sequence[str]) -> list[bytes]:
-    return [text.encode() for text in texts]
-
-
-def _fingerprint(columns: Sequence[Sequence[bytes]], targets: Sequence[float] | None) -> str:
+def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
     digest = hashlib.sha256()
-    for column in columns:
-        for item in column:
-            digest.update(f"{len(item)} ".encode() + item)
+    for item in contents:
+        digest.update(f"{len(item)} ".encode() + item)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
 

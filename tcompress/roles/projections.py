@@ -20,9 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from tcompress.errors import InputError
 from tcompress.roles.families import Kind, Role
 
-# Layers whose weights a forward pass reads itself, instead of calling the layer.
-
-
 # Methods that build a model, not such that compute.
 _BUILDING = ("__init__", "_init", "init_", "reset_", "tie_", "_tie", "resize", "_resize", "load")
 _HARMLESS = frozenset({"dtype", "device", "requires_grad", "is_cuda"})
@@ -42,36 +39,25 @@ class _Use(NamedTuple):
 
 
 def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the modules whose `weight` is read by a method of another module.
+    """Find modules whose `weight` a method of another module reads, and say which one.
 
     The methods' sources are looked at, so the model may live on the meta device. Reading a
     weight's dtype or device is no use of it; methods that initialise are left out.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Why each such module must keep its weight.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         kind: Any = type(module)
         for use in _uses(kind):
-            if not all(_may_be(module, *condition) for condition in use.conditions):
-                continue
-            reason = f"`{type(module).__name__}.{use.method}` uses its weight directly"
-            for child in _at(module, use.steps):
-                found.setdefault(child, reason)
+            if all(_may_be(module, *condition) for condition in use.conditions):
+                reason = f"`{kind.__name__}.{use.method}` uses its weight directly"
+                for child in _at(module, use.steps):
+                    found.setdefault(child, reason)
     return found
 
 
 @cache
 def computes_linear(kind: Any) -> bool:
-    """Tell by trial whether a subclass of `nn.Linear` computes what `nn.Linear` does.
-
-    Args:
-        kind: The class. It is built with small sizes and run on numbers small and large.
-    """
+    """Tell by trial, on numbers small and large, whether a class computes what `nn.Linear` does."""
     if kind.forward is nn.Linear.forward:
         return True
     try:
@@ -87,13 +73,12 @@ def computes_linear(kind: Any) -> bool:
     return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want)
 
 
-def _at(module: nn.Module, steps: tuple[str, ...]) -> Iterator[nn.Module]:
-    if not steps:
-        yield module
-        return
-    own = dict(module.named_children())
-    for child in own.values() if steps[0] == _ANY else filter(None, [own.get(steps[0])]):
-        yield from _at(child, steps[1:])
+def _at(module: nn.Module, steps: tuple[str, ...]) -> list[nn.Module]:
+    found = [module]
+    for step in steps:
+        below = (item for parent in found for item in parent.named_children())
+        found = [child for name, child in below if step in (_ANY, name)]
+    return found
 
 
 @cache
@@ -107,8 +92,7 @@ def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
             continue
         if method.__module__.startswith("torch.") or not _names(method.__code__, "weight"):
             continue
-        for steps, conditions in _read_in(method):
-            found.setdefault(_Use(steps, name, conditions))
+        found |= dict.fromkeys(_read_in(method, name))
     return tuple(found)
 
 
@@ -117,10 +101,8 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(each, name) for each in inner)
 
 
-def _read_in(
-    method: FunctionType,
-) -> Iterator[tuple[tuple[str, ...], tuple[tuple[str, bool], ...]]]:
-    """Yield the steps to every module whose weight one method reads, and the conditions."""
+def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
+    """Yield every use of a weight in one method."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):  # no source, such as in a console
@@ -132,17 +114,18 @@ def _read_in(
             continue
         if not _is_harmless(node, parents):
             conditions = tuple(_conditions(node, parents))
-            yield from ((steps, conditions) for steps in _steps(node.value, known) if steps)
+            yield from (
+                _Use(steps, name, conditions) for steps in _steps(node.value, known) if steps
+            )
 
 
 def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[str, bool]]:
     """Yield what the fields of a module must be for an expression to be reached."""
     while (parent := parents.get(node)) is not None:
         if isinstance(parent, ast.If | ast.IfExp) and node is not parent.test:
-            names = {part.id for part in ast.walk(parent.test) if isinstance(part, ast.Name)}
-            fields = {
-                part.attr for part in ast.walk(parent.test) if isinstance(part, ast.Attribute)
-            }
+            parts = list(ast.walk(parent.test))
+            names = {part.id for part in parts if isinstance(part, ast.Name)}
+            fields = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             if names == {"self"} and "training" not in fields:
                 body = parent.body if isinstance(parent, ast.If) else [parent.body]
                 yield ast.unparse(parent.test), node in body
@@ -211,9 +194,6 @@ def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
     return found
 
 
-# Modules that hold projection weights: finding them, their shapes, and which to leave alone.
-
-
 _UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOT_OWN = ("torch.", "transformers.generation")
@@ -222,19 +202,11 @@ _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
 
 class Shape(NamedTuple):
-    """How a projection is stored.
+    """How a projection is stored, as `Layer` has it.
 
     Attributes:
-        kind: See `Layer`.
-        in_features: Width of one input row.
-        out_features: Width of one output row.
-        bias: Whether there is a bias.
-        experts: Number of stacked weights, if it is a stack.
-        parameter: Attribute of the module that holds the weight.
-        transposed: Whether a stack is stored as (experts, in, out).
         role: Of a stack that Transformers describes; else `linear`.
         halves: Whether the first half of the outputs is a gate for the second.
-        axes: Number of axes that a convolution moves along.
     """
 
     kind: Kind
@@ -284,17 +256,12 @@ def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
         sizes = module.in_channels, module.out_channels
         return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
     stacks = _stacks(module)
-    ways = _ways(module)
-    found = [(order, name) for order, name in enumerate(ways) if name in stacks]
-    return tuple(_stack(module, name, transposed=ways[name]) for _, name in sorted(found))
+    found = _ways(module).items()
+    return tuple(_stack(module, name, transposed=way) for name, way in found if name in stacks)
 
 
 def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
-    """Read the shape of the projection of a module that has a role.
-
-    Raises:
-        InputError: The experts do not store the weight that the role asks for.
-    """
+    """Read the shape of the projection of a module that has a role."""
     shapes = shapes_of(module)
     if not role.startswith("experts_"):
         return shapes[0]
@@ -322,15 +289,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def reason_to_refuse(name: str, block: nn.Module) -> str | None:
-    """Say why a projection without a known role must be left alone, if it must.
-
-    Args:
-        name: Path of the projection below the block.
-        block: The block.
-
-    Returns:
-        The reason, or None if the projection is an ordinary layer.
-    """
+    """Say why a projection without a known role must be left alone, if it must."""
     modules = dict(block.named_modules())
     module, kind = modules[name], type(modules[name])
     parent = modules[name.rpartition(".")[0]]
@@ -384,22 +343,15 @@ def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
 
 
 def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
-    experts, out_features, in_features = getattr(module, name).shape
-    if transposed:
-        out_features, in_features = in_features, out_features
+    experts, *sizes = getattr(module, name).shape
+    out_features, in_features = sizes[::-1] if transposed else sizes
     described = bool(_described(module))
     up = name in ("gate_up_proj", "up_proj")
     role: Role = "linear" if not described else "experts_gate_up" if up else "experts_down"
+    halves = described and name == "gate_up_proj" and bool(module.is_concatenated)
+    bias = hasattr(module, f"{name}_bias")
     return Shape(
-        "experts",
-        in_features,
-        out_features,
-        hasattr(module, f"{name}_bias"),
-        experts,
-        name,
-        transposed,
-        role,
-        halves=described and name == "gate_up_proj" and bool(module.is_concatenated),
+        "experts", in_features, out_features, bias, experts, name, transposed, role, halves
     )
 
 

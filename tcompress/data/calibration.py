@@ -160,23 +160,15 @@ Example = dict[str, Tensor]  # inputs of one sample, without the batch axis
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Batches to run through a model.
+    """Batches to run through a model."""
 
-    Attributes:
-        batches: Keyword arguments of the model's forward pass, on the CPU.
-        holdout: Indices of the batches kept back for measuring; none if there is one sample.
-        name: What was used, such as `builtin text` or `train.parquet:text`.
-        samples: Number of samples over all batches.
-        tokens: Number of tokens of text, padding not counted.
-        fingerprint: SHA-256 of the texts, pixels and sounds.
-    """
-
-    batches: list[dict[str, Tensor]]
+    batches: list[dict[str, Tensor]]  # keyword arguments of the model's forward pass, on the CPU
+    # Indices of the batches kept back for measuring; none if there is one sample.
     holdout: list[int]
-    name: str
-    samples: int
-    tokens: int
-    fingerprint: str
+    name: str  # what was used, such as `builtin text` or `train.parquet:text`
+    samples: int  # number of samples over all batches
+    tokens: int  # number of tokens of text, padding not counted
+    fingerprint: str  # SHA-256 of the texts, pixels and sounds
 
 
 def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:

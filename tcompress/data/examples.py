@@ -88,50 +88,33 @@ ROLES = tuple(_NAMES)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a task reads.
+    """What a task reads."""
 
-    Attributes:
-        texts: Fewest and most texts in an example.
-        image: Whether an example has a picture.
-        target: `class`, `score`, or None if nothing is to be predicted.
-        volume: Whether an example has a volume.
-        window: Time steps of a series that are seen, and those that are forecast; None without.
-    """
-
-    texts: tuple[int, int] = (0, 0)
-    image: bool = False
-    target: Target | None = None
-    volume: bool = False
+    texts: tuple[int, int] = (0, 0)  # fewest and most texts in an example
+    image: bool = False  # whether an example has a picture
+    target: Target | None = None  # `class`, `score`, or None if nothing is to be predicted
+    volume: bool = False  # whether an example has a volume
+    # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of a task.
+    """Examples of a task."""
 
-    Attributes:
-        name: Name of the data, such as `train.parquet:sentence,label`.
-        split: Split that was read.
-        fingerprint: SHA-256 of all contents.
-        texts: One or two texts for each example, in columns; empty for pictures alone.
-        images: Contents of picture files.
-        targets: Class ids, or scores; None if nothing is to be predicted.
-        classes: Names of the classes in the order of their ids; () for scores.
-        volumes: All volumes.  # (examples, *shape)
-        windows: Windows of a series.
-        whole: Whether the file holds one split only, so that the name of it says nothing.
-    """
-
-    name: str
-    split: str
-    fingerprint: str
+    name: str  # name of the data, such as `train.parquet:sentence,label`
+    split: str  # split that was read
+    fingerprint: str  # SHA-256 of all contents
+    # One or two texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
-    images: tuple[bytes, ...] = ()
+    images: tuple[bytes, ...] = ()  # contents of picture files
+    # Class ids, or scores; None if nothing is to be predicted.
     targets: list[int] | list[float] | None = None
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # names of the classes in the order of their ids; () for scores
+    # All volumes.  # (examples, *shape)
     volumes: Volumes | None = None
-    windows: Windows | None = None
-    whole: bool = True
+    windows: Windows | None = None  # windows of a series
+    whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
 
     def __len__(self) -> int:
         grids = [found for found in (self.volumes, self.windows) if found is not None]

@@ -101,23 +101,16 @@ _NUMBERS = ("int", "float", "double")
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a series: what a model sees, and what came after it.
+    """Windows of a series: what a model sees, and what came after it."""
 
-    Attributes:
-        values: The whole series, standardised.  # (time steps, variables)
-        starts: Time step at which each window begins.  # (windows,)
-        context: Time steps that a model sees.
-        horizon: Time steps that it forecasts.
-        variables: Names of the variables.
-        train: Time steps of the training part, with which the series begins.
-    """
-
+    # The whole series, standardised.  # (time steps, variables)
     values: NDArray[np.float32]
+    # Time step at which each window begins.  # (windows,)
     starts: NDArray[np.int64]
-    context: int
-    horizon: int
-    variables: tuple[str, ...]
-    train: int = 0
+    context: int  # time steps that a model sees
+    horizon: int  # time steps that it forecasts
+    variables: tuple[str, ...]  # names of the variables
+    train: int = 0  # time steps of the training part, with which the series begins
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -50,23 +50,15 @@ _NO_DATA = "a conversion can do without data: `--calib none`"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a model.
+    """Inputs of a model."""
 
-    Attributes:
-        names: Keyword arguments that the forward pass accepts.
-        text: It reads `input_ids`.
-        image: It reads `pixel_values`.
-        audio: It reads `input_features`.
-        decoder: It has a decoder that reads `decoder_input_ids`.
-        grid: Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values`
-            for series.
-    """
-
-    names: frozenset[str]
-    text: bool
-    image: bool
-    audio: bool
-    decoder: bool
+    names: frozenset[str]  # keyword arguments that the forward pass accepts
+    text: bool  # it reads `input_ids`
+    image: bool  # it reads `pixel_values`
+    audio: bool  # it reads `input_features`
+    decoder: bool  # it has a decoder that reads `decoder_input_ids`
+    # Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values` for
+    # series.
     grid: str | None = None
 
 

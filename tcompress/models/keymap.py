@@ -44,20 +44,14 @@ _LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
 
 @dataclass(frozen=True)
 class Sources:
-    """The checkpoint tensors behind a runtime parameter.
+    """The checkpoint tensors behind a runtime parameter."""
 
-    Attributes:
-        keys: Checkpoint names, in the order the converter wants them.
-        converter: What makes the parameter of several tensors, or of a part of one; None if the
-            parameter is the one tensor in `keys` as it is.
-        patterns: For each key, the converter's pattern that it matched.
-        target: Runtime name under which the converter collects.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # checkpoint names, in the order the converter wants them
+    # What makes the parameter of several tensors, or of a part of one; None if the parameter is
+    # the one tensor in `keys` as it is.
     converter: Any = None
-    patterns: tuple[str, ...] = ()
-    target: str = ""
+    patterns: tuple[str, ...] = ()  # for each key, the converter's pattern that it matched
+    target: str = ""  # runtime name under which the converter collects
 
 
 class KeyMap:

@@ -120,34 +120,24 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class SourceModel:
-    """A model that can be converted, pretrained or not. Use `SourceModel.open`.
+    """A model that can be converted, pretrained or not. Use `SourceModel.open`."""
 
-    Attributes:
-        id: Hub id, or the local folder as it was given.
-        revision: Commit on the hub if known, else what was asked for; None for local folders.
-        folder: Folder with the model's files.
-        config: The model's configuration.
-        model_class: Class of the model, from `architectures` in the configuration.
-        store: Its weights.
-        trust_remote_code: Whether the model's own Python code may run.
-        settings: Content of `config.json`.
-        renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
-            with those that they had before.
-        keeps: What has to live as long as the model, such as a temporary folder.
-        notes: What a user should know of the weights, such as tensors that the class has no use
-            for.
-    """
-
-    id: str
+    id: str  # hub id, or the local folder as it was given
+    # Commit on the hub if known, else what was asked for; None for local folders.
     revision: str | None
-    folder: Path
-    config: PreTrainedConfig
+    folder: Path  # folder with the model's files
+    config: PreTrainedConfig  # the model's configuration
+    # Class of the model, from `architectures` in the configuration.
     model_class: type[PreTrainedModel]
-    store: WeightStore = field(repr=False)
-    trust_remote_code: bool = False
-    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    store: WeightStore = field(repr=False)  # its weights
+    trust_remote_code: bool = False  # whether the model's own Python code may run
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # content of `config.json`
+    # Of a model that was cut, starts of names (in the checkpoint and in the model) with those
+    # that they had before.
     renumbered: tuple[tuple[str, str], ...] = ()
+    # What has to live as long as the model, such as a temporary folder.
     keeps: Any = field(default=None, repr=False)
+    # What a user should know of the weights, such as tensors that the class has no use for.
     notes: tuple[str, ...] = ()
 
     @classmethod

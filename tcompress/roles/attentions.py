@@ -60,39 +60,22 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Attention:
-    """The self-attention of one block.
+    """The self-attention of one block."""
 
-    Attributes:
-        name: Module path in the running model.
-        block: Module path of its block.
-        layers: Its projections by role; a fused one stands under `qkv`.
-        heads: Number of query heads.
-        key_heads: Number of heads of keys and values.
-        head_dim: Width of one head.
-        causal: Whether a token sees only itself and those before it.
-        window: How far a token sees, if it does not see all.
-        biased: Whether a bias of positions is added to its scores.
-        tokens: Number of tokens of every input, if it is fixed.
-        grid: Sizes of the grid on which the last of them sit; empty without one.
-        special: Number of tokens before the grid.
-        longest: Most tokens of an input, if there is a limit.
-        reason: Why nothing can stand in for it, if nothing can.
-    """
-
-    name: str
-    block: str
-    layers: Mapping[str, Layer]
-    heads: int
-    key_heads: int
-    head_dim: int
-    causal: bool
-    window: int | None
-    biased: bool
-    tokens: int | None
-    grid: tuple[int, ...]
-    special: int
-    longest: int | None
-    reason: str | None = None
+    name: str  # module path in the running model
+    block: str  # module path of its block
+    layers: Mapping[str, Layer]  # its projections by role; a fused one stands under `qkv`
+    heads: int  # number of query heads
+    key_heads: int  # number of heads of keys and values
+    head_dim: int  # width of one head
+    causal: bool  # whether a token sees only itself and those before it
+    window: int | None  # how far a token sees, if it does not see all
+    biased: bool  # whether a bias of positions is added to its scores
+    tokens: int | None  # number of tokens of every input, if it is fixed
+    grid: tuple[int, ...]  # sizes of the grid on which the last of them sit; empty without one
+    special: int  # number of tokens before the grid
+    longest: int | None  # most tokens of an input, if there is a limit
+    reason: str | None = None  # why nothing can stand in for it, if nothing can
 
 
 def attentions_of(model: nn.Module, anatomy: Anatomy) -> tuple[Attention, ...]:

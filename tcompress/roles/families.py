@@ -45,43 +45,30 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight (one per expert, for experts) and its place in the block.
+    """One weight (one per expert, for experts) and its place in the block."""
 
-    Attributes:
-        name: Module path in the running model; for experts, of the module that holds the weights.
-        role: What the layer computes; `linear` where only its shape is known.
-        kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts`
-            (experts, out, in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the
-            kernels of a convolution.
-        in_features: Width of one input row.
-        out_features: Width of one output row, the sum of the sizes of `parts`.
-        bias: Whether the layer has a bias.
-        parts: Runs of output features, in the order of storage.
-        group: Names the input that the layer reads; layers of a block with the same group read
-            the same tensor.
-        experts: Number of experts, or None for a single weight.
-        parameter: Attribute of the module that holds the weight.
-        transposed: Whether stacked weights are stored as (experts, in, out).
-        calls: How often one forward pass of the block runs the layer. Only the first call reads
-            the group's input.
-        head: Width of one head of the attention that the layer belongs to, if it is known.
-        axes: Number of axes that a convolution moves along.
-    """
-
-    name: str
-    role: Role
+    name: str  # module path in the running model; for experts, of the module that holds the weights
+    role: Role  # what the layer computes; `linear` where only its shape is known
+    # How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts` (experts, out,
+    # in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the kernels of a
+    # convolution.
     kind: Kind
-    in_features: int
-    out_features: int
-    bias: bool
-    parts: tuple[Part, ...]
+    in_features: int  # width of one input row
+    out_features: int  # width of one output row, the sum of the sizes of `parts`
+    bias: bool  # whether the layer has a bias
+    parts: tuple[Part, ...]  # runs of output features, in the order of storage
+    # Names the input that the layer reads; layers of a block with the same group read the same
+    # tensor.
     group: str
-    experts: int | None = None
-    parameter: str = "weight"
-    transposed: bool = False
+    experts: int | None = None  # number of experts, or None for a single weight
+    parameter: str = "weight"  # attribute of the module that holds the weight
+    transposed: bool = False  # whether stacked weights are stored as (experts, in, out)
+    # How often one forward pass of the block runs the layer. Only the first call reads the
+    # group's input.
     calls: int = 1
+    # Width of one head of the attention that the layer belongs to, if it is known.
     head: int | None = None
-    axes: int = 0
+    axes: int = 0  # number of axes that a convolution moves along
 
     @property
     def side(self) -> Side:
@@ -124,26 +111,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What can be compressed in a model.
+    """What can be compressed in a model."""
 
-    Attributes:
-        family: The model type in the model's config, or its class name where there is none.
-        blocks: Transformer blocks in the order in which the model lists them.
-        embeddings: Module paths of the word embeddings.
-        output_head: Module path of the layer that yields logits over the vocabulary, if any.
-        refused: Modules inside blocks that must be left alone.
-        warnings: What a user should know before relying on this anatomy.
-        supported: Whether every block belongs to a supported family.
-        outside: Ordinary linear layers outside of blocks, rewritten only where they are named.
-    """
-
-    family: str
-    blocks: tuple[Block, ...]
-    embeddings: tuple[str, ...]
+    family: str  # the model type in the model's config, or its class name where there is none
+    blocks: tuple[Block, ...]  # transformer blocks in the order in which the model lists them
+    embeddings: tuple[str, ...]  # module paths of the word embeddings
+    # Module path of the layer that yields logits over the vocabulary, if any.
     output_head: str | None
-    refused: tuple[Refusal, ...]
-    warnings: tuple[str, ...]
-    supported: bool
+    refused: tuple[Refusal, ...]  # modules inside blocks that must be left alone
+    warnings: tuple[str, ...]  # what a user should know before relying on this anatomy
+    supported: bool  # whether every block belongs to a supported family
+    # Ordinary linear layers outside of blocks, rewritten only where they are named.
     outside: tuple[Layer, ...] = ()
 
     @property
@@ -164,20 +142,14 @@ Roles = Mapping[Role, str]
 
 @dataclass(frozen=True)
 class Style:
-    """One way of naming the modules of a block.
+    """One way of naming the modules of a block."""
 
-    Attributes:
-        roles: Module path, relative to the block, of each role in order of execution.
-        interleaved_qkv: The fused projection stores q, k, v head by head, so that it has no
-            contiguous parts.
-        stored: The same paths in checkpoints, where all of them have other names there.
-        transposed: Whether weights are stored as (in, out).
-    """
-
-    roles: Roles
+    roles: Roles  # module path, relative to the block, of each role in order of execution
+    # The fused projection stores q, k, v head by head, so that it has no contiguous parts.
     interleaved_qkv: bool = False
+    # The same paths in checkpoints, where all of them have other names there.
     stored: Roles = field(default_factory=dict)
-    transposed: bool = False
+    transposed: bool = False  # whether weights are stored as (in, out)
 
 
 def _below(module: str, **names: str) -> Roles:

@@ -202,12 +202,7 @@ _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
 
 class Shape(NamedTuple):
-    """How a projection is stored, as `Layer` has it.
-
-    Attributes:
-        role: Of a stack that Transformers describes; else `linear`.
-        halves: Whether the first half of the outputs is a gate for the second.
-    """
+    """How a projection is stored, as `Layer` has it."""
 
     kind: Kind
     in_features: int
@@ -216,8 +211,8 @@ class Shape(NamedTuple):
     experts: int | None = None
     parameter: str = "weight"
     transposed: bool = False
-    role: Role = "linear"
-    halves: bool = False
+    role: Role = "linear"  # of a stack that Transformers describes; else `linear`
+    halves: bool = False  # whether the first half of the outputs is a gate for the second
     axes: int = 0
 
 

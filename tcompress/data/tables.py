@@ -96,8 +96,7 @@ def _problem(name: str) -> DataError | None:
     """Why a name cannot be one of data, if that shows without opening it."""
     if not name.strip():  # as a path it would mean the current folder
         return DataError(
-            "the name of the data is empty",
-            hint="give `builtin`, a file, a folder or a hub id",
+            "the name of the data is empty", hint="give `builtin`, a file, a folder or a hub id"
         )
     path = Path(name)
     meant = (
@@ -160,10 +159,7 @@ def _explanation(place: str, error: Exception) -> DataError:
     if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
         return _without_rows(place)
     if "Unknown split" in text or isinstance(error, KeyError):
-        return DataError(
-            f"`{place}` has no such split ({text})",
-            hint="name one of its splits",
-        )
+        return DataError(f"`{place}` has no such split ({text})", hint="name one of its splits")
     if "Config name is missing" in text:
         return DataError(
             f"`{place}` has several configurations ({' '.join(str(error).split())})",

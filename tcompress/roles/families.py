@@ -228,11 +228,7 @@ _VIT = Style(
     },
 )
 _VIDEOMAE = Style(
-    {
-        **_below("attention.attention", k="key", v="value", q="query"),
-        **_BERT_OUT,
-        **_BERT_FFN,
-    }
+    {**_below("attention.attention", k="key", v="value", q="query"), **_BERT_OUT, **_BERT_FFN}
 )
 _BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
 _CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +34,6 @@ from tcompress.models.store import WeightStore
 
 FACTOR_PREFIX = "tc_"
 """Start of the name of every tensor that a structured layer owns."""
-
-_RUNTIME_NAMES = "names are those of the model in memory, not of the checkpoint"
 
 # What a structured layer may store under the checkpoint name of the layer it replaces.
 _LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
@@ -69,10 +66,6 @@ class KeyMap:
             a tied one, without those that the model class says may be absent.
     """
 
-    unmatched: tuple[str, ...]
-    ignored: tuple[str, ...]
-    missing: tuple[str, ...]
-
     def __init__(self, model: Any, checkpoint_keys: Iterable[str]) -> None:
         self.model = model
         transforms = get_model_conversion_mapping(model)
@@ -92,20 +85,14 @@ class KeyMap:
         A tied parameter that the checkpoint does not store has those of the one it is tied to.
 
         Raises:
-            SourceError: If the model has no such parameter or the checkpoint no tensor for it.
+            SourceError: If the checkpoint has no tensor for it.
         """
         for name in (param_name, *self.tied(param_name)):
             if name in self._sources:
                 return self._sources[name]
-        if param_name in self._names:
-            raise SourceError(
-                f"the checkpoint has no tensor for parameter `{param_name}`",
-                hint="such a parameter starts at random: keep it out of the conversion",
-            )
-        near = get_close_matches(param_name, self._names, n=3)
         raise SourceError(
-            f"the model has no parameter `{param_name}`",
-            hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
+            f"the checkpoint has no tensor for parameter `{param_name}`",
+            hint="such a parameter starts at random: keep it out of the conversion",
         )
 
     def tied(self, param_name: str) -> tuple[str, ...]:
@@ -122,12 +109,6 @@ class KeyMap:
         Raises:
             SourceError: If Transformers would not load a tensor stored for it back into it.
         """
-        if module_name not in self._modules:
-            near = get_close_matches(module_name, self._modules, n=3)
-            raise SourceError(
-                f"the model has no module `{module_name}`",
-                hint=f"near names are {listed(near)}" if near else _RUNTIME_NAMES,
-            )
         for prefix in self._prefixes(module_name):
             if self._loads_back(prefix, module_name):
                 return prefix
@@ -173,9 +154,7 @@ class KeyMap:
     def _collect(self, checkpoint_keys: Iterable[str]) -> None:
         """Sort all checkpoint keys to the parameters they fill."""
         by_pattern = {
-            pattern: converter
-            for converter in self._converters
-            for pattern in converter.source_patterns
+            pattern: item for item in self._converters for pattern in item.source_patterns
         }
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         unmatched: list[str] = []
@@ -190,12 +169,8 @@ class KeyMap:
             else:
                 groups[target].append((key, pattern))
         for target, pairs in groups.items():
-            sources = Sources(
-                keys=tuple(key for key, _ in pairs),
-                converter=by_pattern[pairs[0][1]],
-                patterns=tuple(pattern for _, pattern in pairs),
-                target=target,
-            )
+            keys, patterns = zip(*pairs, strict=True)
+            sources = Sources(keys, by_pattern[patterns[0]], patterns, target)
             for name in self._targets(target, sources.converter):
                 self._sources.setdefault(name, sources)
         self._report(unmatched)
@@ -226,13 +201,13 @@ class KeyMap:
 
     def _report(self, unmatched: list[str]) -> None:
         """Let the model class say which differences do not matter."""
-        missing = {name for name in self._names if not self.has(name)}
         info = SimpleNamespace(
-            missing_keys=missing, unexpected_keys={self._module_keys[key] for key in unmatched}
+            missing_keys={name for name in self._names if not self.has(name)},
+            unexpected_keys={self._module_keys[key] for key in unmatched},
         )
         self.model._adjust_missing_and_unexpected_keys(info)
-        self.missing = tuple(name for name in self._names if name in info.missing_keys)
         matters = info.unexpected_keys
+        self.missing = tuple(name for name in self._names if name in info.missing_keys)
         self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
         self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
 

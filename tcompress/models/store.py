@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tcompress.errors import SourceError, after_colon, folder_content, listed, read_json
 from tcompress.models.tensor_files import SafetensorsShard, Shard, TensorInfo, TorchShard
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # In the order of Transformers: a single file wins over an index, safetensors over torch.
-_LAYOUTS: tuple[tuple[str, Callable[[Path], Shard]], ...] = (
-    ("model.safetensors", SafetensorsShard),
-    ("model.safetensors.index.json", SafetensorsShard),
-    ("pytorch_model.bin", TorchShard),
-    ("pytorch_model.bin.index.json", TorchShard),
-)
+_LAYOUTS: dict[str, Callable[[Path], Shard]] = {
+    "model.safetensors": SafetensorsShard,
+    "model.safetensors.index.json": SafetensorsShard,
+    "pytorch_model.bin": TorchShard,
+    "pytorch_model.bin.index.json": TorchShard,
+}
 
 
 class WeightStore:
@@ -46,7 +46,7 @@ class WeightStore:
     @staticmethod
     def are_in(folder: Path) -> bool:
         """Tell whether a folder holds weights under one of the names that are looked for."""
-        return any((folder / name).is_file() for name, _ in _LAYOUTS) or any(folder.glob("*-of-*"))
+        return any((folder / name).is_file() for name in _LAYOUTS) or any(folder.glob("*-of-*"))
 
     @classmethod
     def open(cls, folder: Path | str) -> WeightStore:
@@ -57,16 +57,15 @@ class WeightStore:
                 truthfully by the index; all problems are in one error.
         """
         folder = Path(folder)
-        present = [(name, kind) for name, kind in _LAYOUTS if (folder / name).is_file()]
-        if not present:
+        name = next((name for name in _LAYOUTS if (folder / name).is_file()), None)
+        if name is None:
             raise _no_weights(folder)
-        name, kind = present[0]
         problems: list[str] = []
         index, files = {}, [name]
         if name.endswith(".index.json"):
             index = _read_index(folder / name, problems)
             files = sorted(set(index.values()))
-        shards = _open_shards(folder, files, kind, problems)
+        shards = _open_shards(folder, files, _LAYOUTS[name], problems)
         where = _locate(shards, index, problems)
         if problems:
             many = f", {len(problems)} problems" if problems[1:] else ""
@@ -126,7 +125,6 @@ class WeightStore:
 
     def file_of(self, key: str) -> str:
         """Name of the file that holds a tensor, relative to the folder."""
-        self._info(key)
         return self._where[key]
 
     def tensor(self, key: str) -> Tensor:
@@ -159,7 +157,7 @@ class WeightStore:
             near = get_close_matches(key, self._where, n=3)
             raise SourceError(
                 f"the checkpoint in `{self.folder}` has no tensor `{key}`",
-                hint=f"near names are {listed(near)}" if near else "see `keys()` for its names",
+                hint=f"near names are {listed(near)}",
             )
         return self._shards[self._where[key]].infos[self.name_inside(key)]
 
@@ -167,12 +165,12 @@ class WeightStore:
 def _no_weights(folder: Path) -> SourceError:
     if not folder.is_dir():
         return SourceError(f"there is no folder `{folder}`", hint="check the path")
-    expected = ", ".join(f"`{name}`" for name, _ in _LAYOUTS)
     hint = "save the model with `save_pretrained`, which writes `model.safetensors`"
     if any(folder.glob("*-of-*")):
         hint = "the index of the shards is missing: download it too"
     return SourceError(
-        f"`{folder}` holds no weights: expected one of {expected}, found {folder_content(folder)}",
+        f"`{folder}` holds no weights: expected one of {listed(_LAYOUTS)}, "
+        f"found {folder_content(folder)}",
         hint=hint,
     )
 
@@ -180,8 +178,7 @@ def _no_weights(folder: Path) -> SourceError:
 def _read_index(path: Path, problems: list[str]) -> dict[str, str]:
     """Give the file of each tensor; only names that stay inside the folder are accepted."""
     try:
-        index: Any = read_json(path, strict=True)
-        pairs: dict[str, str] = index["weight_map"]
+        pairs: dict[str, str] = read_json(path, strict=True)["weight_map"]
         if others := [key for key, file in pairs.items() if not isinstance(file, str)]:
             raise ValueError(f"{listed(others)} name no file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -223,15 +220,13 @@ def _locate(
     shards: Mapping[str, Shard], index: Mapping[str, str], problems: list[str]
 ) -> dict[str, str]:
     """Say which file holds each tensor; like Transformers, take tensors the index left out."""
-    where = dict(index)
     found: dict[str, str] = {}
     for file, shard in shards.items():
         absent = [key for key, place in index.items() if place == file and key not in shard.infos]
         if absent:
             problems.append(f"the index places {listed(absent)} in `{file}`, where it is not")
         for key in shard.infos:
-            where.setdefault(key, file)
             # Which of two would count depends on the version of Transformers.
             if found.setdefault(key, file) != file:
                 problems.append(f"`{key}` is both in `{found[key]}` and in `{file}`")
-    return where
+    return found

@@ -144,7 +144,7 @@ class TorchShard:
         self.path = path
         _refuse_pointer(path)
         tensors = self._load("meta")
-        others = [str(key) for key, value in tensors.items() if not _is_plain_tensor(key, value)]
+        others = [str(key) for key, value in tensors.items() if not self._is_plain(key, value)]
         if others:
             raise SourceError(
                 f"`{path.name}` holds more than a flat dictionary of tensors: "
@@ -168,9 +168,8 @@ class TorchShard:
 
     def digest(self) -> bytes:
         """Hash names, types and shapes, and a few kilobytes spread over the file."""
-        listing = [
-            (key, f"torch.{info.kind}", info.shape) for key, info in sorted(self.infos.items())
-        ]
+        infos = sorted(self.infos.items())
+        listing = [(key, f"torch.{info.kind}", info.shape) for key, info in infos]
         return hashlib.sha256(repr(listing).encode() + _sampled(self.path)).digest()
 
     def close(self) -> None:
@@ -200,6 +199,13 @@ class TorchShard:
             )
         return loaded
 
+    @staticmethod
+    def _is_plain(key: Any, value: Any) -> bool:
+        import torch
+
+        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return isinstance(key, str) and dense and not value.is_quantized
+
 
 def _refuse_pointer(path: Path) -> None:
     with path.open("rb") as file:
@@ -208,17 +214,6 @@ def _refuse_pointer(path: Path) -> None:
         raise SourceError(
             f"`{path.name}` is a Git LFS pointer and not the weights; run `git lfs pull` there"
         )
-
-
-def _is_plain_tensor(key: Any, value: Any) -> bool:
-    import torch
-
-    return (
-        isinstance(key, str)
-        and isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not value.is_quantized
-    )
 
 
 def _sampled(path: Path) -> bytes:

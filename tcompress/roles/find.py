@@ -133,10 +133,9 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
         family, config = own, getattr(module, "config", None)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if isinstance(module, nn.ModuleList):
-            below = []  # all that is below an item is part of the block
-        else:
-            below = list(_sites(child, child_path, family, config))
+        # All that is below an item of a list is part of the block.
+        inside = not isinstance(module, nn.ModuleList)
+        below = list(_sites(child, child_path, family, config)) if inside else []
         yield from below
         if not below and isinstance(module, _LISTS) and is_block(child):
             yield _Site(child_path, child, family, config)
@@ -190,13 +189,10 @@ def _outside(
 
 def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
     """Find the style whose rows are all in the block, and the module of each row."""
-    missing: list[str] = []
-    for style in FAMILIES[site.family]:
-        roles, absent = match(style.roles, names)
-        if not absent:
-            return style, roles
-        if not missing or len(absent) < len(missing):
-            missing = absent
+    found = [(style, *match(style.roles, names)) for style in FAMILIES[site.family]]
+    style, roles, missing = min(found, key=lambda item: len(item[2]))
+    if not missing:
+        return style, roles
     raise InputError(
         f"block `{site.name}` of family `{site.family}` lacks {listed(missing)}",
         f"transformers {transformers.__version__} may name its modules in a new way, or the model"
@@ -217,22 +213,9 @@ def _layer(
         if shape.experts is None:
             parts = parts_of(path, role, shape.out_features, style, site.config)
         group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
-    return Layer(
-        name=path,
-        role=role,
-        kind=shape.kind,
-        in_features=shape.in_features,
-        out_features=shape.out_features,
-        bias=shape.bias,
-        parts=parts,
-        group=group,
-        experts=shape.experts,
-        parameter=shape.parameter,
-        transposed=shape.transposed,
-        calls=calls,
-        head=head_width(site.block, name, role, site.config),
-        axes=shape.axes,
-    )
+    head = head_width(site.block, name, role, site.config)
+    fields = {key: value for key, value in shape._asdict().items() if key not in ("role", "halves")}
+    return Layer(path, role, parts=parts, group=group, calls=calls, head=head, **fields)
 
 
 def _embeddings(model: nn.Module) -> tuple[str, ...]:

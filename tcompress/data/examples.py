@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
-from tcompress.data.tables import Table, content, kinds_of, opened, text_columns, with_derived
+from tcompress.data.tables import (
+    Table,
+    check_column,
+    content,
+    kinds_of,
+    opened,
+    text_columns,
+    with_derived,
+)
 from tcompress.errors import DataError, listed
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
@@ -219,11 +227,7 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
                 f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
                 hint="write, for example, `text=review,label=stars`",
             )
-        if column not in kinds:
-            raise DataError(
-                f"`{table.label}` has no column `{column}`; it has {listed(kinds)}",
-                hint="check the names of the columns",
-            )
+        check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
             raise DataError(
                 f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -64,7 +64,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
         cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         stack.enter_context(_quiet() if local else cached_where_unreachable())
         try:
-            rows = _read_local(path, split, cache) if local else _read_hub(name, split)
+            rows = _read(path if local else name, split, cache)
         except DataError:
             raise
         except Exception as error:
@@ -109,9 +109,12 @@ def _problem(name: str) -> DataError | None:
     return DataError(*missing_path(name, "file or folder"))
 
 
-def _read_local(path: Path, split: str, cache: str) -> Any:
+def _read(path: Path | str, split: str, cache: str) -> Any:
     import datasets
 
+    if isinstance(path, str):
+        repo, _, config = path.partition(":")
+        return datasets.load_dataset(repo, config or None, split=split)
     place = str(path.absolute())
     if path.is_file():
         if path.suffix.lower() not in _BUILDERS:
@@ -142,13 +145,6 @@ def _read_local(path: Path, split: str, cache: str) -> Any:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
     return datasets.load_dataset(place, split=split, cache_dir=cache)
-
-
-def _read_hub(name: str, split: str) -> Any:
-    import datasets
-
-    repo, _, config = name.partition(":")
-    return datasets.load_dataset(repo, config or None, split=split)
 
 
 def _explanation(place: str, error: Exception) -> DataError:
@@ -230,14 +226,19 @@ def columns_of(
     kinds = kinds_of(table)
     uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
     for name in named:
-        _check(name, kinds, wanted, table, model)
-    usable = named or [name for name, use in uses.items() if use in wanted]
+        check_column(table, kinds, name)
+        if uses[name] not in wanted:
+            raise DataError(
+                f"column `{name}` of `{table.label}` holds {kinds[name]}, "
+                f"but `{model}` takes {_words(wanted)}",
+                hint=f"name other columns; there are {listed(kinds)}",
+            )
+    usable = list(named)
     if not named:
         probe = _probe(table)
-        images = [name for name in usable if uses[name] == "image"]
-        texts = [name for name in usable if uses[name] == "text"]
-        usable = [name for name in images if _looks_like_images(probe[name])]
-        usable += text_columns(table, texts)
+        useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
+        usable = [name for name in useful.get("image", ()) if _looks_like_images(probe[name])]
+        usable += text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
     }
@@ -325,18 +326,13 @@ def content(cell: Any) -> str | bytes | None:
     return cell or None
 
 
-def _check(name: str, kinds: dict[str, str], wanted: set[Kind], table: Table, model: str) -> None:
+def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
+    """Refuse a column that is not there."""
     if name not in kinds:
         near = get_close_matches(name, kinds, n=3)
         raise DataError(
             f"`{table.label}` has no column `{name}`; it has {listed(kinds)}",
             hint=f"did you mean {listed(near)}" if near else "check the names of the columns",
-        )
-    if kinds[name] not in wanted and not (kinds[name] == "bytes" and "image" in wanted):
-        raise DataError(
-            f"column `{name}` of `{table.label}` holds {kinds[name]}, "
-            f"but `{model}` takes {_words(wanted)}",
-            hint=f"name other columns; there are {listed(kinds)}",
         )
 
 

@@ -155,8 +155,9 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
         raise _refusal(source, [reason]) from error
     problems = [*_unlike_blocks(whole, model, kept), *_unlike_rest(whole, model, kept)]
     # DeBERTa sends what its first block reads and returns through a convolution.
-    width = getattr(source.config, "conv_kernel_size", 0)
-    if width and _family(source) == "deberta-v2" and any(indices[0] for indices in kept.values()):
+    convolved = getattr(source.config, "conv_kernel_size", 0)
+    deberta = source.config.model_type == "deberta-v2"
+    if deberta and convolved and any(indices[0] for indices in kept.values()):
         problems.append("a convolution belongs to its first block: keep block 0")
     if problems:
         raise _refusal(source, problems)
@@ -304,13 +305,9 @@ def _carried(
     return {key: key for name in missing for key in _stored(source, name)}
 
 
-def _family(source: SourceModel) -> str:
-    return str(getattr(source.config, "model_type", ""))
-
-
 def _refusal(source: SourceModel, problems: Sequence[str]) -> PlanError:
     return PlanError(
-        f"blocks of this `{_family(source)}` model cannot be dropped or repeated:"
+        f"blocks of this `{source.config.model_type}` model cannot be dropped or repeated:"
         + after_colon(problems),
         "keep the blocks that are named, or leave `keep_layers`, `drop_layers` and "
         "`append_layers` out",

@@ -103,10 +103,7 @@ def _names(code: CodeType, name: str) -> bool:
 
 def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
     """Yield every use of a weight in one method."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError):  # no source, such as in a console
-        return
+    tree = _parsed(method)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
     for node in ast.walk(tree):
@@ -114,9 +111,16 @@ def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
             continue
         if not _is_harmless(node, parents):
             conditions = tuple(_conditions(node, parents))
-            yield from (
-                _Use(steps, name, conditions) for steps in _steps(node.value, known) if steps
-            )
+            origins = (steps for steps, _ in _origins(node.value, known) if steps)
+            yield from (_Use(steps, name, conditions) for steps in origins)
+
+
+def _parsed(function: Any) -> ast.AST:
+    """Parse a function; nothing is found in one without source, such as in a console."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
 
 
 def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[str, bool]]:
@@ -151,26 +155,39 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return isinstance(called, ast.Name) and called.id in _QUESTIONS
 
 
-def _steps(
-    node: ast.AST, known: dict[str, list[ast.AST]], seen: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, ...]]:
-    """Yield the steps that lead from `self` to what an expression may be."""
+def _origins(
+    node: ast.AST, known: Mapping[str, list[ast.AST]], last: bool = False
+) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield the steps from `self` to what an expression may be, and whether it is transposed.
+
+    A local name may stand for any value given to it, or for the last one made of those before.
+    """
+    inner: list[ast.AST] = []
+    step, turned = None, False
     if isinstance(node, ast.Name):
         if node.id == "self":
-            yield ()
-        elif node.id not in seen:
-            for value in known.get(node.id, ()):
-                yield from _steps(value, known, seen | {node.id})
+            yield (), False
+        values = known.get(node.id, [])
+        inner = values[-1:] if last else values
+        known = {**known, node.id: values[:-1] if last else []}
     elif isinstance(node, ast.Attribute):
-        yield from ((*steps, node.attr) for steps in _steps(node.value, known, seen))
+        inner, turned = [node.value], node.attr in ("T", "mT")
+        step = None if turned else node.attr
     elif isinstance(node, ast.Subscript):
-        yield from ((*steps, _ANY) for steps in _steps(node.value, known, seen))
+        inner, step = [node.value], _ANY
     elif isinstance(node, ast.Tuple | ast.List):
-        for item in node.elts:
-            yield from _steps(item, known, seen)
+        inner = [*node.elts]
     elif isinstance(node, ast.IfExp):
-        yield from _steps(node.body, known, seen)
-        yield from _steps(node.orelse, known, seen)
+        inner = [node.body, node.orelse]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        turned = node.func.attr == "transpose"
+        if node.func.attr == "index_select":
+            inner = [*node.args[:1]]
+        elif turned or node.func.attr in ("to", "float", "type_as", "contiguous"):
+            inner = [node.func.value]
+    for each in inner:
+        for steps, flipped in _origins(each, known, last):
+            yield (*steps, step) if step else steps, flipped != turned
 
 
 def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
@@ -365,24 +382,15 @@ def _ways(module: nn.Module) -> Mapping[str, bool]:
 
 @cache
 def _read(kind: type[nn.Module]) -> Mapping[str, bool]:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    seen: dict[str, set[str]] = {}  # attributes behind a variable; "~" marks a transposed one
+    tree = _parsed(kind.forward)
+    known = _assigned(tree)
     found: dict[str, bool] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            behind = set(_behind(node.value, seen))
-            seen[node.targets[0].id] = behind if len(behind) == 1 else set()
-    for node in ast.walk(tree):
         weight, flipped = _factor(node)
-        if weight is not None:
-            behind = set(_behind(weight, seen))
-            if len(behind) == 1:
-                name = behind.pop()
-                found.setdefault(name.strip("~"), flipped != name.startswith("~"))
+        origins = set() if weight is None else set(_origins(weight, known, last=True))
+        names = {steps[0] for steps, _ in origins if steps and {*steps[1:]} <= {_ANY}}
+        if len(origins) == 1 and names:
+            found.setdefault(names.pop(), flipped != origins.pop()[1])
     return found
 
 
@@ -396,33 +404,6 @@ def _factor(node: ast.AST) -> tuple[ast.expr | None, bool]:
         if node.func.attr in ("matmul", "bmm", "mm") and node.args:
             return node.args[-1], True
     return None, False
-
-
-def _behind(node: ast.expr, seen: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the attribute that an expression selects from or transposes."""
-    if isinstance(node, ast.Name):
-        yield from seen.get(node.id, ())
-    elif isinstance(node, ast.Subscript):
-        yield from _behind(node.value, seen)
-    elif isinstance(node, ast.IfExp):
-        yield from (*_behind(node.body, seen), *_behind(node.orelse, seen))
-    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id == "self":
-            yield node.attr
-        elif node.attr in ("T", "mT"):
-            yield from map(_flip, _behind(node.value, seen))
-    elif isinstance(node, ast.Attribute) and node.attr in ("T", "mT"):
-        yield from map(_flip, _behind(node.value, seen))
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "index_select" and node.args:
-            yield from _behind(node.args[0], seen)
-        elif node.func.attr in ("transpose", "to", "float", "type_as", "contiguous"):
-            inner = _behind(node.func.value, seen)
-            yield from map(_flip, inner) if node.func.attr == "transpose" else inner
-
-
-def _flip(name: str) -> str:
-    return name[1:] if name.startswith("~") else f"~{name}"
 
 
 def _holds_matrix(module: nn.Module) -> bool:

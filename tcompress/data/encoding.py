@@ -75,9 +75,13 @@ class TextEncoder:
         """
         rows: list[dict[str, Tensor]] = []
         for first in range(0, len(texts), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
-            second = None if pairs is None else list(pairs[chunk])
-            rows.extend(self._encode(list(texts[chunk]), second))
+            chunk = list(texts[first : first + _CHUNK])
+            second = None if pairs is None else list(pairs[first : first + _CHUNK])
+            columns = self.tokenizer(chunk, second, truncation=True, max_length=self.limit)
+            types = columns.get("token_type_ids", [None] * len(chunk))
+            for text, tokens, kinds in zip(chunk, columns["input_ids"], types, strict=True):
+                self._check(tokens, text)
+                rows.append(self._row(tokens, kinds) if tokens else {})
         return rows
 
     def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -85,34 +89,23 @@ class TextEncoder:
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
             for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
-                if tokens:
-                    self._check(max(tokens), text)
+                self._check(tokens, text)
                 yield tokens
 
-    def _encode(self, texts: list[str], pairs: list[str] | None) -> list[dict[str, Tensor]]:
-        columns = self.tokenizer(texts, pairs, truncation=True, max_length=self.limit)
-        types = columns.get("token_type_ids")
-        rows: list[dict[str, Tensor]] = []
-        for index, tokens in enumerate(columns["input_ids"]):
-            if not tokens:
-                rows.append({})
-                continue
-            self._check(max(tokens), texts[index])
-            ids = torch.tensor(tokens)
-            row: dict[str, Tensor] = {}
-            if self.inputs.text:
-                row |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                if types is not None:
-                    row["token_type_ids"] = torch.tensor(types[index])
-            if self.start is not None:
-                # Shifted, unless the tokenizer writes for the decoder.
-                shifted = tokens if tokens[0] == self.start else [self.start, *tokens[:-1]]
-                row["decoder_input_ids"] = torch.tensor(shifted)
-                row["decoder_attention_mask"] = torch.ones_like(ids)
-            rows.append({name: row[name] for name in row if name in self.inputs.names})
-        return rows
+    def _row(self, tokens: list[int], types: list[int] | None) -> dict[str, Tensor]:
+        row: dict[str, list[int]] = {}
+        if self.inputs.text:
+            row |= {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+            if types is not None:
+                row["token_type_ids"] = types
+        if self.start is not None:
+            # Shifted, unless the tokenizer writes for the decoder.
+            shifted = tokens if tokens[0] == self.start else [self.start, *tokens[:-1]]
+            row |= {"decoder_input_ids": shifted, "decoder_attention_mask": [1] * len(tokens)}
+        return {name: torch.tensor(row[name]) for name in row if name in self.inputs.names}
 
-    def _check(self, largest: int, text: str) -> None:
+    def _check(self, tokens: list[int], text: str) -> None:
+        largest = max(tokens, default=0)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise DataError(
                 f"the tokenizer in `{self.place}` gives token {largest} for `{text[:40]}`, "

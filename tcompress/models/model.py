@@ -171,40 +171,36 @@ class SourceModel:
         raw = _read_config(folder)
         if not converted or _method(raw) not in METHODS:
             _refuse_quantised(raw, folder)
-        config = _load_config(raw, folder, token, trust_remote_code)
-        is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
-        kind = _model_class(config, folder, token, trust_remote_code)
-        commit = folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else revision
-        store = WeightStore.open(folder) if seed is None else DrawnStore(folder, kind, config, seed)
-        found = cls(
-            id=name if is_local else ALIASES.get(name, name),
-            revision=None if is_local else commit,  # which is the name of a folder in the cache
-            folder=folder,
-            config=config,
-            model_class=kind,
-            store=store,
-            trust_remote_code=trust_remote_code,
-            settings=raw if seed is None else _in_float32(raw, kind),
-        )
+        found = cls.described(folder, {}, trust_remote_code, token)
+        if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
+            # The name of a folder in the hub's cache is that of the commit.
+            commit = folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else revision
+            found = replace(found, id=ALIASES.get(name, name), revision=commit)
+        else:
+            found = replace(found, id=name)
         if seed is not None:
-            return found
-        found = found.as_stored()
+            return found.at_random(seed)
+        asked, kind = found.config.architectures or [], found.model_class.__name__
+        found = replace(found, store=WeightStore.open(folder)).as_stored()
         if _method(raw) not in METHODS:  # what was converted is compared with its own plan
-            asked = config.architectures or []
-            unknown = () if kind.__name__ in asked else asked
             # The object is not handed out yet, and a copy would map all names again.
-            notes = check_weights(folder, store, found.keymap, unknown)
+            unknown = () if kind in asked else asked
+            notes = check_weights(folder, found.store, found.keymap, unknown)
             object.__setattr__(found, "notes", notes)
         return found
 
     @classmethod
     def described(
-        cls, folder: Path, stored: Mapping[str, object], trust_remote_code: bool = False
+        cls,
+        folder: Path,
+        stored: Mapping[str, object],
+        trust_remote_code: bool = False,
+        token: str | None = None,
     ) -> SourceModel:
         """Describe the class that `architectures` names, with tensors by name for a store."""
         raw = _read_config(folder)
-        config = _load_config(raw, folder, None, trust_remote_code)
-        kind = _model_class(config, folder, None, trust_remote_code)
+        config = _load_config(raw, folder, token, trust_remote_code)
+        kind = _model_class(config, folder, token, trust_remote_code)
         names: Any = stored
         return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
 

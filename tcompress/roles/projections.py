@@ -212,7 +212,6 @@ def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
 
 
 _UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOT_OWN = ("torch.", "transformers.generation")
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
@@ -242,7 +241,10 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, (nn.Linear, Conv1D, nn.MultiheadAttention))
         or is_pointwise(module)
         or _stacks(module, name)
-        or (chooses(name, modules) and _holds_matrix(module))
+        or (
+            any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
+            and chooses(name, modules)
+        )
     }
 
 
@@ -303,7 +305,8 @@ def is_block(module: nn.Module) -> bool:
 def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     """Say why a projection without a known role must be left alone, if it must."""
     modules = dict(block.named_modules())
-    module, kind = modules[name], type(modules[name])
+    module = modules[name]
+    kind: Any = type(module)
     parent = modules[name.rpartition(".")[0]]
     if reason := chooses(name, modules):
         return reason
@@ -319,20 +322,13 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     elif isinstance(module, _ConvNd):
         if module.groups > 1:
             return "it is a convolution in groups"
-        if not _applies_kernel(module):
+        own = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # others may change their weight
+        forward = (kind.forward, getattr(kind, "_conv_forward", None))
+        if forward not in [(each.forward, each._conv_forward) for each in own]:
             return f"its class `{kind.__name__}` has a forward pass of its own"
-    elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
+    elif kind.forward is not Conv1D.forward and not computes_linear(kind):
         return f"its class `{kind.__name__}` has a forward pass of its own"
     return None
-
-
-def _applies_kernel(module: nn.Module) -> bool:
-    """Tells whether a convolution is one of PyTorch's own, and not one that changes its weight."""
-    kind: Any = type(module)
-    return any(
-        kind.forward is own.forward and kind._conv_forward is own._conv_forward
-        for own in _CONVOLUTIONS
-    )
 
 
 def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
@@ -406,10 +402,6 @@ def _factor(node: ast.AST) -> tuple[ast.expr | None, bool]:
     return None, False
 
 
-def _holds_matrix(module: nn.Module) -> bool:
-    return any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
-
-
 def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Say what a module, or one above it, chooses, if it is a router, a gate or an indexer."""
     path, best = "", False
@@ -419,28 +411,21 @@ def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
         label = f"{step} {type(module).__name__}".lower()
         if "indexer" in label:
             return _SELECTS
-        gate = _is_gate(step) or _scores(module, beside)
+        # A linear layer with one output for every item of a list of experts.
+        experts = len(beside) if isinstance(beside, (nn.ModuleList, nn.ModuleDict)) else -1
+        gate = _is_gate(step) or getattr(module, "out_features", None) == experts
         if "router" in label or (gate and (best or beside not in (None, module))):
             return _ROUTES
         best = _takes_best(type(module)) and "attention" not in label  # type: ignore[arg-type]
         gated = any(_is_gate(own) or "router" in own for own, _ in module.named_children())
-        if best and not gated and not _has_experts(module):
+        inside = module.named_modules()
+        if best and not gated and not any("expert" in n.lower() or _stacks(m) for n, m in inside):
             return _ROUTES
     return None
 
 
 def _is_gate(step: str) -> bool:
     return step == "gate" or step.endswith("_gate")
-
-
-def _scores(module: nn.Module, experts: nn.Module | None) -> bool:
-    """Tell whether a linear layer has one output for every item of a list of experts."""
-    listed = isinstance(experts, (nn.ModuleList, nn.ModuleDict))
-    return listed and getattr(module, "out_features", None) == len(experts)  # type: ignore[arg-type]
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return any("expert" in name.lower() or _stacks(item) for name, item in module.named_modules())
 
 
 @cache

@@ -176,10 +176,6 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
 
     Which samples are drawn, and which of them are held out, does not depend on the batch size.
 
-    Args:
-        source: The model; its own tokenizer and image processor are used.
-        options: What to use; `source` must not be `none`.
-
     Raises:
         DataError: If there is no such data, it is not what the model takes, or the model
             comes without the tokenizer or processor that it needs.

@@ -178,12 +178,9 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
 def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor]:
     """Give the function that turns a picture into the model's input, of shape (channels, h, w).
 
-    Args:
-        source: The model, whose own image processor is used.
-        needed: Without processor: fail, rather than scale and normalise in a plain way.
-
     Raises:
-        DataError: If the model comes without image processor and one is needed.
+        DataError: If the model comes without image processor and one is needed; else pictures
+            are then scaled and normalised in a plain way.
     """
     from transformers import AutoImageProcessor
 

@@ -52,14 +52,10 @@ class Sources:
 
 
 class KeyMap:
-    """Both directions between the names of a checkpoint and of a model.
-
-    Args:
-        model: The Transformers model; the meta device is enough.
-        checkpoint_keys: Names of all tensors of the checkpoint.
+    """Both directions between the names of a checkpoint and of a model on the meta device.
 
     Attributes:
-        model: The model given.
+        model: The model.
         unmatched: Checkpoint keys that no parameter takes, without the `ignored` ones.
         ignored: Checkpoint keys that the model class says are of no use, such as old buffers.
         missing: Runtime parameters and buffers that the checkpoint does not fill, not even through
@@ -102,9 +98,8 @@ class KeyMap:
     def checkpoint_prefix(self, module_name: str) -> str:
         """Translate a runtime module name into the name under which it is stored.
 
-        `<prefix>.tc_x`, `<prefix>.weight` and `<prefix>.bias` are sure to load back to the same
-        names of the module. The checkpoint need not have them: for experts it is the prefix
-        shared by all of them, such as `model.layers.0.block_sparse_moe.experts`.
+        The checkpoint need not have it: for experts it is the prefix shared by all of them, such
+        as `model.layers.0.block_sparse_moe.experts`.
 
         Raises:
             SourceError: If Transformers would not load a tensor stored for it back into it.
@@ -119,13 +114,9 @@ class KeyMap:
         )
 
     def apart(self, param_names: Iterable[str]) -> dict[str, str]:
-        """Find what is stored fused with given parameters, which shall no longer be stored so.
+        """Find other parameters that are stored fused with given ones, which shall no longer be.
 
-        Returns:
-            Other parameters made of the same tensors, by names under which each loads by itself.
-
-        Raises:
-            SourceError: If Transformers would not load one of them so.
+        They are returned by the names under which Transformers would load each by itself.
         """
         given = {name: self._sources[name] for name in param_names if name in self._sources}
         fused = {id(sources) for sources in given.values() if sources.converter is not None}
@@ -330,14 +321,8 @@ def check_weights(
 ) -> tuple[str, ...]:
     """Compare a checkpoint with the model that its config describes; no weight is read.
 
-    Args:
-        folder: Folder of the model, for messages.
-        store: The weights.
-        keymap: Names of checkpoint and model.
-        unknown: Classes that the config asks for and nobody knows.
-
-    Returns:
-        What a user should know, though the model can be used.
+    Returns what a user should know, though the model can be used. Names in `unknown` are classes
+    that the config asks for and nobody knows.
 
     Raises:
         SourceError: Weights are missing, of another shape or of a type that only a quantised model

@@ -68,15 +68,7 @@ def parameters_among(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
 
 
 def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...] | None:
-    """Finds the blocks of a checkpoint and the role of every layer in them.
-
-    Args:
-        config: Content of `config.json`.
-        shapes: Shapes of the parameters by name.
-
-    Returns:
-        The blocks, with names as in the checkpoint; None where only the model itself can tell.
-    """
+    """Finds the blocks of a checkpoint and their layers; None where only the model can tell."""
     family, settings = str(config.get("model_type")), _Settings(config)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():

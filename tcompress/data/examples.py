@@ -159,7 +159,7 @@ def load_examples(
         if needs.window is not None:
             series = table.rows.to_dict()
             made = windows_of(series, kinds_of(table), table.label, split, needs.window)
-            made = made.chosen(_drawn(len(made), limit, seed).tolist())
+            made = made.chosen(_sampled(len(made), limit, seed).tolist())
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
         chosen = _chosen(table, needs, dict(columns or {}))
@@ -167,18 +167,18 @@ def load_examples(
         # Classes are those of the whole data, whichever of it is drawn.
         classes = _classes(table, chosen["label"]) if "label" in chosen else ()
         if limit is not None and limit < len(rows):
-            rows = rows.select(_drawn(len(rows), limit, seed))
+            rows = rows.select(_sampled(len(rows), limit, seed))
         return _read(table, rows.to_dict(), chosen, classes, split)
 
 
-def _drawn(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
-    """Draws examples, and keeps them in order."""
+def _sampled(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Samples places, and keeps them in order."""
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
 
 
 def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed: int) -> Examples:
     volumes, labels = read_archive(path, split)
-    places = _drawn(len(volumes), limit, seed)
+    places = _sampled(len(volumes), limit, seed)
     classes = tuple(str(index) for index in range(int(labels.max()) + 1))
     targets = labels[places].tolist() if needs.target else None
     volumes = volumes[places]

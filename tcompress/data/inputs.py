@@ -177,7 +177,7 @@ def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
         raise DataError(
             f"the config of `{source.model_class.__name__}` does not say how large its "
             f"`{inputs.grid}` are",
-            hint=f"{_NO_DATA}; else use the host `tcompress_grid`, whose config has `input_size`",
+            hint=f"{_NO_DATA}; or use the own model `tcompress_grid`, which has `input_size`",
         )
     if inputs.grid == SERIES:
         return int(size[1]), int(size[0])
@@ -195,7 +195,7 @@ def window_of(source: SourceModel) -> tuple[int, int]:
     if inputs.grid != SERIES or not isinstance(horizon, int):
         raise DataError(
             f"`{source.id}` is a `{source.model_class.__name__}`, which forecasts no series",
-            hint="give a model for forecasting, such as the host `tcompress_grid`",
+            hint="give a model for forecasting, such as the own model `tcompress_grid`",
         )
     return grid_shape(source, inputs)[0], horizon
 

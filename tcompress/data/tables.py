@@ -337,15 +337,12 @@ def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
 
 
 def _words(kinds: set[Kind]) -> str:
-    names = {"text": "text", "image": "images"}
-    return " and ".join(names[kind] for kind in sorted(kinds, reverse=True))
+    return " and ".join(sorted(kinds, reverse=True)).replace("image", "images")
 
 
 def _probe(table: Table) -> dict[str, list[Any]]:
     step = max(1, len(table.rows) // _PROBED_ROWS)
-    indices = range(0, len(table.rows), step)[:_PROBED_ROWS]
-    found: dict[str, list[Any]] = table.rows.select(indices).to_dict()
-    return found
+    return table.rows.select(range(0, len(table.rows), step)[:_PROBED_ROWS]).to_dict()
 
 
 def _looks_like_images(cells: list[Any]) -> bool:
@@ -402,14 +399,12 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
 
 
 def _holds_lists(rows: Any, name: str) -> bool:
-    cells = rows[:50][name]
-    found = [cell for cell in cells if cell is not None]
+    found = [cell for cell in rows[:50][name] if cell is not None]
     return bool(found) and all(
         isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in found
     )
 
 
 def _text(cell: Any) -> str:
-    if isinstance(cell, list):
-        cell = cell[0] if cell else None
-    return str(content(cell) or "").strip()
+    first = next(iter(cell), None) if isinstance(cell, list) else cell
+    return str(content(first) or "").strip()

@@ -6,6 +6,7 @@ and a store that names the tensors of the kept blocks by their new places.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -208,7 +209,7 @@ def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Ite
     """What tells a block from the one in its new place, apart from the place itself."""
     old = {name: item for name, item in before.named_modules() if not name.endswith(_FOR_ALL)}
     new = {name: item for name, item in after.named_modules() if not name.endswith(_FOR_ALL)}
-    for name in (*(name for name in old if name not in new), *(n for n in new if n not in old)):
+    for name in [name for name in {**old, **new} if (name in old) != (name in new)]:
         yield f"which has {'no' if name in old else 'another module,'} `{name}`"
     for name, one in old.items():
         two = new[name]
@@ -234,8 +235,8 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return {name: tuple(item.shape) for name, item in own}
+    own = {**module._parameters, **module._buffers}
+    return {name: tuple(item.shape) for name, item in own.items() if item is not None}
 
 
 def _unlike_rest(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str]:
@@ -245,9 +246,8 @@ def _unlike_rest(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str
         {key: item.shape for key, item in one.state_dict().items() if not key.startswith(stacks)}
         for one in (whole, model)
     )
-    for key in old.keys() | new.keys():
-        if old.get(key) != new.get(key):
-            yield f"`{key}` depends on the number of blocks"
+    for key in {key for key, _ in old.items() ^ new.items()}:
+        yield f"`{key}` depends on the number of blocks"
 
 
 def _stored_prefix(source: SourceModel, path: str) -> str:
@@ -277,19 +277,14 @@ def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
 
 def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
     """Gives tensors of kept blocks the numbers of their new places, and drops the others."""
-    places: dict[str, list[int]] = {}
-    for now, was in enumerate(indices):
-        places.setdefault(str(was), []).append(now)
     result = {}
     for key, old in names.items():
-        if not key.startswith(f"{prefix}."):
+        block = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", key)
+        if block is None:
             result[key] = old
             continue
-        number, _, rest = key.removeprefix(f"{prefix}.").partition(".")
-        if number in places:
-            result |= {f"{prefix}.{now}.{rest}": old for now in places[number]}
-        elif not number.isdecimal():
-            result[key] = old
+        places = [now for now, was in enumerate(indices) if was == int(block[1])]
+        result |= {f"{prefix}.{now}.{block[2]}": old for now in places}
     return result
 
 

@@ -104,8 +104,10 @@ class KeyMap:
         Raises:
             SourceError: If Transformers would not load a tensor stored for it back into it.
         """
+        probe = _Probe(self._modules)
+        back = [(f"{module_name}.{leaf}", None) for leaf in _LEAVES]
         for prefix in self._prefixes(module_name):
-            if self._loads_back(prefix, module_name):
+            if [self._rename(f"{prefix}.{leaf}", probe) for leaf in _LEAVES] == back:
                 return prefix
         raise SourceError(
             f"module `{module_name}` has no name of its own in the checkpoint, since Transformers "
@@ -215,13 +217,6 @@ class KeyMap:
         # Of a layer that a converter makes: as Transformers names it when it saves the model again.
         # No other name will do: what is saved again would not be found under it.
         yield apply_renamings(f"{module_name}.weight", self._used).removesuffix(".weight")
-
-    def _loads_back(self, prefix: str, module_name: str) -> bool:
-        probe = _Probe(self._modules)
-        return all(
-            self._rename(f"{prefix}.{leaf}", probe) == (f"{module_name}.{leaf}", None)
-            for leaf in _LEAVES
-        )
 
 
 def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:

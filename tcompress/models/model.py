@@ -1,4 +1,4 @@
-"""A model as the input of a conversion: config, class, names, and weights read or drawn."""
+"""A model as the input of a conversion: config, class, names, and weights read or random."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tcompress.models.names import ALIASES, METHODS, NO_GGUF, companion_files, l
 from tcompress.models.store import WeightStore
 from tcompress.models.tensor_files import TensorInfo
 
-# Weights that no file holds: what the model class itself draws from a seed.
+# Random initialisation: weights that no file holds, made by the model class from a seed.
 #
 # Names are those of a checkpoint on disk, so that whatever reads a checkpoint can read these.
-# Shapes are known without drawing anything; values are drawn when the first of them is read.
+# Shapes are known without making anything; values are made when the first of them is read.
 
 
 _FILE = "model.safetensors"
@@ -44,7 +44,7 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     Args:
         kind: The model's class.
         config: Its configuration, which is left as it is.
-        seed: Seed of the values. Other generators go on as if nothing had been drawn.
+        seed: Seed of the values. Other generators go on as if nothing had happened.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -52,7 +52,7 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-class _DrawnShard:
+class _RandomShard:
     """The one file that these weights would be in; a `Shard`."""
 
     def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
@@ -70,7 +70,7 @@ class _DrawnShard:
         return self._values[key].clone()
 
     def digest(self) -> bytes:
-        """Identifies the values by what they are drawn from."""
+        """Identifies the values by what they are made from."""
         config = self._config.to_dict()
         config.pop("_name_or_path", None)  # where it was read
         facts = {
@@ -82,20 +82,20 @@ class _DrawnShard:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
     def close(self) -> None:
-        """Keeps the values: drawing them again takes longer than reading a file."""
+        """Keeps the values: making them again takes longer than reading a file."""
 
 
-class DrawnStore(WeightStore):
-    """The weights of a model that was never trained, drawn from a seed."""
+class RandomStore(WeightStore):
+    """The weights of a randomly initialised model."""
 
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
         self.seed = seed
-        self._drawn = _DrawnShard(folder / _FILE, kind, config, seed)
-        super().__init__(folder, {_FILE: self._drawn}, dict.fromkeys(self._drawn.infos, _FILE))
+        self._shard = _RandomShard(folder / _FILE, kind, config, seed)
+        super().__init__(folder, {_FILE: self._shard}, dict.fromkeys(self._shard.infos, _FILE))
 
     def fingerprint(self) -> str:
-        """Identifies these weights without drawing them."""
-        return self._drawn.digest().hex()
+        """Identifies these weights without making them."""
+        return self._shard.digest().hex()
 
     def times(self) -> list[tuple[str, int]]:
         """Names no file, since there is none."""
@@ -132,7 +132,7 @@ class SourceModel:
     store: WeightStore = field(repr=False)  # its weights
     trust_remote_code: bool = False  # whether the model's own Python code may run
     settings: dict[str, Any] = field(default_factory=dict, repr=False)  # content of `config.json`
-    # Of a model that was cut, starts of names (in the checkpoint and in the model) with those
+    # Of a model with fewer layers, starts of names (in the checkpoint and in the model) with those
     # that they had before.
     renumbered: tuple[tuple[str, str], ...] = ()
     # What has to live as long as the model, such as a temporary folder.
@@ -160,7 +160,7 @@ class SourceModel:
             trust_remote_code: Whether Python code that comes with the model may run.
             converted: Whether it may be a model that tcompress converted; it is then described as
                 the dense model that it was, but for its weights.
-            seed: Seed to draw the weights from. None are read then, nor need there be any: the
+            seed: Seed of random weights. None are read then, nor need there be any: the
                 path of a `config.json` is enough.
 
         Raises:
@@ -227,14 +227,14 @@ class SourceModel:
 
     @property
     def seed(self) -> int | None:
-        """The seed that the weights are drawn from; None for weights that are read."""
-        return self.store.seed if isinstance(self.store, DrawnStore) else None
+        """The seed of random weights; None for weights that are read."""
+        return self.store.seed if isinstance(self.store, RandomStore) else None
 
     def at_random(self, seed: int) -> SourceModel:
-        """Describe the same model with weights that are drawn from a seed."""
+        """Describe the same model with random weights."""
         if self.seed == seed:
             return self
-        store = DrawnStore(self.folder, self.model_class, self.config, seed)
+        store = RandomStore(self.folder, self.model_class, self.config, seed)
         settings = _in_float32(self.settings, self.model_class)
         return replace(self, store=store, settings=settings, notes=())
 
@@ -244,7 +244,7 @@ class SourceModel:
         return replace(self, config=config, settings=settings)
 
     def original_name(self, name: str) -> str:
-        """Give the name that something had before the model was cut."""
+        """Give the name that something had before layers were dropped."""
         for now, before in self.renumbered:
             if name.startswith(now) and name[len(now) : len(now) + 1] in ("", "."):
                 return before + name.removeprefix(now)
@@ -280,7 +280,7 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 
 
 def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
-    """Settings of a model whose weights are drawn, with its class by name."""
+    """Settings of a model with random weights, and its class by name."""
     dropped = ("torch_dtype", "quantization_config")
     rest = {key: value for key, value in raw.items() if key not in dropped}
     return {**rest, "architectures": [kind.__name__], "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Where tokens are mixed: attention modules, tables of positions, what a stand-in must do."""
+"""Where tokens are mixed: attention modules, tables of positions, what a replacement must do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Attention:
     grid: tuple[int, ...]  # sizes of the grid on which the last of them sit; empty without one
     special: int  # number of tokens before the grid
     longest: int | None  # most tokens of an input, if there is a limit
-    reason: str | None = None  # why nothing can stand in for it, if nothing can
+    reason: str | None = None  # why nothing can replace it, if nothing can
 
 
 def attentions_of(model: nn.Module, anatomy: Anatomy) -> tuple[Attention, ...]:

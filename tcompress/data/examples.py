@@ -157,8 +157,7 @@ def load_examples(
         return _from_archive(Path(name), split, needs, limit, seed)
     with opened(name, split) as table:
         if needs.window is not None:
-            series = table.rows.to_dict()
-            made = windows_of(series, kinds_of(table), table.label, split, needs.window)
+            made = windows_of(table, split, needs.window)
             made = made.chosen(_sampled(len(made), limit, seed).tolist())
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())

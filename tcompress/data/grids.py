@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data.tables import Table, kinds_of
 from tcompress.errors import DataError, first_line, listed
 
 ARCHIVE = ".npz"
@@ -144,25 +145,18 @@ class Windows:
         return digest.hexdigest()
 
 
-def windows_of(
-    columns: Mapping[str, Sequence[Any]],
-    kinds: Mapping[str, str],
-    place: str,
-    part: str,
-    window: tuple[int, int],
-) -> Windows:
+def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     """Cuts one part of a table of series into windows, one for each step of time.
 
     Args:
-        columns: Columns of the table in order of time; `date` is no series.
-        kinds: What they hold, as `kinds_of` gives it.
-        place: Name of the table, for errors.
+        table: Rows in order of time; its column `date` is no series.
         part: `train`, `validation` or `test`.
         window: Time steps that a model sees, and those that it forecasts.
 
     Raises:
         DataError: The columns are no series, or too short for one window.
     """
+    columns, kinds, place = table.rows.to_dict(), kinds_of(table), table.label
     hours = _hours_in_order(columns, place)
     names = tuple(name for name in columns if name != DATE)
     others = [f"`{name}` ({kinds[name]})" for name in names if not kinds[name].startswith(_NUMBERS)]

@@ -27,7 +27,7 @@ from tcompress.errors import SourceError, first_line, folder_content, read_setti
 from tcompress.models.keymap import KeyMap, check_weights
 from tcompress.models.names import ALIASES, METHODS, NO_GGUF, companion_files, local_folder, resolve
 from tcompress.models.store import WeightStore
-from tcompress.models.tensor_files import TensorInfo
+from tcompress.models.tensor_files import Shard, TensorInfo
 
 # Random initialisation: weights that no file holds, made by the model class from a seed.
 #
@@ -52,8 +52,8 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-class _RandomShard:
-    """The one file that these weights would be in; a `Shard`."""
+class _RandomShard(Shard):
+    """The one file that these weights would be in."""
 
     def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
         self.path = path
@@ -63,6 +63,7 @@ class _RandomShard:
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:
+        # Kept, since making them again takes longer than reading a file.
         return _stored(draw_model(self._kind, self._config, self._seed))
 
     def read(self, key: str) -> Tensor:
@@ -80,9 +81,6 @@ class _RandomShard:
             "versions": [torch.__version__, transformers.__version__],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
-
-    def close(self) -> None:
-        """Keeps the values: making them again takes longer than reading a file."""
 
 
 class RandomStore(WeightStore):

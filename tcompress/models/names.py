@@ -87,13 +87,12 @@ def _leads_nowhere(url: str) -> bool:
         time.sleep(pause)
         try:
             socket.getaddrinfo(host, None)
+            return False
+        except UnicodeError:  # no name at all, as the client will say
+            return False
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 return True
-        except UnicodeError:  # no name at all, as the client will say
-            return False
-        else:
-            return False
     return True
 
 

@@ -78,11 +78,11 @@ class Shard(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what is held for further reads; reading again is possible."""
-        ...
+        """Give back what is held for further reads, if anything; reading again is possible."""
+        return
 
 
-class SafetensorsShard:
+class SafetensorsShard(Shard):
     """A safetensors file, mapped only while it is read.
 
     Raises:
@@ -129,11 +129,8 @@ class SafetensorsShard:
             header = file.read(int.from_bytes(file.read(8), "little"))
         return hashlib.sha256(header + _sampled(self.path)).digest()
 
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
 
-
-class TorchShard:
+class TorchShard(Shard):
     """A file of `torch.save`, opened as weights only and mapped where its format allows.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,13 @@ def listed(names: Iterable[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in ordered[:_MOST_LISTED])
     more = len(ordered) - _MOST_LISTED
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
+
+
+def after_colon(problems: Sequence[str]) -> str:
+    """Write problems as the end of a message: the only one, or each on a line of its own."""
+    if len(problems) == 1:
+        return f" {problems[0]}"
+    return "".join(f"\n  - {problem}" for problem in problems)
 
 
 def folder_content(folder: Path) -> str:

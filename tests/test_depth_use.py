@@ -247,7 +247,6 @@ def test_dry_run_reads_no_weight(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(WeightStore, "tensor", None)
-    monkeypatch.setattr(WeightStore, "slice", None)
     ran = run("convert", bert, "--drop-layers", 2, "--dry-run")
     assert ran.code == 0
     blocks = next(line for line in ran.lines if line.startswith("blocks"))

@@ -216,7 +216,9 @@ def _assert_filled(model: nn.Module, made: Made) -> None:
     checked = 0
     for key, tensor in written.items():
         if ".tc_" in key:
-            assert torch.equal(model.get_parameter(keymap.module_key(key)), tensor), key
+            prefix, _, leaf = key.partition(".tc_")
+            name = f"{keymap.runtime_name(prefix)}.tc_{leaf}"
+            assert torch.equal(model.get_parameter(name), tensor), key
             checked += 1
     assert checked >= len(layers)
 

@@ -69,7 +69,6 @@ def test_seeds_are_told_apart_and_global_generators_are_left_alone(tmp_path: Pat
     assert not torch.equal(one.store.tensor(key), two.store.tensor(key))
     assert torch.equal(torch.rand(1), wanted)
     assert one.store.fingerprint() == same.store.fingerprint() != two.store.fingerprint()
-    assert one.store.slice(key, 2, 4).shape == (2, 32)
 
 
 def test_the_path_of_a_config_is_enough(tmp_path: Path) -> None:

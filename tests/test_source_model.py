@@ -68,7 +68,6 @@ def test_opening_and_mapping_read_no_weight(folder: Path, monkeypatch: pytest.Mo
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(WeightStore, "tensor", refuse)
-    monkeypatch.setattr(WeightStore, "slice", refuse)
     model = SourceModel.open(str(folder))
     assert model.keymap.missing == ()
     assert model.store.fingerprint()

@@ -81,7 +81,6 @@ def test_every_element_type_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     store = WeightStore.open(tmp_path)
     assert store.dtype("b") == dtype
     assert store.tensor("b").tolist() == tensor.tolist()
-    assert store.slice("b", 1, 2).tolist() == tensor[1:].tolist()
 
 
 def test_tensors_without_elements_or_dimensions_are_read(tmp_path: Path) -> None:
@@ -90,27 +89,6 @@ def test_tensors_without_elements_or_dimensions_are_read(tmp_path: Path) -> None
     store = WeightStore.open(tmp_path)
     for key, tensor in tensors.items():
         assert torch.equal(store.tensor(key), tensor)
-    assert store.slice("empty", 0, 3).shape == (0, 4)
-
-
-@pytest.mark.parametrize("rows", [(0, 2), (3, 5), (4, 9), (9, 12), (2, 2)])
-def test_a_slice_has_the_rows_asked_for(tmp_path: Path, rows: tuple[int, int]) -> None:
-    tensor = torch.randn(5, 2, 3)
-    save_file({"first": torch.ones(3), "t": tensor}, tmp_path / "model.safetensors")
-    torch.save({"t": tensor}, tmp_path / "pytorch_model.bin")
-    assert torch.equal(WeightStore.open(tmp_path).slice("t", *rows), tensor[slice(*rows)])
-    (tmp_path / "model.safetensors").unlink()
-    assert torch.equal(WeightStore.open(tmp_path).slice("t", *rows), tensor[slice(*rows)])
-
-
-def test_rows_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    tensors = {"t": torch.ones(3, 2), "scalar": torch.tensor(1.0)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    store = WeightStore.open(tmp_path)
-    with pytest.raises(SourceError, match=r"`t` of shape \[3, 2\] has no rows -1 to 2"):
-        store.slice("t", -1, 2)
-    with pytest.raises(SourceError, match=r"`scalar` of shape \[\] has no rows 0 to 1"):
-        store.slice("scalar", 0, 1)
 
 
 def test_a_tensor_read_is_nobody_elses(sharded: Path) -> None:
@@ -152,30 +130,31 @@ def test_a_file_that_shrinks_after_opening_is_noticed(folder: Path) -> None:
     store = WeightStore.open(folder)
     key = store.keys()[-1]
     os.truncate(folder / store.file_of(key), 8)
-    with pytest.raises(SourceError, match=f"ended while reading `{key}`"):
+    with pytest.raises(SourceError, match=f"was changed since opening .* at `{key}`"):
         store.tensor(key)
 
 
-def test_a_truncated_shard_is_named_with_its_sizes(folder: Path) -> None:
+def test_a_truncated_shard_is_named_with_its_size(folder: Path) -> None:
     shard = shard_of(folder, 1)
     size = shard.stat().st_size
     os.truncate(shard, size - 10)
     assert refusal_of(folder) == (
         f"the weights in `{folder}` cannot be used: "
-        f"`{shard.name}` is truncated: expected {size} bytes, found {size - 10}"
+        f"`{shard.name}` is truncated or has a damaged header (Error while deserializing header: "
+        f"incomplete metadata, file not fully covered); found {size - 10} bytes"
     )
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
 def test_a_shard_cut_in_its_header_is_truncated(folder: Path, size: int) -> None:
     os.truncate(shard_of(folder, 1), size)
-    assert f"is truncated: expected at least {8 if size < 8 else ''}" in refusal_of(folder)
+    assert "is truncated or has a damaged header" in refusal_of(folder)
 
 
 def test_bytes_after_the_end_are_refused(folder: Path) -> None:
     with shard_of(folder, 0).open("ab") as file:
         file.write(b"more")
-    assert "is longer than its header says: expected" in refusal_of(folder)
+    assert "file not fully covered" in refusal_of(folder)
 
 
 @pytest.mark.parametrize("position", [5, 8, 9, 30])
@@ -184,7 +163,7 @@ def test_a_flipped_byte_in_the_header_is_found(folder: Path, position: int) -> N
     data = bytearray(shard.read_bytes())
     data[position] ^= 0xFF
     shard.write_bytes(data)
-    assert f"`{shard.name}` has a damaged header" in refusal_of(folder)
+    assert f"`{shard.name}` is truncated or has a damaged header" in refusal_of(folder)
 
 
 def write_header(path: Path, header: Any, data: bytes) -> None:
@@ -211,7 +190,7 @@ def write_header(path: Path, header: Any, data: bytes) -> None:
 )
 def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, header: Any) -> None:
     write_header(tmp_path / "model.safetensors", header, bytes(8))
-    assert "`model.safetensors` has a damaged header" in refusal_of(tmp_path)
+    assert "`model.safetensors` is truncated or has a damaged header" in refusal_of(tmp_path)
 
 
 def test_an_element_type_that_torch_has_not_is_named(tmp_path: Path) -> None:

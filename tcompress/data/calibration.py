@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.tables import Kind, Pool, columns_of, draw_texts, opened, undecoded
+from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, opened
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 
@@ -155,40 +155,26 @@ def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.boo
 # Batches of calibration data for a model.
 
 
-_Item = TypeVar("_Item", np.uint8, np.float32)
-
 Example = dict[str, Tensor]  # inputs of one sample, without the batch axis
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Batches to run through a model.
+    """Batches to run through a model."""
 
-    Attributes:
-        batches: Keyword arguments of the model's forward pass, on the CPU.
-        holdout: Indices of the batches kept back for measuring; none if there is one sample.
-        name: What was used, such as `builtin text` or `train.parquet:text`.
-        samples: Number of samples over all batches.
-        tokens: Number of tokens of text, padding not counted.
-        fingerprint: SHA-256 of the texts, pixels and sounds.
-    """
-
-    batches: list[dict[str, Tensor]]
+    batches: list[dict[str, Tensor]]  # keyword arguments of the model's forward pass, on the CPU
+    # Indices of the batches kept back for measuring; none if there is one sample.
     holdout: list[int]
-    name: str
-    samples: int
-    tokens: int
-    fingerprint: str
+    name: str  # what was used, such as `builtin text` or `train.parquet:text`
+    samples: int  # number of samples over all batches
+    tokens: int  # number of tokens of text, padding not counted
+    fingerprint: str  # SHA-256 of the texts, pixels and sounds
 
 
 def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     """Read, draw and encode the calibration data of a model.
 
     Which samples are drawn, and which of them are held out, does not depend on the batch size.
-
-    Args:
-        source: The model; its own tokenizer and image processor are used.
-        options: What to use; `source` must not be `none`.
 
     Raises:
         DataError: If there is no such data, it is not what the model takes, or the model
@@ -197,13 +183,13 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     inputs = inputs_of(source)
     reads_text = inputs.text or inputs.decoder
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
-    drawn = _Drawn()
+    samples = _Samples(source, inputs, options)
     if options.source != "builtin" and inputs.grid is None:
-        _draw_from_data(drawn, source, inputs, options)
+        samples.read_data()
     elif options.source != "builtin":
-        _draw_grids(drawn, source, inputs, options)
-    _draw_builtin(drawn, source, inputs, options)
-    examples = _examples(drawn, inputs, encoder)
+        samples.read_grids()
+    samples.make_missing()
+    examples = _examples(samples, inputs, encoder)
     fitted, held = _split(examples, options.holdout)
     count, tokens = len(examples), sum(map(_tokens, examples))
     pad = encoder.pad if encoder else 0
@@ -213,167 +199,161 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     return CalibrationData(
         batches=batches,
         holdout=list(range(first, len(batches))),
-        name=" + ".join(drawn.names),
+        name=" + ".join(samples.names),
         samples=count,
         tokens=tokens,
-        fingerprint=drawn.digest.hexdigest(),
+        fingerprint=samples.digest.hexdigest(),
     )
 
 
-@dataclass
-class _Drawn:
+class _Samples:
     """Samples before they are put together; `frames` are pictures, sounds, volumes or series."""
 
-    texts: list[str] = field(default_factory=list)
-    frames: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    digest: Any = field(default_factory=hashlib.sha256)
+    def __init__(self, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
+        self._source, self._inputs, self._options = source, inputs, options
+        self.texts: list[str] = []
+        self.frames: list[Tensor] = []
+        self.names: list[str] = []
+        self.digest = hashlib.sha256()
 
-    def add_texts(self, texts: Iterable[str], name: str) -> None:
-        self.texts = list(texts)
+    def read_data(self) -> None:
+        """Read texts and pictures from files or the hub."""
+        inputs, options = self._inputs, self._options
+        model, clips = self._source.model_class.__name__, inputs.image and frames_of(self._config)
+        if inputs.audio or clips:
+            raise DataError(
+                f"`{model}` takes {'sound' if inputs.audio else 'clips'}, which cannot be read "
+                f"from `{options.source}`",
+                hint="give `--calib builtin` or `--calib none`",
+            )
+        main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
+        needed = {kind for kind, present in main.items() if present}
+        wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
+        with opened(options.source, options.split) as table:
+            chosen = columns_of(table, options.columns, wanted, needed, model)
+            named = [name for columns in chosen.values() for name in columns]
+            if chosen.get("text"):
+                texts = draw_cells(table, chosen["text"], options.samples, options.seed)
+                self._add_texts(map(str, texts))
+            if chosen.get("image"):
+                # Without it real pictures would be scaled in a way that the model never saw.
+                read = image_reader(self._source, needed=True)
+                channels = image_shape(self._config)[0]
+                for content in draw_cells(table, chosen["image"], options.samples, options.seed):
+                    pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
+                    self.frames.append(read(self._hashed(pixels)))
+            if not self.texts and not self.frames:
+                raise DataError(
+                    f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
+                    + ", ".join(f"`{name}`" for name in named),
+                    hint="name other columns in `calibration.columns`, or give other data",
+                )
+            is_plain = table.rows.info.builder_name in ("text", "imagefolder")
+            self.names.append(table.label if is_plain else f"{table.label}:{','.join(named)}")
+
+    def read_grids(self) -> None:
+        """Read volumes, or windows of a series."""
+        options, series = self._options, self._inputs.grid == SERIES
+        needs = Needs(window=window_of(self._source)) if series else Needs(volume=True)
+        found = load_examples(
+            options.source, options.split, needs, limit=options.samples, seed=options.seed
+        )
+        self.names.append(found.name)
+        if found.windows is not None:
+            frames = [found.windows.past(index) for index in range(len(found))]
+        else:
+            assert found.volumes is not None  # one of the two was asked for
+            frames = [as_input(volume) for volume in found.volumes]
+        wanted = grid_shape(self._source, self._inputs)
+        if tuple(frames[0].shape) != wanted:
+            raise DataError(
+                f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
+                f"{wanted}",
+                hint="give data of that shape, `--calib builtin` or `--calib none`",
+            )
+        self.frames = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
+
+    def make_missing(self) -> None:
+        """Make what the model needs and has not got yet."""
+        inputs, options = self._inputs, self._options
+        if inputs.image and not self.frames:
+            self._make_pictures()
+        if inputs.grid is not None and not self.frames:
+            shape = grid_shape(self._source, inputs)
+            if inputs.grid == SERIES:
+                self._make(
+                    "builtin series (synthetic)",
+                    lambda rng: builtin_series(shape[0], shape[1], rng),
+                )
+            else:
+                self._make("builtin volumes (synthetic)", lambda rng: volume(shape, rng))
+        if inputs.audio:
+            bands = spectrogram_shape(self._source)
+            self._make("builtin audio (synthetic)", lambda rng: speech(*bands, rng), MOST_SOUNDS)
+        if (inputs.text or inputs.decoder) and not self.texts:
+            self._add_texts(draw_texts(builtin_texts(), options.samples, options.seed))
+            self.names.append("builtin text")
+
+    @property
+    def _config(self) -> Any:
+        return self._source.config
+
+    def _make_pictures(self) -> None:
+        channels, height, width = image_shape(self._config)
+        count = frames_of(self._config)
+        missing = count or not has_processor_file(self._source)
+        known = ", without the model's image processor" if missing else ""
+        read = plain_reader(self._source) if count else image_reader(self._source, needed=False)
+
+        def drift(still: Any, rng: Generator) -> Tensor:
+            """A clip: a picture that moves, each from another place to another side."""
+            step = rng.integers(-height // 16, height // 16 + 1, 2)
+            moved = (np.roll(still, tuple(frame * step), (0, 1)) for frame in range(count or 1))
+            return torch.stack([read(pixels) for pixels in moved])
+
+        self._make(
+            f"builtin {'clips' if count else 'images'} (synthetic{known})",
+            lambda rng: picture(height, width, channels, rng),
+            read=drift if count else lambda pixels, _: read(pixels),
+        )
+
+    def _make(
+        self,
+        name: str,
+        make: Callable[[Generator], NDArray[Any]],
+        most: int = MOST_PICTURES,
+        read: Callable[[Any, Generator], Tensor] = lambda made, _: torch.from_numpy(made),
+    ) -> None:
+        """Make samples, each from a seed of its own, and turn them into inputs."""
         self.names.append(name)
+        for index in range(min(self._options.samples, most)):
+            rng = np.random.default_rng([self._options.seed, index])
+            self.frames.append(read(self._hashed(make(rng)), rng))
+
+    def _add_texts(self, texts: Iterable[str]) -> None:
+        self.texts = list(texts)
         for text in self.texts:
             content = text.encode()
             self.digest.update(f"{len(content)} ".encode() + content)
 
-    def hashed(self, content: NDArray[_Item]) -> NDArray[_Item]:
+    def _hashed(self, content: NDArray[Any]) -> NDArray[Any]:
         self.digest.update(f"{content.shape} ".encode() + content.tobytes())
         return content
 
 
-def _draw_from_data(
-    drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration
-) -> None:
-    model = source.model_class.__name__
-    if inputs.audio:
-        raise DataError(
-            f"`{model}` takes sound, which cannot be read from `{options.source}`",
-            hint="give `--calib builtin` or `--calib none`",
-        )
-    if inputs.image and frames_of(source.config):
-        raise DataError(
-            f"`{model}` takes clips, which cannot be read from `{options.source}`",
-            hint="give `--calib builtin` or `--calib none`",
-        )
-    main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
-    needed = {kind for kind, present in main.items() if present}
-    wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
-    with opened(options.source, options.split) as found:
-        table = undecoded(found)
-        chosen = columns_of(table, options.columns, wanted, needed, model)
-        named = tuple(name for columns in chosen.values() for name in columns)
-        if chosen.get("text"):
-            pool = Pool(table, chosen["text"])
-            drawn.add_texts(map(str, pool.draw(options.samples, options.seed)), table.label)
-        if chosen.get("image"):
-            # Without it real pictures would be scaled in a way that the model never saw.
-            read = image_reader(source, needed=True)
-            channels = image_shape(source.config)[0]
-            files = Pool(table, chosen["image"]).draw(options.samples, options.seed)
-            for content in files:
-                pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
-                drawn.frames.append(read(drawn.hashed(pixels)))
-        if not drawn.texts and not drawn.frames:
-            raise DataError(
-                f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
-                + ", ".join(f"`{name}`" for name in named),
-                hint="name other columns in `calibration.columns`, or give other data",
-            )
-        is_plain = table.rows.info.builder_name in ("text", "imagefolder")
-        drawn.names = [table.label if is_plain else f"{table.label}:{','.join(named)}"]
-
-
-def _draw_builtin(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
-    """Draw what the model needs and has not got yet."""
-    if inputs.image and not drawn.frames and frames_of(source.config):
-        drawn.names.append("builtin clips (synthetic, without the model's image processor)")
-        drawn.frames = list(_clips(drawn, source, options))
-    if inputs.image and not drawn.frames:
-        known = "" if has_processor_file(source) else ", without the model's image processor"
-        drawn.names.append(f"builtin images (synthetic{known})")
-        drawn.frames = list(_pictures(drawn, source, options))
-    if inputs.grid is not None and not drawn.frames:
-        _draw_builtin_grids(drawn, source, inputs, options)
-    if inputs.audio:
-        drawn.names.append("builtin audio (synthetic)")
-        shape = spectrogram_shape(source)
-        for index in range(min(options.samples, MOST_SOUNDS)):
-            sound = speech(*shape, np.random.default_rng([options.seed, index]))
-            drawn.frames.append(torch.from_numpy(drawn.hashed(sound)))
-    if (inputs.text or inputs.decoder) and not drawn.texts:
-        texts = draw_texts(builtin_texts(), options.samples, options.seed)
-        drawn.add_texts(texts, "builtin text")
-
-
-def _draw_grids(drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
-    """Draw volumes, or windows of a series, from data."""
-    series = inputs.grid == SERIES
-    needs = Needs(window=window_of(source)) if series else Needs(volume=True)
-    found = load_examples(
-        options.source, options.split, needs, limit=options.samples, seed=options.seed
-    )
-    drawn.names.append(found.name)
-    if found.windows is not None:
-        frames = [found.windows.past(index) for index in range(len(found))]
-    else:
-        assert found.volumes is not None  # one of the two was asked for
-        frames = [as_input(volume) for volume in found.volumes]
-    wanted = grid_shape(source, inputs)
-    if tuple(frames[0].shape) != wanted:
-        raise DataError(
-            f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
-            f"{wanted}",
-            hint="give data of that shape, `--calib builtin` or `--calib none`",
-        )
-    drawn.frames = [torch.from_numpy(drawn.hashed(frame.numpy())) for frame in frames]
-
-
-def _draw_builtin_grids(
-    drawn: _Drawn, source: SourceModel, inputs: Inputs, options: Calibration
-) -> None:
-    series, shape = inputs.grid == SERIES, grid_shape(source, inputs)
-    drawn.names.append(f"builtin {'series' if series else 'volumes'} (synthetic)")
-    for index in range(min(options.samples, MOST_PICTURES)):
-        rng = np.random.default_rng([options.seed, index])
-        made = builtin_series(shape[0], shape[1], rng) if series else volume(shape, rng)
-        drawn.frames.append(torch.from_numpy(drawn.hashed(made)))
-
-
-def _pictures(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
-    read = image_reader(source, needed=False)
-    channels, height, width = image_shape(source.config)
-    for index in range(min(options.samples, MOST_PICTURES)):
-        rng = np.random.default_rng([options.seed, index])
-        yield read(drawn.hashed(picture(height, width, channels, rng)))
-
-
-def _clips(drawn: _Drawn, source: SourceModel, options: Calibration) -> Iterator[Tensor]:
-    """Pictures that drift, each from another place to another side."""
-    read, count = plain_reader(source), frames_of(source.config) or 1
-    channels, height, width = image_shape(source.config)
-    for index in range(min(options.samples, MOST_PICTURES)):
-        rng = np.random.default_rng([options.seed, index])
-        still = drawn.hashed(picture(height, width, channels, rng))
-        step = rng.integers(-height // 16, height // 16 + 1, 2)
-        yield torch.stack(
-            [read(np.roll(still, tuple(frame * step), (0, 1))) for frame in range(count)]
-        )
-
-
-def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:
+def _examples(samples: _Samples, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:
     frame = "input_features" if inputs.audio else inputs.grid or "pixel_values"
     if encoder is None:
-        return [{frame: value} for value in drawn.frames]
-    texts = drawn.texts
+        return [{frame: value} for value in samples.frames]
+    texts = samples.texts
     if inputs.image or inputs.audio:
         # With fewer pictures than texts each picture gets several, so that no text is lost.
-        count = min(len(texts), len(drawn.frames))
+        count = min(len(texts), len(samples.frames))
         texts = [" ".join(texts[index::count]) for index in range(count)]
     rows = encoder.encode(texts)
-    if inputs.image or inputs.audio:
-        for row, value in zip(rows, drawn.frames, strict=False):
-            if row:
-                row[frame] = value
+    for row, value in zip(rows, samples.frames, strict=False):
+        if row:
+            row[frame] = value
     examples = [row for row in rows if row]
     if not examples:
         raise DataError(
@@ -385,7 +365,7 @@ def _examples(drawn: _Drawn, inputs: Inputs, encoder: TextEncoder | None) -> lis
 
 def _split(examples: list[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Sort by length, longest first, and hold out samples at equal distances."""
-    ordered = sorted(examples, key=_order)
+    ordered = sorted(examples, key=lambda item: (_frame_shape(item), -_tokens(item)))
     if len(ordered) == 1:
         return ordered, []
     count = min(max(round(share * len(ordered)), 1), len(ordered) - 1)
@@ -394,10 +374,6 @@ def _split(examples: list[Example], share: float) -> tuple[list[Example], list[E
         [example for index, example in enumerate(ordered) if index not in held],
         [example for index, example in enumerate(ordered) if index in held],
     )
-
-
-def _order(example: Example) -> tuple[tuple[int, ...], int]:
-    return _frame_shape(example), -_tokens(example)
 
 
 def _frame_shape(example: Example) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_text, vocabulary_size
 from tcompress.errors import DataError, first_line
 from tcompress.models import SourceModel
-
-# From texts to token ids, as the model's own tokenizer writes them.
-
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _CHUNK = 256  # texts handed to the tokenizer at a time
@@ -27,25 +26,16 @@ _CHUNK = 256  # texts handed to the tokenizer at a time
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Writes texts as inputs of a model. Use `TextEncoder.open`.
-
-    Attributes:
-        tokenizer: The model's tokenizer.
-        inputs: Inputs of the model.
-        limit: Most tokens of a text.
-        pad: Token to fill up with; its attention mask is 0.
-        start: First token of the decoder, None without decoder.
-        place: Folder of the tokenizer, for errors.
-        vocabulary: Number of tokens that the model knows, None if unknown.
-    """
+    """Writes texts as inputs of a model. Use `TextEncoder.open`."""
 
     tokenizer: Any
     inputs: Inputs
-    limit: int
-    pad: int
-    start: int | None
-    place: str
-    vocabulary: int | None
+    limit: int  # most tokens of a text
+    pad: int  # token to fill up with; its attention mask is 0
+    end: int | None  # the token that ends a text, if the model knows it
+    start: int | None  # first token of the decoder, None without decoder
+    place: str  # folder of the tokenizer, for errors
+    vocabulary: int | None  # number of tokens that the model knows, None if unknown
 
     @classmethod
     def open(cls, source: SourceModel, inputs: Inputs, max_length: int) -> TextEncoder:
@@ -58,47 +48,40 @@ class TextEncoder:
         limits = (max_length, longest_text(source, inputs), tokenizer.model_max_length)
         vocabulary = vocabulary_size(source, inputs)
         # A padding token may have been added to a tokenizer whose model never learnt of it.
-        fillers = [
-            token
+        pad, end = (
+            token if token is not None and (vocabulary is None or token < vocabulary) else None
             for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
-            if token is not None and (vocabulary is None or token < vocabulary)
-        ]
+        )
         return cls(
             tokenizer=tokenizer,
             inputs=inputs,
             limit=int(min(limit for limit in limits if limit is not None)),
-            pad=fillers[0] if fillers else 0,
+            pad=next((token for token in (pad, end) if token is not None), 0),
+            end=end,
             start=decoder_start(source) if inputs.decoder else None,
             place=str(source.folder),
             vocabulary=vocabulary,
         )
 
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text, if the model knows it."""
-        token = self.tokenizer.eos_token_id
-        known = token is not None and (self.vocabulary is None or token < self.vocabulary)
-        return token if known else None
-
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None
     ) -> list[dict[str, Tensor]]:
-        """Write each text as the model's inputs: 1-D tensors of one length, not padded.
+        """Write each text, or pair, as the model's inputs: 1-D tensors of one length, not padded.
 
         Texts without tokens give an empty dictionary.
-
-        Args:
-            texts: The texts.
-            pairs: Second texts that are read together with the first ones.
 
         Raises:
             DataError: If the tokenizer and the model do not belong together.
         """
         rows: list[dict[str, Tensor]] = []
         for first in range(0, len(texts), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
-            second = None if pairs is None else list(pairs[chunk])
-            rows.extend(self._encode(list(texts[chunk]), second))
+            chunk = list(texts[first : first + _CHUNK])
+            second = None if pairs is None else list(pairs[first : first + _CHUNK])
+            columns = self.tokenizer(chunk, second, truncation=True, max_length=self.limit)
+            types = columns.get("token_type_ids", [None] * len(chunk))
+            for text, tokens, kinds in zip(chunk, columns["input_ids"], types, strict=True):
+                self._check(tokens, text)
+                rows.append(self._row(tokens, kinds) if tokens else {})
         return rows
 
     def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -106,39 +89,23 @@ class TextEncoder:
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
             for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
-                if tokens:
-                    self._check(max(tokens), text)
+                self._check(tokens, text)
                 yield tokens
 
-    def _encode(self, texts: list[str], pairs: list[str] | None) -> list[dict[str, Tensor]]:
-        columns = self.tokenizer(texts, pairs, truncation=True, max_length=self.limit)
-        types = columns.get("token_type_ids")
-        rows: list[dict[str, Tensor]] = []
-        for index, tokens in enumerate(columns["input_ids"]):
-            if not tokens:
-                rows.append({})
-                continue
-            self._check(max(tokens), texts[index])
-            ids = torch.tensor(tokens, dtype=torch.long)
-            row: dict[str, Tensor] = {}
-            if self.inputs.text:
-                row["input_ids"] = ids
-                row["attention_mask"] = torch.ones_like(ids)
-                if types is not None:
-                    row["token_type_ids"] = torch.tensor(types[index], dtype=torch.long)
-            if self.start is not None:
-                row["decoder_input_ids"] = self._shifted(ids)
-                row["decoder_attention_mask"] = torch.ones_like(ids)
-            rows.append({name: row[name] for name in row if name in self.inputs.names})
-        return rows
+    def _row(self, tokens: list[int], types: list[int] | None) -> dict[str, Tensor]:
+        row: dict[str, list[int]] = {}
+        if self.inputs.text:
+            row |= {"input_ids": tokens, "attention_mask": [1] * len(tokens)}
+            if types is not None:
+                row["token_type_ids"] = types
+        if self.start is not None:
+            # Shifted, unless the tokenizer writes for the decoder.
+            shifted = tokens if tokens[0] == self.start else [self.start, *tokens[:-1]]
+            row |= {"decoder_input_ids": shifted, "decoder_attention_mask": [1] * len(tokens)}
+        return {name: torch.tensor(row[name]) for name in row if name in self.inputs.names}
 
-    def _shifted(self, ids: Tensor) -> Tensor:
-        """What a decoder reads while it is taught to write this text."""
-        if ids[0] == self.start:  # the tokenizer writes for the decoder
-            return ids.clone()
-        return torch.cat([ids.new_tensor([self.start]), ids[:-1]])
-
-    def _check(self, largest: int, text: str) -> None:
+    def _check(self, tokens: list[int], text: str) -> None:
+        largest = max(tokens, default=0)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise DataError(
                 f"the tokenizer in `{self.place}` gives token {largest} for `{text[:40]}`, "
@@ -185,15 +152,10 @@ _HINT = "a conversion can do without (`--calib none`) or with made-up pictures (
 
 
 def decode(data: bytes, channels: int, place: str) -> Pixels:
-    """Decode a picture from the bytes of a JPEG, PNG or similar file.
-
-    Args:
-        data: Content of the file.
-        channels: 1 for grey, 3 for colour.
-        place: Where the picture comes from, for the error.
+    """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file.
 
     Raises:
-        DataError: If it cannot be decoded.
+        DataError: If it cannot be decoded; the message names the place that it comes from.
     """
     try:
         from PIL import Image
@@ -216,12 +178,9 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
 def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor]:
     """Give the function that turns a picture into the model's input, of shape (channels, h, w).
 
-    Args:
-        source: The model, whose own image processor is used.
-        needed: Without processor: fail, rather than scale and normalise in a plain way.
-
     Raises:
-        DataError: If the model comes without image processor and one is needed.
+        DataError: If the model comes without image processor and one is needed; else pictures
+            are then scaled and normalised in a plain way.
     """
     from transformers import AutoImageProcessor
 
@@ -262,53 +221,42 @@ def has_processor_file(source: SourceModel) -> bool:
 
 
 def _options(source: SourceModel) -> dict[str, Any]:
-    for path, key in (
-        (source.folder / "preprocessor_config.json", None),
-        (source.folder / "processor_config.json", "image_processor"),
-    ):
-        if not path.is_file():
-            continue
-        try:
-            options = json.loads(path.read_text(encoding="utf-8"))
-            options = options.get(key, {}) if key else options
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(options, dict) and options:
-            return options
+    """What the files of an image processor say, which cannot be opened without Pillow."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            options = json.loads((source.folder / name).read_text(encoding="utf-8"))
+            if name == "processor_config.json":
+                options = options.get("image_processor", {})
+            if isinstance(options, dict) and options:
+                return options
     return {}
 
 
 def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
     """Resize, rescale and normalise without Pillow; for pictures of the model's own proportions."""
     options = _options(source)
-    channels, *shape = image_shape(source.config)
+    channels, height, width = image_shape(source.config)
     cropped = options.get("do_center_crop") and options.get("crop_size")
-    size = _size(cropped or options.get("size"), (shape[0], shape[1]))
+    asked = cropped or options.get("size")
+    if isinstance(asked, int):
+        asked = {"shortest_edge": asked}
+    asked = asked if isinstance(asked, dict) else {}
+    edge = asked.get("shortest_edge")
+    size = int(edge or asked.get("height", height)), int(edge or asked.get("width", width))
     factor = options.get("rescale_factor", 1 / 255) if options.get("do_rescale", True) else 1.0
     normalised = options.get("do_normalize", True)
-    mean = _per_channel(options.get("image_mean", 0.5) if normalised else 0.0, channels)
-    spread = _per_channel(options.get("image_std", 0.5) if normalised else 1.0, channels)
+    scales = ("image_mean", 0.5, 0.0), ("image_std", 0.5, 1.0)
+    mean, spread = (
+        torch.tensor(options.get(name, usual) if normalised else neutral, dtype=torch.float32)
+        .expand(channels)
+        .reshape(channels, 1, 1)
+        for name, usual, neutral in scales
+    )
 
     def read(pixels: Pixels) -> Tensor:
         values = torch.from_numpy(pixels).permute(2, 0, 1).float()
         if tuple(values.shape[1:]) != size:
-            values = torch.nn.functional.interpolate(
-                values[None], size=size, mode="bilinear", antialias=True
-            )[0]
+            values = interpolate(values[None], size=size, mode="bilinear", antialias=True)[0]
         return (values * factor - mean) / spread
 
     return read
-
-
-def _per_channel(value: Any, channels: int) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32).expand(channels).reshape(channels, 1, 1)
-
-
-def _size(value: Any, default: tuple[int, int]) -> tuple[int, int]:
-    if isinstance(value, int):
-        return value, value
-    if isinstance(value, dict):
-        if "shortest_edge" in value:
-            return int(value["shortest_edge"]), int(value["shortest_edge"])
-        return int(value.get("height", default[0])), int(value.get("width", default[1]))
-    return default

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +16,14 @@ from numpy.typing import NDArray
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.tables import (
     Table,
+    check_column,
     content,
     kinds_of,
     opened,
     text_columns,
-    undecoded,
     with_derived,
 )
 from tcompress.errors import DataError, listed
-
-# Which label of a model is which class of the data, as far as their names tell.
-
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
 
@@ -36,28 +34,24 @@ def label_names(config: Any) -> list[str]:
 
 
 def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
-    """The label of each class, if names say so: every class is called as one label is.
+    """The label of each class, if every class is called as one label is.
 
     Case does not count, and `LABEL_3` is called 3.
-
-    Args:
-        labels: Names of the model's labels.
-        classes: Names of the data's classes.
     """
-    place = {_key(name): index for index, name in enumerate(labels)}
-    wanted = [_key(name) for name in classes]
+
+    def key(name: str) -> str | int:
+        number = _NUMBER.fullmatch(name)
+        return int(number[1]) if number else name.casefold()
+
+    place = {key(name): index for index, name in enumerate(labels)}
+    wanted = [key(name) for name in classes]
     if len(place) < len(labels) or len(set(wanted)) < len(wanted) or not {*wanted} <= {*place}:
         return None
-    return [place[key] for key in wanted]
+    return [place[name] for name in wanted]
 
 
 def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
-    """What is doubtful about matching by order: that classes have names, and labels other ones.
-
-    Args:
-        labels: Names of the model's labels.
-        classes: Names of the data's classes.
-    """
+    """What is doubtful about matching by order: that classes have names, and labels other ones."""
     if are_numbers(classes):
         return None
     return (
@@ -69,11 +63,6 @@ def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
 def are_numbers(names: Sequence[str]) -> bool:
     """Tells whether some are numbers, or as good as numbers."""
     return any(_NUMBER.fullmatch(name) for name in names)
-
-
-def _key(name: str) -> str | int:
-    number = _NUMBER.fullmatch(name)
-    return int(number[1]) if number else name.casefold()
 
 
 def few(names: Sequence[str]) -> str:
@@ -107,56 +96,37 @@ ROLES = tuple(_NAMES)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a task reads.
+    """What a task reads."""
 
-    Attributes:
-        texts: Fewest and most texts in an example.
-        image: Whether an example has a picture.
-        target: `class`, `score`, or None if nothing is to be predicted.
-        volume: Whether an example has a volume.
-        window: Time steps of a series that are seen, and those that are forecast; None without.
-    """
-
-    texts: tuple[int, int] = (0, 0)
-    image: bool = False
-    target: Target | None = None
-    volume: bool = False
+    texts: tuple[int, int] = (0, 0)  # fewest and most texts in an example
+    image: bool = False  # whether an example has a picture
+    target: Target | None = None  # `class`, `score`, or None if nothing is to be predicted
+    volume: bool = False  # whether an example has a volume
+    # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of a task.
+    """Examples of a task."""
 
-    Attributes:
-        name: Name of the data, such as `train.parquet:sentence,label`.
-        split: Split that was read.
-        fingerprint: SHA-256 of all contents.
-        texts: One or two texts for each example, in columns; empty for pictures alone.
-        images: Contents of picture files.
-        targets: Class ids, or scores; None if nothing is to be predicted.
-        classes: Names of the classes in the order of their ids; () for scores.
-        volumes: All volumes.  # (examples, *shape)
-        windows: Windows of a series.
-        whole: Whether the file holds one split only, so that the name of it says nothing.
-    """
-
-    name: str
-    split: str
-    fingerprint: str
+    name: str  # name of the data, such as `train.parquet:sentence,label`
+    split: str  # split that was read
+    fingerprint: str  # SHA-256 of all contents
+    # One or two texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
-    images: tuple[bytes, ...] = ()
+    images: tuple[bytes, ...] = ()  # contents of picture files
+    # Class ids, or scores; None if nothing is to be predicted.
     targets: list[int] | list[float] | None = None
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # names of the classes in the order of their ids; () for scores
+    # All volumes.  # (examples, *shape)
     volumes: Volumes | None = None
-    windows: Windows | None = None
-    whole: bool = True
+    windows: Windows | None = None  # windows of a series
+    whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
 
     def __len__(self) -> int:
-        for found in (self.volumes, self.windows):
-            if found is not None:
-                return len(found)
-        return len(self.images) or len(self.texts[0])
+        grids = [found for found in (self.volumes, self.windows) if found is not None]
+        return len(grids[0] if grids else self.images or self.texts[0])
 
 
 def load_examples(
@@ -185,43 +155,36 @@ def load_examples(
     """
     if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
         return _from_archive(Path(name), split, needs, limit, seed)
-    with opened(name, split) as found:
-        table = undecoded(found)
+    with opened(name, split) as table:
         if needs.window is not None:
-            return _windows(table, split, needs.window, limit, seed)
+            made = windows_of(table, split, needs.window)
+            made = made.chosen(_sampled(len(made), limit, seed).tolist())
+            return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
         chosen = _chosen(table, needs, dict(columns or {}))
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.
         classes = _classes(table, chosen["label"]) if "label" in chosen else ()
         if limit is not None and limit < len(rows):
-            rows = rows.select(_drawn(len(rows), limit, seed))
+            rows = rows.select(_sampled(len(rows), limit, seed))
         return _read(table, rows.to_dict(), chosen, classes, split)
 
 
-def _drawn(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
-    """Draws examples, and keeps them in order."""
+def _sampled(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Samples places, and keeps them in order."""
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
-
-
-def _windows(
-    table: Table, part: str, window: tuple[int, int], limit: int | None, seed: int
-) -> Examples:
-    made = windows_of(table.rows.to_dict(), kinds_of(table), table.label, part, window)
-    made = made.chosen(_drawn(len(made), limit, seed).tolist())
-    return Examples(table.label, part, made.fingerprint, windows=made, whole=False)
 
 
 def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed: int) -> Examples:
     volumes, labels = read_archive(path, split)
-    places = _drawn(len(volumes), limit, seed)
+    places = _sampled(len(volumes), limit, seed)
     classes = tuple(str(index) for index in range(int(labels.max()) + 1))
     targets = labels[places].tolist() if needs.target else None
     volumes = volumes[places]
     return Examples(
         name=path.resolve().name,
         split=split,
-        fingerprint=_fingerprint([[item.tobytes() for item in volumes]], targets),
+        fingerprint=_fingerprint((item.tobytes() for item in volumes), targets),
         targets=targets,
         classes=classes if needs.target else (),
         volumes=volumes,
@@ -254,11 +217,6 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
 def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Checks columns that were named by role.
 
-    Args:
-        table: The data set.
-        kinds: What its columns hold, as `kinds_of` gives it.
-        given: Columns by role.
-
     Raises:
         DataError: There is no such role or column, or they do not fit.
     """
@@ -268,11 +226,7 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
                 f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
                 hint="write, for example, `text=review,label=stars`",
             )
-        if column not in kinds:
-            raise DataError(
-                f"`{table.label}` has no column `{column}`; it has {listed(kinds)}",
-                hint="check the names of the columns",
-            )
+        check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
             raise DataError(
                 f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",
@@ -282,32 +236,27 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
 
 def _roles(needs: Needs) -> dict[str, bool]:
     """Roles of use, and whether they are needed."""
-    roles = {}
-    if needs.image:
-        roles["image"] = True
+    fewest, most = needs.texts
+    roles = {"image": True} if needs.image else {}
     if needs.volume:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = True
-    if needs.texts[1]:
-        roles["text"] = needs.texts[0] > 0
-    if needs.texts[1] > 1:
-        roles["pair"] = needs.texts[0] > 1
+    if most:
+        roles["text"] = fewest > 0
+    if most > 1:
+        roles["pair"] = fewest > 1
     return roles
 
 
 def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
     by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
-    for name in _NAMES[role]:
-        if name in by_name:
-            return by_name[name]
-    if role == "image":
-        return next((column for column, kind in free.items() if kind == "image"), None)
-    if role == "text":
-        usable = [column for column, kind in free.items() if kind == "text"]
-        return next(iter(text_columns(table, usable)), None)
-    return None
+    guesses = [by_name[name] for name in _NAMES[role] if name in by_name]
+    if not guesses and role in ("image", "text"):
+        guesses = [column for column, kind in free.items() if kind == role]
+        guesses = text_columns(table, guesses) if role == "text" else guesses
+    return next(iter(guesses), None)
 
 
 def _fits(role: str, kind: str) -> bool:
@@ -353,7 +302,7 @@ def _read(
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
-        fingerprint=_fingerprint([*map(_encoded, texts), images], targets),
+        fingerprint=_fingerprint(chain(map(str.encode, chain(*texts)), images), targets),
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
         targets=targets,
@@ -362,15 +311,10 @@ def _read(
     )
 
 
-def _encoded(texts: Sequence[str]) -> list[bytes]:
-    return [text.encode() for text in texts]
-
-
-def _fingerprint(columns: Sequence[Sequence[bytes]], targets: Sequence[float] | None) -> str:
+def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
     digest = hashlib.sha256()
-    for column in columns:
-        for item in column:
-            digest.update(f"{len(item)} ".encode() + item)
+    for item in contents:
+        digest.update(f"{len(item)} ".encode() + item)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
 

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data.tables import Table, kinds_of
 from tcompress.errors import DataError, first_line, listed
 
 ARCHIVE = ".npz"
@@ -24,20 +25,7 @@ Volumes = NDArray[np.uint8]  # (volumes, *shape)
 
 
 def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volumes:
-    """Puts volumes of a table together.
-
-    Args:
-        cells: The bytes of each volume, in C order.
-        shapes: The shape of each volume.
-        place: Where they come from, for errors.
-
-    Returns:
-        All volumes.
-
-    Raises:
-        DataError: A row has no volume or another number of bytes than its shape says, or the
-            shapes differ.
-    """
+    """Puts volumes of a table together: the bytes of each in C order, and its shape."""
     first = None if not shapes or shapes[0] is None else tuple(shapes[0])
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
@@ -58,12 +46,7 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volum
 def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
     """Reads volumes and labels of one split from an archive as MedMNIST has it.
 
-    Args:
-        path: File with arrays such as `train_images` and `train_labels`.
-        split: `train`, `validation` (stored as `val`) or `test`.
-
-    Returns:
-        Volumes, and a label for each.
+    The arrays are called `train_images`, `train_labels`, `val_images` and so on.
 
     Raises:
         DataError: It is no such file, or lacks the split.
@@ -108,7 +91,7 @@ def as_input(volume: NDArray[np.uint8]) -> Tensor:
 
 
 DATE = "date"
-PARTS = ("train", "validation", "test")
+_PARTS = ("train", "validation", "test")
 
 _SHARES = (0.7, 0.1, 0.2)
 # The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
@@ -119,23 +102,16 @@ _NUMBERS = ("int", "float", "double")
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a series: what a model sees, and what came after it.
+    """Windows of a series: what a model sees, and what came after it."""
 
-    Attributes:
-        values: The whole series, standardised.  # (time steps, variables)
-        starts: Time step at which each window begins.  # (windows,)
-        context: Time steps that a model sees.
-        horizon: Time steps that it forecasts.
-        variables: Names of the variables.
-        train: Time steps of the training part, with which the series begins.
-    """
-
+    # The whole series, standardised.  # (time steps, variables)
     values: NDArray[np.float32]
+    # Time step at which each window begins.  # (windows,)
     starts: NDArray[np.int64]
-    context: int
-    horizon: int
-    variables: tuple[str, ...]
-    train: int = 0
+    context: int  # time steps that a model sees
+    horizon: int  # time steps that it forecasts
+    variables: tuple[str, ...]  # names of the variables
+    train: int = 0  # time steps of the training part, with which the series begins
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -151,14 +127,7 @@ class Windows:
         return torch.from_numpy(self.values[start : start + self.horizon])
 
     def batch(self, places: slice) -> tuple[Tensor, Tensor]:
-        """Contexts and futures of some windows; nothing but these is copied.
-
-        Args:
-            places: Which windows.
-
-        Returns:
-            Contexts (windows, context, variables) and futures (windows, horizon, variables).
-        """
+        """Contexts and futures of some windows (windows, time, variables), which are copied."""
         size = self.context + self.horizon
         view = sliding_window_view(self.values, size, axis=0)  # (windows, variables, size)
         chosen = torch.from_numpy(view[self.starts[places]]).mT
@@ -176,36 +145,36 @@ class Windows:
         return digest.hexdigest()
 
 
-def windows_of(
-    columns: Mapping[str, Sequence[Any]],
-    kinds: Mapping[str, str],
-    place: str,
-    part: str,
-    window: tuple[int, int],
-) -> Windows:
+def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     """Cuts one part of a table of series into windows, one for each step of time.
 
     Args:
-        columns: Columns of the table in order of time; `date` is no series.
-        kinds: What they hold, as `kinds_of` gives it.
-        place: Name of the table, for errors.
+        table: Rows in order of time; its column `date` is no series.
         part: `train`, `validation` or `test`.
         window: Time steps that a model sees, and those that it forecasts.
 
     Raises:
         DataError: The columns are no series, or too short for one window.
     """
+    columns, kinds, place = table.rows.to_dict(), kinds_of(table), table.label
     hours = _hours_in_order(columns, place)
     names = tuple(name for name in columns if name != DATE)
-    _check_numbers(names, kinds, place)
+    others = [f"`{name}` ({kinds[name]})" for name in names if not kinds[name].startswith(_NUMBERS)]
+    if others or not names:
+        raise DataError(
+            f"`{place}` has columns that are no series: {', '.join(others)}"
+            if others
+            else f"`{place}` has no column beside `{DATE}`",
+            hint="every column beside `date` must hold numbers: remove the others",
+        )
     values = np.stack([_numbers(columns[name], name, place) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
-    if part not in PARTS:
+    if part not in _PARTS:
         raise DataError(
-            f"`{place}` has no part `{part}`; its parts are {listed(PARTS)}",
+            f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}",
             hint="choose one of them with `--split`",
         )
-    index = PARTS.index(part)
+    index = _PARTS.index(part)
     first = ends[index - 1] if index else 0
     context, horizon = window
     # A forecast begins in its own part; only the first part has no past to look at.
@@ -242,18 +211,6 @@ def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
             hint="sort the rows by date",
         )
     return float(np.median(steps)) / 3600 if len(steps) else 0.0
-
-
-def _check_numbers(names: Sequence[str], kinds: Mapping[str, str], place: str) -> None:
-    others = [name for name in names if not kinds[name].startswith(_NUMBERS)]
-    if others or not names:
-        shown = ", ".join(f"`{name}` ({kinds[name]})" for name in others)
-        raise DataError(
-            f"`{place}` has columns that are no series: {shown}"
-            if others
-            else f"`{place}` has no column beside `{DATE}`",
-            hint="every column beside `date` must hold numbers: remove the others",
-        )
 
 
 def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]:

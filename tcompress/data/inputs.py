@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +17,27 @@ from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.roles.attentions import text_positions
 
-# From examples to batches.
-
-
 IGNORED = -100
 """Label of tokens that are not predicted."""
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Puts examples with the same inputs together.
+    """Puts examples with the same inputs together; sequences are padded on the right.
 
     Args:
-        rows: Inputs of each example; 1-D ones are sequences and are padded on the right.
-        pad: Token to pad with; `labels` are padded with `IGNORED`,
-            everything else with 0.
+        rows: Inputs of each example; 1-D ones are sequences.
+        pad: Token to pad with; `labels` are padded with `IGNORED`, everything else with 0.
     """
-    return {name: _joined(name, [row[name] for row in rows], pad) for name in rows[0]}
-
-
-def _joined(name: str, values: list[Tensor], pad: int) -> Tensor:
-    if values[0].ndim != 1:
-        return torch.stack(values)
-    filler = pad if name.endswith("input_ids") else IGNORED if name == "labels" else 0
-    return pad_sequence(values, batch_first=True, padding_value=filler)
+    batch = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        filler = pad if name.endswith("input_ids") else IGNORED if name == "labels" else 0
+        batch[name] = (
+            torch.stack(values)
+            if first.ndim != 1
+            else pad_sequence(values, batch_first=True, padding_value=filler)
+        )
+    return batch
 
 
 # What a model's forward pass takes, read from its signature and its configuration.
@@ -47,29 +45,20 @@ def _joined(name: str, values: list[Tensor], pad: int) -> Tensor:
 
 VOLUMES, SERIES = "grid_values", "past_values"
 
-_GRIDS = (VOLUMES, SERIES)
-_IMAGE_SIDE = 224
+_NO_DATA = "a conversion can do without data: `--calib none`"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a model.
+    """Inputs of a model."""
 
-    Attributes:
-        names: Keyword arguments that the forward pass accepts.
-        text: It reads `input_ids`.
-        image: It reads `pixel_values`.
-        audio: It reads `input_features`.
-        decoder: It has a decoder that reads `decoder_input_ids`.
-        grid: Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values`
-            for series.
-    """
-
-    names: frozenset[str]
-    text: bool
-    image: bool
-    audio: bool
-    decoder: bool
+    names: frozenset[str]  # keyword arguments that the forward pass accepts
+    text: bool  # it reads `input_ids`
+    image: bool  # it reads `pixel_values`
+    audio: bool  # it reads `input_features`
+    decoder: bool  # it has a decoder that reads `decoder_input_ids`
+    # Name of its input on a grid, if it has one: `grid_values` for volumes, `past_values` for
+    # series.
     grid: str | None = None
 
 
@@ -85,44 +74,41 @@ def inputs_of(source: SourceModel) -> Inputs:
         # Code that comes with a model may hide its inputs behind `**kwargs`.
         names |= {kind.main_input_name, "attention_mask"}
     text = "input_ids" in names
-    # Chat models mark the place of a picture or sound by a token; without it they read text alone.
-    image = "pixel_values" in names and not (text and _has_token(source.config, "image"))
-    audio = "input_features" in names and not (text and _has_token(source.config, "audio"))
-    grid = next((name for name in _GRIDS if name in names), None)
+
+    def marked(kind: str) -> bool:
+        """Chat models mark the place of a picture or sound; without it they read text alone."""
+        tokens = (getattr(source.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+        return text and any(isinstance(token, int) for token in tokens)
+
+    image = "pixel_values" in names and not marked("image")
+    audio = "input_features" in names and not marked("audio")
+    grid = next((name for name in (VOLUMES, SERIES) if name in names), None)
     if not (text or image or audio or grid):
         raise DataError(
             f"there is no kind of data for `{kind.__name__}`, whose input is "
             f"`{kind.main_input_name}`; `input_ids`, `pixel_values`, `input_features`, "
             "`grid_values` and `past_values` are known",
-            hint="a conversion can do without data: `--calib none`",
+            hint=_NO_DATA,
         )
     return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names, grid)
 
 
 def longest_text(source: SourceModel, inputs: Inputs) -> int | None:
     """Give the most tokens that the model has positions for; None if there is no limit."""
+    names = ["max_position_embeddings", "n_positions"]
     limits: list[int] = []
-    for decoder in (False, True):
-        if not (inputs.decoder if decoder else inputs.text):
-            continue
-        for config in _text_configs(source.config, decoder):
-            names = ["max_position_embeddings", "n_positions"]
-            if decoder:
-                names.append("max_target_positions")
-            limits.extend(_numbers(config, names))
-    if not limits:
-        return None
-    return text_positions(source.meta_model(), min(limits))
+    if inputs.text:
+        limits += _numbers(_text_configs(source.config, decoder=False), *names)
+    if inputs.decoder:
+        configs = _text_configs(source.config, decoder=True)
+        limits += _numbers(configs, *names, "max_target_positions")
+    return text_positions(source.meta_model(), min(limits)) if limits else None
 
 
 def vocabulary_size(source: SourceModel, inputs: Inputs) -> int | None:
     """Give the number of tokens that the model's text part knows."""
-    sizes = [
-        size
-        for config in _text_configs(source.config, decoder=not inputs.text)
-        for size in _numbers(config, ["vocab_size"])
-    ]
-    return sizes[0] if sizes else None
+    configs = _text_configs(source.config, decoder=not inputs.text)
+    return next(iter(_numbers(configs, "vocab_size")), None)
 
 
 def decoder_start(source: SourceModel) -> int:
@@ -133,7 +119,7 @@ def decoder_start(source: SourceModel) -> int:
     """
     from transformers import GenerationConfig
 
-    places: list[Any] = list(_text_configs(source.config, decoder=True))
+    places = _text_configs(source.config, decoder=True)
     if (source.folder / "generation_config.json").is_file():
         places.append(GenerationConfig.from_pretrained(source.folder))
     for name in ("decoder_start_token_id", "bos_token_id"):
@@ -149,9 +135,9 @@ def decoder_start(source: SourceModel) -> int:
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Give channels, height and width of a model's pictures."""
-    channels, size = 3, (_IMAGE_SIDE, _IMAGE_SIDE)
-    for part in _parts(config, ("vision_config", "encoder")):
-        channels = next(iter(_numbers(part, ["num_channels"])), channels)
+    parts = _parts(config, "vision_config", "encoder")
+    channels, size = [3, *_numbers(parts, "num_channels")][-1], (224, 224)
+    for part in parts:
         found = getattr(part, "image_size", None)
         if isinstance(found, int):
             size = (found, found)
@@ -162,7 +148,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 def frames_of(config: Any) -> int | None:
     """Give the number of pictures in a clip; None for models that take single pictures."""
-    return next(iter(_numbers(config, ["num_frames"])), None)
+    return next(iter(_numbers([config], "num_frames")), None)
 
 
 def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
@@ -171,17 +157,12 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
     Raises:
         DataError: If the model's sound is not laid out as Whisper's is.
     """
-    config = source.config
-    bands, positions = (
-        next(iter(_numbers(config, [name])), None)
-        for name in ("num_mel_bins", "max_source_positions")
-    )
-    if bands is None or positions is None:
+    sizes = _numbers([source.config], "num_mel_bins", "max_source_positions")
+    if len(sizes) < 2:
         raise DataError(
-            f"there is no built-in sound for `{source.model_class.__name__}`",
-            hint="a conversion can do without data: `--calib none`",
+            f"there is no built-in sound for `{source.model_class.__name__}`", hint=_NO_DATA
         )
-    return bands, 2 * positions  # the second convolution halves the number of frames
+    return sizes[0], 2 * sizes[1]  # the second convolution halves the number of frames
 
 
 def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
@@ -196,8 +177,7 @@ def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
         raise DataError(
             f"the config of `{source.model_class.__name__}` does not say how large its "
             f"`{inputs.grid}` are",
-            hint="a conversion can do without data: `--calib none`; else use the host "
-            "`tcompress_grid`, whose config has `input_size`",
+            hint=f"{_NO_DATA}; or use the own model `tcompress_grid`, which has `input_size`",
         )
     if inputs.grid == SERIES:
         return int(size[1]), int(size[0])
@@ -215,32 +195,22 @@ def window_of(source: SourceModel) -> tuple[int, int]:
     if inputs.grid != SERIES or not isinstance(horizon, int):
         raise DataError(
             f"`{source.id}` is a `{source.model_class.__name__}`, which forecasts no series",
-            hint="give a model for forecasting, such as the host `tcompress_grid`",
+            hint="give a model for forecasting, such as the own model `tcompress_grid`",
         )
     return grid_shape(source, inputs)[0], horizon
 
 
-def _has_token(config: Any, kind: str) -> bool:
-    return any(
-        isinstance(getattr(config, f"{kind}_token_{suffix}", None), int)
-        for suffix in ("id", "index")
-    )
+def _parts(config: Any, *names: str) -> list[Any]:
+    parts = (getattr(config, name, None) for name in names)
+    return [config, *(part for part in parts if part is not None)]
 
 
-def _parts(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    yield config
-    for name in names:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield part
+def _text_configs(config: Any, *, decoder: bool) -> list[Any]:
+    return _parts(config, "text_config", "decoder" if decoder else "encoder")
 
 
-def _text_configs(config: Any, decoder: bool) -> Iterator[Any]:
-    return _parts(config, ("text_config", "decoder" if decoder else "encoder"))
-
-
-def _numbers(config: Any, names: list[str]) -> list[int]:
-    values = [getattr(config, name, None) for name in names]
+def _numbers(configs: Iterable[Any], *names: str) -> list[int]:
+    values = [getattr(config, name, None) for config in configs for name in names]
     # Some configurations write "no limit" as -1.
     return [value for value in values if isinstance(value, int) and value > 0]
 
@@ -256,7 +226,6 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_KNOWN = tuple(_FLAGS.values())
 _HINT = (
     "measure it with sentence-transformers, after `import tcompress`; heal it with objectives "
     "other than `embedding`"
@@ -266,15 +235,10 @@ _WITHOUT_EFFECT = ("Transformer", "Normalize")  # on the cosine of what a model 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the vectors of tokens become one.
-
-    Attributes:
-        modes: Ways of pooling; the results of several are joined.
-        stated: Whether the model's folder says so.
-    """
+    """How the vectors of tokens become one; the results of several ways are joined."""
 
     modes: tuple[str, ...] = ("mean",)
-    stated: bool = False
+    stated: bool = False  # in the model's folder
 
     @classmethod
     def of(cls, source: SourceModel, *, last: bool = True) -> Pooling:
@@ -300,8 +264,13 @@ class Pooling:
                 f"`{path}` is no list of sentence-transformers modules with their files",
                 "repair it, or delete it to take the mean over the tokens",
             ) from error
-        if last:
-            _check_modules(kinds, source)
+        more = [kind for kind in kinds if kind not in ("Pooling", *_WITHOUT_EFFECT)]
+        if last and more:
+            raise DataError(
+                f"`{source.id}` has the sentence-transformers modules {', '.join(more)} after its "
+                "transformer, which are not known here",
+                _HINT,
+            )
         return cls(_modes(options, source), stated="Pooling" in kinds)
 
     @property
@@ -310,14 +279,11 @@ class Pooling:
         return "+".join(self.modes) + ("" if self.stated else " (default)")
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Pools.
+        """Pools to vectors of length 1 (batch, d); a row of padding alone gives zeros.
 
         Args:
             hidden: Vectors of tokens.  # (batch, tokens, d)
-            mask: Which tokens count; a row of padding alone gives zeros.  # (batch, tokens)
-
-        Returns:
-            One vector each, of length 1.  # (batch, d)
+            mask: Which tokens count.  # (batch, tokens)
         """
         pooled = torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
         return normalize(pooled, dim=-1)
@@ -327,27 +293,16 @@ MEAN = Pooling()
 """What models that say nothing are pooled by."""
 
 
-def _check_modules(kinds: dict[str, str], source: SourceModel) -> None:
-    more = [kind for kind in kinds if kind not in ("Pooling", *_WITHOUT_EFFECT)]
-    if more:
-        raise DataError(
-            f"`{source.id}` has the sentence-transformers modules {', '.join(more)} after its "
-            "transformer, which are not known here",
-            _HINT,
-        )
-
-
 def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
     stated = options.get("pooling_mode")
     if stated is None:
         modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
     else:
         modes = [stated] if isinstance(stated, str) else list(stated)
-    unknown = [mode for mode in modes if mode not in _KNOWN]
-    if unknown:
+    known = _FLAGS.values()
+    if unknown := [mode for mode in modes if mode not in known]:
         raise DataError(
-            f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(_KNOWN)}",
-            _HINT,
+            f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}", _HINT
         )
     return tuple(modes) or ("mean",)
 

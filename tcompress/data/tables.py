@@ -6,7 +6,7 @@ import glob
 import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tcompress.errors import DataError, first_line, folder_content, listed
-from tcompress.models.names import cached_where_unreachable
+from tcompress.errors import DataError, after_colon, first_line, folder_content, listed
+from tcompress.models.names import cached_where_unreachable, is_path, missing_path
 
 # Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
 _EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
@@ -35,14 +35,9 @@ _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
 @dataclass(frozen=True)
 class Table:
-    """An opened data set.
+    """An opened data set, and its short name: the file's or folder's name, or the hub id."""
 
-    Attributes:
-        rows: The `datasets.Dataset`.
-        label: Short name: the file's or folder's name, or the hub id.
-    """
-
-    rows: Any
+    rows: Any  # a `datasets.Dataset`
     label: str
 
 
@@ -51,7 +46,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
     """Open a data set for the time of a `with` block.
 
     Nothing of a local data set stays behind. One from the hub goes through the usual cache, so
-    that it can be read again without network.
+    that it can be read again without network. Pictures stay the bytes of their files.
 
     Args:
         name: File, folder, or hub id; `id:config` selects a configuration of a hub data set.
@@ -60,27 +55,31 @@ def opened(name: str, split: str) -> Iterator[Table]:
     Raises:
         DataError: If there is no such data, or it cannot be read.
     """
+    import datasets
+
     check_data([name])
     path = Path(name).expanduser()
+    local = path.exists()
     with ExitStack() as stack:
-        if path.is_file():
-            stack.enter_context(_quiet())
-            rows = _read_file(path, stack)
-        elif path.is_dir():
-            stack.enter_context(_quiet())
-            rows = _read_folder(path, split, stack)
-        else:
-            rows = _read_hub(name, split)
+        cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        stack.enter_context(_quiet() if local else cached_where_unreachable())
+        try:
+            rows = _read(path if local else name, split, cache)
+        except DataError:
+            raise
+        except Exception as error:
+            # Builders, readers of file formats and the hub client each raise their own classes.
+            raise _explanation(str(path) if local else name, error) from error
         if not len(rows):
             raise _without_rows(name)
-        yield Table(rows, path.resolve().name if path.exists() else name)
+        for column, feature in rows.features.items():
+            if isinstance(feature, datasets.Image):
+                rows = rows.cast_column(column, datasets.Image(decode=False))
+        yield Table(rows, path.resolve().name if local else name)
 
 
 def check_data(names: Iterable[str]) -> None:
     """Make sure that files and folders are there; the hub is not asked.
-
-    Args:
-        names: Names as `opened` takes them.
 
     Raises:
         DataError: If some are not; the message lists all of them.
@@ -89,7 +88,7 @@ def check_data(names: Iterable[str]) -> None:
     if len(found) == 1:
         raise found[0]
     if found:
-        lines = "".join(f"\n  - {problem.message}" for problem in found)
+        lines = after_colon([problem.message for problem in found])
         raise DataError(f"{len(found)} names of data lead nowhere:{lines}", hint="check the paths")
 
 
@@ -97,77 +96,55 @@ def _problem(name: str) -> DataError | None:
     """Why a name cannot be one of data, if that shows without opening it."""
     if not name.strip():  # as a path it would mean the current folder
         return DataError(
-            "the name of the data is empty",
-            hint="give `builtin`, a file, a folder or a hub id",
+            "the name of the data is empty", hint="give `builtin`, a file, a folder or a hub id"
         )
-    there = Path(name).expanduser().exists()
-    return None if there or not _looks_like_path(name) else _missing(name)
+    path = Path(name)
+    meant = (
+        is_path(name)
+        or path.suffix.lower() in {*_BUILDERS, *_IMAGES}
+        or (path.parent != Path() and path.parent.is_dir())
+    )
+    if not meant or path.expanduser().exists():
+        return None
+    return DataError(*missing_path(name, "file or folder"))
 
 
-def _read_file(path: Path, stack: ExitStack) -> Any:
-    builder = _BUILDERS.get(path.suffix.lower())
-    if builder is None:
-        raise DataError(
-            f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
-            hint="give such a file, a folder of images or a hub id",
-        )
-    if not path.stat().st_size:
-        raise _without_rows(str(path))
-    kind, options = builder
-    files = [glob.escape(str(path.absolute()))]
-    return _load(str(path), stack, kind, data_files=files, split="train", **options)
-
-
-def _read_folder(path: Path, split: str, stack: ExitStack) -> Any:
+def _read(path: Path | str, split: str, cache: str) -> Any:
     import datasets
 
-    place = str(path)
+    if isinstance(path, str):
+        repo, _, config = path.partition(":")
+        return datasets.load_dataset(repo, config or None, split=split)
+    place = str(path.absolute())
+    if path.is_file():
+        if path.suffix.lower() not in _BUILDERS:
+            raise DataError(
+                f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
+                hint="give such a file, a folder of images or a hub id",
+            )
+        if not path.stat().st_size:
+            raise _without_rows(str(path))
+        kind, options = _BUILDERS[path.suffix.lower()]
+        files = [glob.escape(place)]
+        return datasets.load_dataset(
+            kind, data_files=files, split="train", cache_dir=cache, **options
+        )
     if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
-        return _explained(place, lambda: datasets.load_from_disk(place))
+        return datasets.load_from_disk(place)
     if (path / "dataset_dict.json").is_file():
-        return _explained(place, lambda: datasets.load_from_disk(place)[split])
+        return datasets.load_from_disk(place)[split]
     found = Counter(file.suffix.lower() for file in path.rglob("*") if file.is_file())
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
         raise DataError(
-            f"`{place}` has no data files; it holds {folder_content(path)}",
+            f"`{path}` has no data files; it holds {folder_content(path)}",
             hint=f"give a folder of images, or of files that end in {listed(_BUILDERS)}",
         )
-    folder = str(path.absolute())
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
-        return _load(place, stack, "imagefolder", data_dir=folder, split=split)
-    return _load(place, stack, folder, split=split)
-
-
-def _load(place: str, stack: ExitStack, kind: str, **options: Any) -> Any:
-    import datasets
-
-    cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nobody has to hear of files of one's own
-    try:
-        return _explained(place, lambda: datasets.load_dataset(kind, cache_dir=cache, **options))
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-
-
-def _read_hub(name: str, split: str) -> Any:
-    import datasets
-
-    repo, _, config = name.partition(":")
-    with cached_where_unreachable():
-        return _explained(name, lambda: datasets.load_dataset(repo, config or None, split=split))
-
-
-def _explained(place: str, read: Callable[[], Any]) -> Any:
-    """Call `read`, and say in one line why it failed."""
-    try:
-        return read()
-    except Exception as error:
-        # Builders, readers of file formats and the hub client each raise their own classes.
-        raise _explanation(place, error) from error
+        return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
+    return datasets.load_dataset(place, split=split, cache_dir=cache)
 
 
 def _explanation(place: str, error: Exception) -> DataError:
@@ -178,10 +155,7 @@ def _explanation(place: str, error: Exception) -> DataError:
     if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
         return _without_rows(place)
     if "Unknown split" in text or isinstance(error, KeyError):
-        return DataError(
-            f"`{place}` has no such split ({text})",
-            hint="name one of its splits",
-        )
+        return DataError(f"`{place}` has no such split ({text})", hint="name one of its splits")
     if "Config name is missing" in text:
         return DataError(
             f"`{place}` has several configurations ({' '.join(str(error).split())})",
@@ -204,44 +178,20 @@ def _without_rows(place: str) -> DataError:
     return DataError(f"`{place}` holds no rows", hint="give other data")
 
 
-def _looks_like_path(name: str) -> bool:
-    # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
-    return (
-        name.startswith((".", "/", "~"))
-        or name.endswith("/")
-        or "\\" in name
-        or name.count("/") > 1
-        or Path(name).suffix.lower() in {*_BUILDERS, *_IMAGES}
-        or (Path(name).parent != Path() and Path(name).parent.is_dir())
-    )
-
-
-def _missing(name: str) -> DataError:
-    path = Path(name).expanduser()
-    parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
-    try:
-        content = folder_content(parent)
-        near = get_close_matches(path.name, [item.name for item in parent.iterdir()], n=3)
-    except OSError:
-        content, near = "files that may not be listed", []
-    return DataError(
-        f"there is no file or folder `{name}`; `{parent}` holds {content}",
-        hint=f"did you mean {listed(near)}" if near else "check the path",
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library from drawing bars and logging errors that are reported anyway."""
+    """Keep the library from bars, from errors that are reported anyway, and from counting uses."""
     import datasets
 
-    level = datasets.logging.get_verbosity()
+    level, counts = datasets.logging.get_verbosity(), datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     bars = datasets.utils.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nobody has to hear of one's own files
     try:
         yield
     finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
         datasets.logging.set_verbosity(level)
         if not bars:
             datasets.enable_progress_bars()
@@ -261,7 +211,7 @@ _PROBED_ROWS = 200
 def columns_of(
     table: Table, named: Sequence[str], wanted: set[Kind], needed: set[Kind], model: str
 ) -> dict[Kind, tuple[str, ...]]:
-    """Choose the columns to draw from.
+    """Choose the columns to draw from, by kind.
 
     Args:
         table: The data set.
@@ -270,24 +220,25 @@ def columns_of(
         needed: Kinds of which at least one must be there.
         model: Name of the model's class, for errors.
 
-    Returns:
-        Columns by kind, possibly none.
-
     Raises:
         DataError: If a named column is missing or of another kind, or none is of use.
     """
     kinds = kinds_of(table)
     uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
     for name in named:
-        _check(name, kinds, wanted, table, model)
-    usable = named or [name for name, use in uses.items() if use in wanted]
+        check_column(table, kinds, name)
+        if uses[name] not in wanted:
+            raise DataError(
+                f"column `{name}` of `{table.label}` holds {kinds[name]}, "
+                f"but `{model}` takes {_words(wanted)}",
+                hint=f"name other columns; there are {listed(kinds)}",
+            )
+    usable = list(named)
     if not named:
         probe = _probe(table)
-        images = [name for name in usable if uses[name] == "image"]
-        texts = [name for name in usable if uses[name] == "text"]
-        read = [name for name in texts if _reads_like_text(probe[name])]
-        usable = [name for name in images if _looks_like_images(probe[name])]
-        usable += texts if len(texts) == 1 else read
+        useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
+        usable = [name for name in useful.get("image", ()) if _looks_like_images(probe[name])]
+        usable += text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
     }
@@ -303,7 +254,20 @@ def columns_of(
 
 def kinds_of(table: Table) -> dict[str, str]:
     """Columns, and what they hold: `text`, `image`, `bytes`, `classlabel` or the name of a type."""
-    return {name: _kind(feature) for name, feature in table.rows.features.items()}
+    import datasets
+
+    def kind(feature: Any) -> str:
+        dtype = getattr(feature, "dtype", None)
+        fields = feature if isinstance(feature, dict) else {}
+        if isinstance(feature, datasets.Image) or "bytes" in fields:
+            return "image"
+        if dtype in _BYTES:  # of a picture's file, perhaps
+            return "bytes"
+        if isinstance(feature, datasets.Value):
+            return "text" if dtype in _STRINGS else str(dtype)
+        return type(feature).__name__.lower()
+
+    return {name: kind(feature) for name, feature in table.rows.features.items()}
 
 
 def text_columns(table: Table, names: Sequence[str]) -> list[str]:
@@ -314,46 +278,20 @@ def text_columns(table: Table, names: Sequence[str]) -> list[str]:
     return [name for name in names if _reads_like_text(probe[name])]
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Everything that samples of one kind can be drawn from: each cell of some columns.
-
-    Attributes:
-        table: The data set.
-        columns: The columns, all of one kind.
-    """
-
-    table: Table
-    columns: tuple[str, ...]
-
-    def draw(self, count: int, seed: int) -> Iterator[str | bytes]:
-        """Yield up to `count` distinct samples that are not empty, in seeded random order."""
-        parts = [self.table.rows.select_columns([name]) for name in self.columns]
-        names = self.columns
-
-        def read(index: int) -> str | bytes | None:
-            row, column = divmod(index, len(names))
-            return content(parts[column][row][names[column]])
-
-        order = np.random.default_rng(seed).permutation(len(self.table.rows) * len(names))
-        return _distinct((read(int(index)) for index in order), count)
+def draw_cells(
+    table: Table, columns: Sequence[str], count: int, seed: int
+) -> Iterator[str | bytes]:
+    """Yield up to `count` distinct samples that are not empty, in seeded random order."""
+    parts = [table.rows.select_columns([name]) for name in columns]
+    order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
+    places = (divmod(int(index), len(columns)) for index in order)
+    return _distinct((content(parts[at][row][columns[at]]) for row, at in places), count)
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
     """Draw up to `count` distinct texts that are not empty, in seeded random order."""
     order = np.random.default_rng(seed).permutation(len(texts))
     return [str(text) for text in _distinct((content(texts[index]) for index in order), count)]
-
-
-def undecoded(table: Table) -> Table:
-    """Leave pictures as the bytes of their files until they are drawn."""
-    import datasets
-
-    rows = table.rows
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-    return Table(rows, table.label)
 
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
@@ -388,46 +326,23 @@ def content(cell: Any) -> str | bytes | None:
     return cell or None
 
 
-def _kind(feature: Any) -> str:
-    """Give `text`, `image`, `bytes` (of a picture's file, perhaps), or what else a column holds."""
-    import datasets
-
-    dtype = getattr(feature, "dtype", None)
-    fields = feature if isinstance(feature, dict) else {}
-    if isinstance(feature, datasets.Image) or "bytes" in fields:
-        return "image"
-    if dtype in _BYTES:
-        return "bytes"
-    if isinstance(feature, datasets.Value):
-        return "text" if dtype in _STRINGS else str(dtype)
-    return type(feature).__name__.lower()
-
-
-def _check(name: str, kinds: dict[str, str], wanted: set[Kind], table: Table, model: str) -> None:
+def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
+    """Refuse a column that is not there."""
     if name not in kinds:
         near = get_close_matches(name, kinds, n=3)
         raise DataError(
             f"`{table.label}` has no column `{name}`; it has {listed(kinds)}",
             hint=f"did you mean {listed(near)}" if near else "check the names of the columns",
         )
-    if kinds[name] not in wanted and not (kinds[name] == "bytes" and "image" in wanted):
-        raise DataError(
-            f"column `{name}` of `{table.label}` holds {kinds[name]}, "
-            f"but `{model}` takes {_words(wanted)}",
-            hint=f"name other columns; there are {listed(kinds)}",
-        )
 
 
 def _words(kinds: set[Kind]) -> str:
-    names = {"text": "text", "image": "images"}
-    return " and ".join(names[kind] for kind in sorted(kinds, reverse=True))
+    return " and ".join(sorted(kinds, reverse=True)).replace("image", "images")
 
 
 def _probe(table: Table) -> dict[str, list[Any]]:
     step = max(1, len(table.rows) // _PROBED_ROWS)
-    indices = range(0, len(table.rows), step)[:_PROBED_ROWS]
-    found: dict[str, list[Any]] = table.rows.select(indices).to_dict()
-    return found
+    return table.rows.select(range(0, len(table.rows), step)[:_PROBED_ROWS]).to_dict()
 
 
 def _looks_like_images(cells: list[Any]) -> bool:
@@ -467,10 +382,6 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
 
     `question+passage` is the text of both with a space between; a list of texts counts as its
     first one. What cannot be made is left out, and is then reported as any missing column.
-
-    Args:
-        table: The data set.
-        named: Columns that were named.
     """
     rows = table.rows
     for name in dict.fromkeys(named):
@@ -488,14 +399,12 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
 
 
 def _holds_lists(rows: Any, name: str) -> bool:
-    cells = rows[:50][name]
-    found = [cell for cell in cells if cell is not None]
+    found = [cell for cell in rows[:50][name] if cell is not None]
     return bool(found) and all(
         isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in found
     )
 
 
 def _text(cell: Any) -> str:
-    if isinstance(cell, list):
-        cell = cell[0] if cell else None
-    return str(content(cell) or "").strip()
+    first = next(iter(cell), None) if isinstance(cell, list) else cell
+    return str(content(first) or "").strip()

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.models.keymap import KeyMap, Sources, read_finite, read_parameter, require_finite
+    from tcompress.models.keymap import KeyMap, read_finite, read_parameter
     from tcompress.models.model import SourceModel
     from tcompress.models.names import ALIASES, default_output_name, resolve
     from tcompress.models.store import WeightStore
@@ -19,12 +19,10 @@ __all__ = [
     "ALIASES",
     "KeyMap",
     "SourceModel",
-    "Sources",
     "WeightStore",
     "default_output_name",
     "read_finite",
     "read_parameter",
-    "require_finite",
     "resolve",
 ]
 
@@ -32,12 +30,10 @@ _HOMES = {
     "ALIASES": "names",
     "KeyMap": "keymap",
     "SourceModel": "model",
-    "Sources": "keymap",
     "WeightStore": "store",
     "default_output_name": "names",
     "read_finite": "keymap",
     "read_parameter": "keymap",
-    "require_finite": "keymap",
     "resolve": "names",
 }
 

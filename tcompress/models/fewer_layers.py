@@ -1,19 +1,28 @@
-"""A model without some of its blocks, or with some twice: the same files, another depth."""
+"""A model without some of its blocks, or with some twice: the same files, another depth.
+
+Everything that reads a `SourceModel` can read the result, which has a config with so many blocks,
+and a store that names the tensors of the kept blocks by their new places.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 from torch import nn
 
-from tcompress.errors import PlanError, SourceError, first_line
+from tcompress.errors import PlanError, SourceError, after_colon, first_line
 from tcompress.models.model import SourceModel
 
-# How `config.json` says the number of blocks, and what it lists block by block.
+Kept = Mapping[str, Sequence[int]]
+"""Indices of the kept blocks, ascending, by the module path of their stack; copies repeat one."""
 
+# What the first block of a stack computes for all of them stays in the first one.
+_FOR_ALL = "relative_attention_bias"
 
 # Names of the number of blocks, the usual ones first; a model class has its aliases for them.
 _ENCODER = ("encoder_layers", "num_encoder_layers", "num_layers")
@@ -24,22 +33,12 @@ _ONLY = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _BY_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_window")
 
 
-def cut_settings(
-    config: Any, settings: Mapping[str, Any], model: nn.Module, kept: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """Rewrites the content of `config.json` for fewer blocks.
-
-    Whether the result means what it should is for the caller to check.
-
-    Args:
-        config: The config that was read from it.
-        settings: The content.
-        model: The model; the meta device is enough.
-        kept: Indices of the kept blocks by the path of their stack.
-    """
-    result: dict[str, Any] = deepcopy(dict(settings))
+def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
+    """Rewrites `config.json` for so many blocks; whether it means that is for others to check."""
+    model: nn.Module = source.keymap.model
+    result = deepcopy(source.settings)
     for path, indices in kept.items():
-        part, owner = _owner(config, model, path)
+        part, owner = _owner(source.config, model, path)
         # Old CLIP files say the same twice, and the second time counts.
         targets = [result] if part is None else [result.setdefault(part, {})]
         twice = result.get(f"{part}_dict")
@@ -47,8 +46,13 @@ def cut_settings(
         for target in targets:
             target |= _by_block(owner, indices) | _routed(owner, indices)
             target |= _stages(owner, target, indices)
-            counts = _counts(owner, model, path, len(indices), kept, part)
-            target |= counts | _aliases(owner, target, counts)
+            counts = _counts(owner, model, path, kept, part)
+            # Files use other names of these keys too, and any of them may count.
+            aliases = getattr(owner, "attribute_map", {}).items()
+            target |= counts
+            target |= {
+                name: counts[real] for name, real in aliases if real in counts and name in target
+            }
     return result
 
 
@@ -67,51 +71,30 @@ def _owner(config: Any, model: nn.Module, path: str) -> tuple[str | None, Any]:
 
 
 def _counts(
-    owner: Any,
-    model: nn.Module,
-    path: str,
-    count: int,
-    kept: Mapping[str, Sequence[int]],
-    part: str | None,
+    owner: Any, model: nn.Module, path: str, kept: Kept, part: str | None
 ) -> dict[str, int]:
     """Keys of the number of blocks with their new values.
 
     Where one config counts encoder and decoder, both are written: one that is left out of a file
     may mean as many as there are of the other.
     """
+
+    def is_decoder(place: str) -> bool:
+        return "decoder" in place.split(".")
+
+    names: tuple[str, ...] = _ONLY
+    others: tuple[str, ...] = ()
+    if part is None and getattr(owner, "is_encoder_decoder", False):
+        names, others = (_DECODER, _ENCODER) if is_decoder(path) else (_ENCODER, _DECODER)
     before = len(model.get_submodule(path))  # type: ignore[arg-type]
-    if part is not None or not getattr(owner, "is_encoder_decoder", False):
-        return _named(owner, _ONLY, before, count)
-    names, others = (_DECODER, _ENCODER) if _is_decoder(path) else (_ENCODER, _DECODER)
-    found = _named(owner, names, before, count)
-    if not any(_is_decoder(other) != _is_decoder(path) for other in kept):
-        found |= _kept_count(owner, others)
-    return found
-
-
-def _is_decoder(path: str) -> bool:
-    return "decoder" in path.split(".")
-
-
-def _kept_count(owner: Any, names: Sequence[str]) -> dict[str, int]:
-    known = [name for name in names if isinstance(getattr(owner, name, None), int)]
-    return {name: getattr(owner, name) for name in known[:1]}
-
-
-def _named(owner: Any, names: Sequence[str], before: int, count: int) -> dict[str, int]:
-    """The first of these keys that says so many blocks."""
     aliases = getattr(owner, "attribute_map", {})
-    for name in names:
-        name = aliases.get(name, name)
-        if getattr(owner, name, None) == before:
-            return {name: count}
-    return {}
-
-
-def _aliases(owner: Any, settings: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, int]:
-    """Other names of these keys that the file uses too; any of them may count."""
-    aliases = getattr(owner, "attribute_map", {}).items()
-    return {name: counts[real] for name, real in aliases if real in counts and name in settings}
+    real = (aliases.get(name, name) for name in names)
+    first = next((name for name in real if getattr(owner, name, None) == before), None)
+    found = {} if first is None else {first: len(kept[path])}
+    if not any(is_decoder(other) != is_decoder(path) for other in kept):
+        unchanged = (name for name in others if isinstance(getattr(owner, name, None), int))
+        found |= {name: getattr(owner, name) for name in islice(unchanged, 1)}
+    return found
 
 
 def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
@@ -150,45 +133,32 @@ def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
     """Which blocks have experts, where that follows from their numbers."""
     if not hasattr(owner, "mlp_only_layers"):
         return {}
-    step = getattr(owner, "decoder_sparse_step", 1)
-    dense = [now for now, was in enumerate(indices) if _is_dense(owner, was, step)]
+    step, before = getattr(owner, "decoder_sparse_step", 1), owner.mlp_only_layers or ()
+    dense = [now for now, was in enumerate(indices) if was in before or (was + 1) % step]
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
-def _is_dense(owner: Any, index: int, step: int) -> bool:
-    return index in (owner.mlp_only_layers or ()) or (index + 1) % step != 0
-
-
-# A model without some of its blocks, or with some twice: the same files, read as another depth.
-#
-# Everything that reads a `SourceModel` can read the result, which has a config with so many blocks,
-# and a store that names the tensors of the kept blocks by their new places.
-
-
-Kept = Mapping[str, Sequence[int]]
-"""Indices of the kept blocks, ascending, by the module path of their stack; copies repeat one."""
-
-# What the first block of a stack computes for all of them stays in the first one.
-_FOR_ALL = "relative_attention_bias"
-
-
 def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
-    """Describes a model with some of its blocks.
-
-    Args:
-        source: The model.
-        kept: What stays; stacks that are not named stay whole.
+    """Describes a model with some of its blocks; stacks that are not named stay whole.
 
     Raises:
         PlanError: The blocks are not alike in what the model needs of them at their new places;
             all problems are in one message.
     """
     whole = source.keymap.model
-    cut, model = _shallower(source, kept)
+    settings = _cut_settings(source, kept)
+    try:
+        cut = source.with_settings(settings)
+        model = cut.meta_model()
+    except Exception as error:
+        # A config class may raise anything.
+        reason = f"its config does not take the new number of blocks ({first_line(error)})"
+        raise _refusal(source, [reason]) from error
     problems = [*_unlike_blocks(whole, model, kept), *_unlike_rest(whole, model, kept)]
     # DeBERTa sends what its first block reads and returns through a convolution.
-    width = getattr(source.config, "conv_kernel_size", 0)
-    if width and _family(source) == "deberta-v2" and any(indices[0] for indices in kept.values()):
+    convolved = getattr(source.config, "conv_kernel_size", 0)
+    deberta = source.config.model_type == "deberta-v2"
+    if deberta and convolved and any(indices[0] for indices in kept.values()):
         problems.append("a convolution belongs to its first block: keep block 0")
     if problems:
         raise _refusal(source, problems)
@@ -205,34 +175,20 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
 
 def _numbers(indices: Sequence[int], blocks: int) -> list[int]:
     """Numbers that people know blocks by: copies are counted on from the last block."""
-    copies = 0
-    found: list[int] = []
-    for place, index in enumerate(indices):
-        copy = index in indices[:place]
-        found.append(blocks + copies if copy else index)
-        copies += copy
-    return found
+    copies = count(blocks)
+    return [
+        next(copies) if index in indices[:place] else index for place, index in enumerate(indices)
+    ]
 
 
 def fixed_blocks(source: SourceModel, path: str) -> tuple[int, ...]:
     """Returns the blocks of a stack that no other one can replace: the first one, if any."""
-    count = len(source.keymap.model.get_submodule(path))
+    blocks = len(source.keymap.model.get_submodule(path))
     try:
-        cut_blocks(source, {path: range(1, count)})
+        cut_blocks(source, {path: range(1, blocks)})
     except PlanError:
         return (0,)
     return ()
-
-
-def _shallower(source: SourceModel, kept: Kept) -> tuple[SourceModel, Any]:
-    settings = cut_settings(source.config, source.settings, source.keymap.model, kept)
-    try:
-        cut = source.with_settings(settings)
-        return cut, cut.meta_model()
-    except Exception as error:
-        # A config class may raise anything.
-        reason = f"its config does not take the new number of blocks ({first_line(error)})"
-        raise _refusal(source, [reason]) from error
 
 
 def _unlike_blocks(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str]:
@@ -253,7 +209,7 @@ def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Ite
     """What tells a block from the one in its new place, apart from the place itself."""
     old = {name: item for name, item in before.named_modules() if not name.endswith(_FOR_ALL)}
     new = {name: item for name, item in after.named_modules() if not name.endswith(_FOR_ALL)}
-    for name in (*(name for name in old if name not in new), *(n for n in new if n not in old)):
+    for name in [name for name in {**old, **new} if (name in old) != (name in new)]:
         yield f"which has {'no' if name in old else 'another module,'} `{name}`"
     for name, one in old.items():
         two = new[name]
@@ -279,8 +235,8 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return {name: tuple(item.shape) for name, item in own}
+    own = {**module._parameters, **module._buffers}
+    return {name: tuple(item.shape) for name, item in own.items() if item is not None}
 
 
 def _unlike_rest(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str]:
@@ -290,17 +246,12 @@ def _unlike_rest(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[str
         {key: item.shape for key, item in one.state_dict().items() if not key.startswith(stacks)}
         for one in (whole, model)
     )
-    for key in old.keys() | new.keys():
-        if old.get(key) != new.get(key):
-            yield f"`{key}` depends on the number of blocks"
+    for key in {key for key, _ in old.items() ^ new.items()}:
+        yield f"`{key}` depends on the number of blocks"
 
 
 def _stored_prefix(source: SourceModel, path: str) -> str:
-    """Finds the name of a stack in the checkpoint.
-
-    Raises:
-        PlanError: Its blocks are not numbered there as they are in the model.
-    """
+    """Finds the name of a stack in the checkpoint, which must number its blocks alike."""
     keymap, found = source.keymap, set()
     for name, _ in source.keymap.model.get_submodule(path).named_children():
         try:
@@ -326,19 +277,14 @@ def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
 
 def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
     """Gives tensors of kept blocks the numbers of their new places, and drops the others."""
-    places: dict[str, list[int]] = {}
-    for now, was in enumerate(indices):
-        places.setdefault(str(was), []).append(now)
     result = {}
     for key, old in names.items():
-        if not key.startswith(f"{prefix}."):
+        block = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", key)
+        if block is None:
             result[key] = old
             continue
-        number, _, rest = key.removeprefix(f"{prefix}.").partition(".")
-        if number in places:
-            result |= {f"{prefix}.{now}.{rest}": old for now in places[number]}
-        elif not number.isdecimal():
-            result[key] = old
+        places = [now for now, was in enumerate(indices) if was == int(block[1])]
+        result |= {f"{prefix}.{now}.{block[2]}": old for now in places}
     return result
 
 
@@ -354,16 +300,10 @@ def _carried(
     return {key: key for name in missing for key in _stored(source, name)}
 
 
-def _family(source: SourceModel) -> str:
-    return str(getattr(source.config, "model_type", ""))
-
-
 def _refusal(source: SourceModel, problems: Sequence[str]) -> PlanError:
-    listed = problems[0]
-    if problems[1:]:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
     return PlanError(
-        f"blocks of this `{_family(source)}` model cannot be dropped or repeated: {listed}",
+        f"blocks of this `{source.config.model_type}` model cannot be dropped or repeated:"
+        + after_colon(problems),
         "keep the blocks that are named, or leave `keep_layers`, `drop_layers` and "
         "`append_layers` out",
     )

@@ -1,9 +1,10 @@
-"""A model as the input of a conversion: config, class, names, and weights read or drawn."""
+"""A model as the input of a conversion: config, class, names, and weights read or random."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,12 +27,12 @@ from tcompress.errors import SourceError, first_line, folder_content, read_setti
 from tcompress.models.keymap import KeyMap, check_weights
 from tcompress.models.names import ALIASES, METHODS, NO_GGUF, companion_files, local_folder, resolve
 from tcompress.models.store import WeightStore
-from tcompress.models.tensor_files import TensorInfo
+from tcompress.models.tensor_files import Shard, TensorInfo
 
-# Weights that no file holds: what the model class itself draws from a seed.
+# Random initialisation: weights that no file holds, made by the model class from a seed.
 #
 # Names are those of a checkpoint on disk, so that whatever reads a checkpoint can read these.
-# Shapes are known without drawing anything; values are drawn when the first of them is read.
+# Shapes are known without making anything; values are made when the first of them is read.
 
 
 _FILE = "model.safetensors"
@@ -43,7 +44,7 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     Args:
         kind: The model's class.
         config: Its configuration, which is left as it is.
-        seed: Seed of the values. Other generators go on as if nothing had been drawn.
+        seed: Seed of the values. Other generators go on as if nothing had happened.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -51,27 +52,26 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-class _DrawnShard:
-    """The one file that these weights would be in; a `Shard`."""
+class _RandomShard(Shard):
+    """The one file that these weights would be in."""
 
     def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
         self.path = path
         self._kind, self._config, self._seed = kind, config, seed
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            model = kind._from_config(deepcopy(config), dtype=torch.float32)
+        model = _on_meta(kind, config, dtype=torch.float32)
         self.infos = {name: TensorInfo.of(tensor) for name, tensor in _stored(model).items()}
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:
+        # Kept, since making them again takes longer than reading a file.
         return _stored(draw_model(self._kind, self._config, self._seed))
 
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Gives rows of a tensor, in memory of their own."""
-        tensor = self._values[key]
-        return (tensor[start:stop] if tensor.dim() else tensor).clone()
+    def read(self, key: str) -> Tensor:
+        """Gives a tensor, in memory of its own."""
+        return self._values[key].clone()
 
     def digest(self) -> bytes:
-        """Identifies the values by what they are drawn from."""
+        """Identifies the values by what they are made from."""
         config = self._config.to_dict()
         config.pop("_name_or_path", None)  # where it was read
         facts = {
@@ -82,28 +82,18 @@ class _DrawnShard:
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
-    def close(self) -> None:
-        """Keeps the values: drawing them again takes longer than reading a file."""
 
-
-class DrawnStore(WeightStore):
-    """The weights of a model that was never trained.
-
-    Args:
-        folder: Folder of the model's configuration.
-        kind: The model's class.
-        config: Its configuration.
-        seed: Seed of the values.
-    """
+class RandomStore(WeightStore):
+    """The weights of a randomly initialised model."""
 
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
         self.seed = seed
-        self._drawn = _DrawnShard(folder / _FILE, kind, config, seed)
-        super().__init__(folder, {_FILE: self._drawn}, dict.fromkeys(self._drawn.infos, _FILE))
+        self._shard = _RandomShard(folder / _FILE, kind, config, seed)
+        super().__init__(folder, {_FILE: self._shard}, dict.fromkeys(self._shard.infos, _FILE))
 
     def fingerprint(self) -> str:
-        """Identifies these weights without drawing them."""
-        return self._drawn.digest().hex()
+        """Identifies these weights without making them."""
+        return self._shard.digest().hex()
 
     def times(self) -> list[tuple[str, int]]:
         """Names no file, since there is none."""
@@ -128,34 +118,24 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class SourceModel:
-    """A model that can be converted, pretrained or not. Use `SourceModel.open`.
+    """A model that can be converted, pretrained or not. Use `SourceModel.open`."""
 
-    Attributes:
-        id: Hub id, or the local folder as it was given.
-        revision: Commit on the hub if known, else what was asked for; None for local folders.
-        folder: Folder with the model's files.
-        config: The model's configuration.
-        model_class: Class of the model, from `architectures` in the configuration.
-        store: Its weights.
-        trust_remote_code: Whether the model's own Python code may run.
-        settings: Content of `config.json`.
-        renumbered: Of a model that was cut, starts of names (in the checkpoint and in the model)
-            with those that they had before.
-        keeps: What has to live as long as the model, such as a temporary folder.
-        notes: What a user should know of the weights, such as tensors that the class has no use
-            for.
-    """
-
-    id: str
+    id: str  # hub id, or the local folder as it was given
+    # Commit on the hub if known, else what was asked for; None for local folders.
     revision: str | None
-    folder: Path
-    config: PreTrainedConfig
+    folder: Path  # folder with the model's files
+    config: PreTrainedConfig  # the model's configuration
+    # Class of the model, from `architectures` in the configuration.
     model_class: type[PreTrainedModel]
-    store: WeightStore = field(repr=False)
-    trust_remote_code: bool = False
-    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    store: WeightStore = field(repr=False)  # its weights
+    trust_remote_code: bool = False  # whether the model's own Python code may run
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # content of `config.json`
+    # Of a model with fewer layers, starts of names (in the checkpoint and in the model) with those
+    # that they had before.
     renumbered: tuple[tuple[str, str], ...] = ()
+    # What has to live as long as the model, such as a temporary folder.
     keeps: Any = field(default=None, repr=False)
+    # What a user should know of the weights, such as tensors that the class has no use for.
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -178,7 +158,7 @@ class SourceModel:
             trust_remote_code: Whether Python code that comes with the model may run.
             converted: Whether it may be a model that tcompress converted; it is then described as
                 the dense model that it was, but for its weights.
-            seed: Seed to draw the weights from. None are read then, nor need there be any: the
+            seed: Seed of random weights. None are read then, nor need there be any: the
                 path of a `config.json` is enough.
 
         Raises:
@@ -189,52 +169,36 @@ class SourceModel:
         raw = _read_config(folder)
         if not converted or _method(raw) not in METHODS:
             _refuse_quantised(raw, folder)
-        config = _load_config(raw, folder, token, trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        is_local = local_folder(name) is not None or (seed is not None and Path(name).is_file())
-        kind = _model_class(config, folder, token, trust_remote_code)
-        store = WeightStore.open(folder) if seed is None else _drawn(folder, kind, config, seed)
-        found = cls(
-            id=name if is_local else ALIASES.get(name, name),
-            revision=None if is_local else _commit(folder) or revision,
-            folder=folder,
-            config=config,
-            model_class=kind,
-            store=store,
-            trust_remote_code=trust_remote_code,
-            settings=raw if seed is None else _in_float32(raw, kind),
-        )
+        found = cls.described(folder, {}, trust_remote_code, token)
+        if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
+            # The name of a folder in the hub's cache is that of the commit.
+            commit = folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else revision
+            found = replace(found, id=ALIASES.get(name, name), revision=commit)
+        else:
+            found = replace(found, id=name)
         if seed is not None:
-            return found
-        found = found.as_stored()
+            return found.at_random(seed)
+        asked, kind = found.config.architectures or [], found.model_class.__name__
+        found = replace(found, store=WeightStore.open(folder)).as_stored()
         if _method(raw) not in METHODS:  # what was converted is compared with its own plan
-            asked = config.architectures or []
-            unknown = () if kind.__name__ in asked else asked
             # The object is not handed out yet, and a copy would map all names again.
-            notes = check_weights(folder, store, found.keymap, unknown)
+            unknown = () if kind in asked else asked
+            notes = check_weights(folder, found.store, found.keymap, unknown)
             object.__setattr__(found, "notes", notes)
         return found
 
     @classmethod
     def described(
-        cls, folder: Path, stored: Mapping[str, object], trust_remote_code: bool = False
+        cls,
+        folder: Path,
+        stored: Mapping[str, object],
+        trust_remote_code: bool = False,
+        token: str | None = None,
     ) -> SourceModel:
-        """Describe the class that `architectures` names; no weight file is opened.
-
-        Args:
-            folder: Local folder with a `config.json`.
-            stored: The stored tensors by name, which is all that can be asked of the weights.
-            trust_remote_code: Whether Python code that comes with the model may run.
-
-        Raises:
-            SourceError: If there is no such class, or the config cannot be read.
-        """
+        """Describe the class that `architectures` names, with tensors by name for a store."""
         raw = _read_config(folder)
-        config = _load_config(raw, folder, None, trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        kind = _model_class(config, folder, None, trust_remote_code)
+        config = _load_config(raw, folder, token, trust_remote_code)
+        kind = _model_class(config, folder, token, trust_remote_code)
         names: Any = stored
         return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
 
@@ -261,26 +225,24 @@ class SourceModel:
 
     @property
     def seed(self) -> int | None:
-        """The seed that the weights are drawn from; None for weights that are read."""
-        return self.store.seed if isinstance(self.store, DrawnStore) else None
+        """The seed of random weights; None for weights that are read."""
+        return self.store.seed if isinstance(self.store, RandomStore) else None
 
     def at_random(self, seed: int) -> SourceModel:
-        """Describe the same model with weights that are drawn from a seed."""
+        """Describe the same model with random weights."""
         if self.seed == seed:
             return self
-        store = _drawn(self.folder, self.model_class, self.config, seed)
+        store = RandomStore(self.folder, self.model_class, self.config, seed)
         settings = _in_float32(self.settings, self.model_class)
         return replace(self, store=store, settings=settings, notes=())
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
         """Describe the model by another `config.json`; the weights stay the same."""
-        config = type(self.config).from_dict(deepcopy(settings))
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config = _without_section(type(self.config).from_dict(deepcopy(settings)))
         return replace(self, config=config, settings=settings)
 
     def original_name(self, name: str) -> str:
-        """Give the name that something had before the model was cut."""
+        """Give the name that something had before layers were dropped."""
         for now, before in self.renumbered:
             if name.startswith(now) and name[len(now) : len(now) + 1] in ("", "."):
                 return before + name.removeprefix(now)
@@ -288,14 +250,7 @@ class SourceModel:
 
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""
-        kind: Any = self.model_class
-        try:
-            with torch.device("meta"), meta_device_safe_creation_ops():
-                # Building writes to the config, which belongs to this object.
-                model: PreTrainedModel = kind._from_config(deepcopy(self.config)).eval()
-        except Exception as error:
-            raise _not_built(kind, error) from error
-        return model
+        return _on_meta(self.model_class, self.config).eval()
 
     @cached_property
     def keymap(self) -> KeyMap:
@@ -307,24 +262,23 @@ class SourceModel:
         return companion_files(self.folder, with_code=self.trust_remote_code)
 
 
-def _drawn(folder: Path, kind: type[PreTrainedModel], config: Any, seed: int) -> DrawnStore:
+def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
+    """Build a model without values; building writes to its config, hence the copy."""
     try:
-        return DrawnStore(folder, kind, config, seed)
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: PreTrainedModel = kind._from_config(deepcopy(config), **options)
     except Exception as error:
-        raise _not_built(kind, error) from error
-
-
-def _not_built(kind: Any, error: Exception) -> SourceError:
-    """The class of a model may raise anything where sizes do not go together."""
-    return SourceError(
-        f"no `{kind.__name__}` can be built with these sizes "
-        f"({type(error).__name__}: {first_line(error)})",
-        hint="check the numbers of the configuration",
-    )
+        # The class of a model may raise anything where sizes do not go together.
+        raise SourceError(
+            f"no `{kind.__name__}` can be built with these sizes "
+            f"({type(error).__name__}: {first_line(error)})",
+            hint="check the numbers of the configuration",
+        ) from error
+    return model
 
 
 def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
-    """Settings of a model whose weights are drawn, with its class by name."""
+    """Settings of a model with random weights, and its class by name."""
     dropped = ("torch_dtype", "quantization_config")
     rest = {key: value for key, value in raw.items() if key not in dropped}
     return {**rest, "architectures": [kind.__name__], "dtype": "float32"}
@@ -413,6 +367,13 @@ def _load_config(
             f"({type(error).__name__}: {first_line(error)})",
             hint="check `config.json`",
         ) from error
+    return _without_section(config)
+
+
+def _without_section(config: Any) -> Any:
+    """Describe what was converted as the dense model that it was."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
@@ -420,12 +381,11 @@ def _model_class(
     config: PreTrainedConfig, folder: Path, token: str | None, trust_remote_code: bool
 ) -> type[PreTrainedModel]:
     names = config.architectures or []
-    remote = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and remote:
-        references = [ref for ref in remote.values() if str(ref).rpartition(".")[2] in names]
-        if references:
+    remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    for reference in remote.values():
+        if str(reference).rpartition(".")[2] in names:
             own: type[PreTrainedModel] = get_class_from_dynamic_module(
-                references[0], folder, token=token
+                reference, folder, token=token
             )
             return own
     for name in names:
@@ -435,8 +395,8 @@ def _model_class(
     for kind in registered_classes(config):
         if kind.__name__ in names:
             return kind
-    if type(config) in transformers.MODEL_MAPPING:
-        base: Any = transformers.MODEL_MAPPING[type(config)]
+    if type(config) in MODEL_MAPPING:
+        base: Any = MODEL_MAPPING[type(config)]
         bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
         return bare
     raise SourceError(
@@ -458,9 +418,3 @@ def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
             for kind in kinds if isinstance(kinds, tuple | list) else (kinds,):
                 found.setdefault(kind.__name__, kind)
     return list(found.values())
-
-
-def _commit(folder: Path) -> str | None:
-    """Commit of a snapshot in the hub's cache, which is the name of its folder."""
-    name = folder.name
-    return name if len(name) == 40 and all(char in "0123456789abcdef" for char in name) else None

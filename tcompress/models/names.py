@@ -24,19 +24,9 @@ from tcompress.files import write_text
 
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.spm",
-    "*.vocab",
-    "*.codes",
-    "*.tiktoken",
-    "*.jinja",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "[0-9]_*/*",
-]
+    "*.json", "*.txt", "*.model", "*.spm", "*.vocab", "*.codes", "*.tiktoken", "*.jinja", "*.py",
+    "LICENSE*", "NOTICE*", "[0-9]_*/*",
+]  # fmt: skip
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".*"]
@@ -44,37 +34,26 @@ _NEVER = ["onnx/*", "openvino/*", "original/*", "coreml/*", "tf/*", "flax/*", ".
 AGAIN = 0.5  # seconds until a name is looked up again that could not be for the moment
 
 
-def download(
-    repo: str,
-    revision: str | None,
-    token: str | None,
-    near: str | None,
-    *,
-    weights: bool = True,
+def _download(
+    repo: str, revision: str | None, token: str | None, near: str | None, weights: bool
 ) -> Path:
-    """Fetch the files of a model that a conversion can need.
+    """Fetch what a conversion can need; the older `.bin` format only if there is nothing else."""
+    import huggingface_hub
 
-    Weights come as safetensors; the older `.bin` format is fetched only if there is nothing else.
-
-    Args:
-        repo: Hub id.
-        revision: Branch, tag or commit.
-        token: Access token.
-        near: What may have been meant, to be said if there is no such model.
-        weights: Whether to fetch weights, besides the configuration and the tokenizer.
-
-    Returns:
-        The local snapshot folder.
-
-    Raises:
-        SourceError: If the download fails, with the reason in plain words.
-    """
+    folder = Path()
     try:
-        if not weights:
-            return _snapshot(repo, revision, token, _ALWAYS)
-        folder = _snapshot(repo, revision, token, _ALWAYS + _SAFETENSORS)
-        if not any(folder.glob("model*.safetensors")):
-            folder = _snapshot(repo, revision, token, _ALWAYS + _TORCH)
+        for patterns in (_SAFETENSORS, _TORCH) if weights else ([],):
+            with cached_where_unreachable():
+                found = huggingface_hub.snapshot_download(
+                    repo,
+                    revision=revision,
+                    token=token,
+                    allow_patterns=_ALWAYS + patterns,
+                    ignore_patterns=_NEVER,
+                )
+            folder = Path(found)
+            if any(folder.glob("model*.safetensors")):
+                break
     except Exception as error:
         # The hub client raises errors of a dozen unrelated classes; all end in one of ours.
         raise _explained(error, repo, revision, near) from error
@@ -108,29 +87,13 @@ def _leads_nowhere(url: str) -> bool:
         time.sleep(pause)
         try:
             socket.getaddrinfo(host, None)
+            return False
+        except UnicodeError:  # no name at all, as the client will say
+            return False
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 return True
-        except UnicodeError:  # no name at all, as the client will say
-            return False
-        else:
-            return False
     return True
-
-
-def _snapshot(repo: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
-    import huggingface_hub
-
-    with cached_where_unreachable():
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=revision,
-                token=token,
-                allow_patterns=patterns,
-                ignore_patterns=_NEVER,
-            )
-        )
 
 
 def _explained(error: Exception, repo: str, revision: str | None, near: str | None) -> SourceError:
@@ -153,7 +116,11 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
             hint=(near or "give a folder, an alias or a hub id such as `openai-community/gpt2`")
             + "; a private model needs a token",
         )
-    if _is_offline(error):
+    # `RevisionResolutionError` came with a later hub client; connection errors of its HTTP
+    # library derive from no class that can be named without importing that library.
+    names = {"RevisionResolutionError", "ConnectError", "ConnectTimeout", "ReadTimeout"}
+    unreachable = errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+    if isinstance(error, unreachable) or names & {kind.__name__ for kind in type(error).__mro__}:
         return SourceError(
             f"`{repo}` is neither a local folder nor in the local cache, "
             "and the hub cannot be reached",
@@ -164,17 +131,6 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
         f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
         hint="try again, or download the model by hand and give its folder",
     )
-
-
-def _is_offline(error: Exception) -> bool:
-    from huggingface_hub import errors
-
-    # `RevisionResolutionError` came with a later hub client; connection errors of its HTTP
-    # library derive from no class that can be named without importing that library.
-    names = {"RevisionResolutionError", "ConnectError", "ConnectTimeout", "ReadTimeout"}
-    return isinstance(
-        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
-    ) or bool(names & {kind.__name__ for kind in type(error).__mro__})
 
 
 # From what a user types to a model folder: aliases, local folders, hub ids.
@@ -255,16 +211,11 @@ def resolve(
 ) -> Path:
     """Give the folder that holds a model, downloading it if need be.
 
-    An existing local folder wins over an alias, an alias over a hub id.
-
     Args:
-        name: Local folder, alias of `ALIASES` or hub id.
+        name: Local folder, alias of `ALIASES` or hub id, in this order.
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
         weights: Whether weights are needed; without them the path of a `config.json` is enough.
-
-    Returns:
-        The folder with the model's files.
 
     Raises:
         SourceError: If there is no such model, or the hub cannot give it.
@@ -279,11 +230,15 @@ def resolve(
                 hint="leave the revision out, or give the hub id of the model",
             )
         return folder
-    if not name.strip() or _looks_like_path(name):
-        raise _missing_path(name)
-
-    near = _near_name(name)
-    return download(ALIASES.get(name, name), revision, token, near=near, weights=weights)
+    if not name.strip():
+        raise SourceError(
+            "the model name is empty", hint=f"give a folder, a hub id or one of {listed(ALIASES)}"
+        )
+    if path.exists():
+        raise _no_folder(name, path)
+    if is_path(name):
+        raise SourceError(*missing_path(name, "folder"))
+    return _download(ALIASES.get(name, name), revision, token, _near_name(name), weights)
 
 
 def local_folder(name: str) -> Path | None:
@@ -307,33 +262,30 @@ def default_output_name(name: str, suffix: str) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{base}-{suffix}").strip("-")
 
 
-def _looks_like_path(name: str) -> bool:
-    # A hub id is `name` or `owner/name`; everything else can only be meant as a path.
+def is_path(name: str) -> bool:
+    """Tell whether a name can only be meant as a path: a hub id is `name` or `owner/name`."""
     return (
         name.startswith((".", "/", "~"))
-        or "\\" in name
         or name.endswith("/")
+        or "\\" in name
         or name.count("/") > 1
-        or Path(name).exists()
     )
 
 
-def _missing_path(name: str) -> SourceError:
-    if not name.strip():
-        return SourceError(
-            "the model name is empty", hint=f"give a folder, a hub id or one of {listed(ALIASES)}"
-        )
+def _no_folder(name: str, path: Path) -> SourceError:
+    hint = "give a folder written by `save_pretrained`, or a hub id"
+    if path.suffix.lower() == ".gguf":
+        hint = NO_GGUF
+    elif (path.parent / "config.json").is_file():
+        hint = f"give the folder `{path.parent}`"
+    return SourceError(
+        f"`{name}` is a file, but a model is a folder with `config.json` and weights", hint=hint
+    )
+
+
+def missing_path(name: str, what: str) -> tuple[str, str]:
+    """Write the message and the hint for a path that leads nowhere."""
     path = Path(name).expanduser()
-    if path.exists():
-        beside = (path.parent / "config.json").is_file()
-        return SourceError(
-            f"`{name}` is a file, but a model is a folder with `config.json` and weights",
-            hint=NO_GGUF
-            if path.suffix.lower() == ".gguf"
-            else f"give the folder `{path.parent}`"
-            if beside
-            else "give a folder written by `save_pretrained`, or a hub id",
-        )
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:
         content = folder_content(parent)
@@ -341,7 +293,7 @@ def _missing_path(name: str) -> SourceError:
     except OSError:
         content, near = "files that may not be listed", []
     hint = f"did you mean {listed(near)}" if near else "check the path"
-    return SourceError(f"there is no folder `{name}`; `{parent}` holds {content}", hint=hint)
+    return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
 
 
 def _near_name(name: str) -> str | None:
@@ -361,35 +313,18 @@ def _near_name(name: str) -> str | None:
 
 _PATTERNS = (
     # tokenizers
-    "tokenizer*.json",
-    "*.model",
-    "*.spm",
-    "*.vocab",
-    "*.tiktoken",
-    "tekken.json",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges*.txt",
-    "bpe.codes",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "normalizer.json",
-    "*chat_template*.json",
-    "*.jinja",
+    "tokenizer*.json", "*.model", "*.spm", "*.vocab", "*.tiktoken", "tekken.json", "vocab*.json",
+    "vocab*.txt", "merges*.txt", "bpe.codes", "special_tokens_map.json", "added_tokens.json",
+    "normalizer.json", "*chat_template*.json", "*.jinja",
     # processors of images, sound and video
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "image_processor*.json",
+    "*preprocessor_config.json", "processor_config.json", "image_processor*.json",
     "feature_extractor*.json",
     # generation and sentence-transformers
-    "generation_config.json",
-    "modules.json",
-    "config_sentence_transformers.json",
+    "generation_config.json", "modules.json", "config_sentence_transformers.json",
     "sentence_*_config.json",
     # the terms under which the model may be passed on
-    "LICENSE*",
-    "NOTICE*",
-)
+    "LICENSE*", "NOTICE*",
+)  # fmt: skip
 # Files that say how long texts may be: tokenizers, and sentence-transformers.
 _LENGTHS = (
     ("tokenizer_config.json", "model_max_length"),
@@ -405,9 +340,6 @@ def companion_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
         folder: Model folder.
         with_code: Whether to carry Python files of the model's own code.
 
-    Returns:
-        Paths relative to the folder, sorted; links that lead out of it are left out.
-
     Raises:
         SourceError: If `modules.json` is no list of modules inside the folder.
     """
@@ -422,13 +354,7 @@ def stray_links(folder: Path, with_code: bool = False) -> list[str]:
 
 
 def carry_files(folder: Path, names: Iterable[Path], target: Path) -> None:
-    """Copies files to another model folder.
-
-    Args:
-        folder: Model folder.
-        names: Paths relative to it.
-        target: The other folder.
-    """
+    """Copies files, by their paths relative to the folder, to another model folder."""
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target / name)
@@ -500,12 +426,7 @@ def _module_folders(folder: Path) -> list[str]:
 
 
 def shorten_texts(folder: Path, longest: int) -> None:
-    """Tells tokenizers, which cut texts to the length that they know of, about a smaller one.
-
-    Args:
-        folder: Model folder.
-        longest: Most tokens of a text.
-    """
+    """Tells tokenizers, which cut texts to the length that they know of, about a smaller one."""
     for name, key in _LENGTHS:
         path = folder / name
         if path.is_file():

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tcompress.errors import SourceError, folder_content, listed, read_json
+from tcompress.errors import SourceError, after_colon, folder_content, listed, read_json
 from tcompress.models.tensor_files import SafetensorsShard, Shard, TensorInfo, TorchShard
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # In the order of Transformers: a single file wins over an index, safetensors over torch.
-_LAYOUTS: tuple[tuple[str, Callable[[Path], Shard]], ...] = (
-    ("model.safetensors", SafetensorsShard),
-    ("model.safetensors.index.json", SafetensorsShard),
-    ("pytorch_model.bin", TorchShard),
-    ("pytorch_model.bin.index.json", TorchShard),
-)
+_LAYOUTS: dict[str, Callable[[Path], Shard]] = {
+    "model.safetensors": SafetensorsShard,
+    "model.safetensors.index.json": SafetensorsShard,
+    "pytorch_model.bin": TorchShard,
+    "pytorch_model.bin.index.json": TorchShard,
+}
 
 
 class WeightStore:
@@ -46,44 +46,37 @@ class WeightStore:
     @staticmethod
     def are_in(folder: Path) -> bool:
         """Tell whether a folder holds weights under one of the names that are looked for."""
-        return any((folder / name).is_file() for name, _ in _LAYOUTS) or any(folder.glob("*-of-*"))
+        return any((folder / name).is_file() for name in _LAYOUTS) or any(folder.glob("*-of-*"))
 
     @classmethod
     def open(cls, folder: Path | str) -> WeightStore:
         """Index the weights in a folder and check every file, without reading a weight.
-
-        Args:
-            folder: Folder with `model.safetensors`, its index and shards, or the same in the
-                older `pytorch_model.bin` format.
 
         Raises:
             SourceError: If there are no weights, or files are missing, damaged or not named
                 truthfully by the index; all problems are in one error.
         """
         folder = Path(folder)
-        present = [(name, kind) for name, kind in _LAYOUTS if (folder / name).is_file()]
-        if not present:
+        name = next((name for name in _LAYOUTS if (folder / name).is_file()), None)
+        if name is None:
             raise _no_weights(folder)
-        name, kind = present[0]
         problems: list[str] = []
         index, files = {}, [name]
         if name.endswith(".index.json"):
             index = _read_index(folder / name, problems)
             files = sorted(set(index.values()))
-        shards = _open_shards(folder, files, kind, problems)
+        shards = _open_shards(folder, files, _LAYOUTS[name], problems)
         where = _locate(shards, index, problems)
         if problems:
-            raise _joined(folder, problems)
+            many = f", {len(problems)} problems" if problems[1:] else ""
+            raise SourceError(
+                f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}",
+                hint="download or save the named files again",
+            )
         return cls(folder, shards, where)
 
     def renamed(self, names: Mapping[str, str]) -> WeightStore:
-        """Give a view of these weights that holds some tensors only, under other names.
-
-        Its fingerprint is that of the files, so the same as before.
-
-        Args:
-            names: Names in this store by the new ones.
-        """
+        """Give a view with some tensors only, by names here under new ones; same fingerprint."""
         where = {new: self._where[old] for new, old in names.items()}
         inside = {new: self.name_inside(old) for new, old in names.items()}
         return WeightStore(self.folder, self._shards, where, inside)
@@ -132,65 +125,39 @@ class WeightStore:
 
     def file_of(self, key: str) -> str:
         """Name of the file that holds a tensor, relative to the folder."""
-        self._info(key)
         return self._where[key]
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor, as stored, into memory of its own.
+        """Read a tensor, as stored, into memory of its own; one file is open for further reads.
 
         Raises:
             SourceError: If there is no such tensor or the file changed since opening.
         """
-        shape = self._info(key).shape
-        return self._shard(key).read(self.name_inside(key), 0, shape[0] if shape else 0)
-
-    def slice(self, key: str, start: int, stop: int) -> Tensor:
-        """Read the rows `start` to `stop` of a tensor's first dimension, nothing else.
-
-        Bounds past the end are cut; negative ones are refused.
-
-        Raises:
-            SourceError: If there is no such tensor or its first dimension has no such rows.
-        """
-        shape = self._info(key).shape
-        if not shape or start < 0 or stop < start:
-            raise SourceError(
-                f"`{key}` of shape {list(shape)} has no rows {start} to {stop}",
-                hint="a slice counts rows of the first dimension from 0",
-            )
-        start, stop = min(start, shape[0]), min(stop, shape[0])
-        return self._shard(key).read(self.name_inside(key), start, stop)
+        self._info(key)
+        shard = self._shards[self._where[key]]
+        if self._last is not None and self._last is not shard:
+            self._last.close()
+        self._last = shard
+        return shard.read(self.name_inside(key))
 
     def times(self) -> list[tuple[str, int]]:
         """Names of the files with the times of their last change, in nanoseconds."""
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]
 
     def fingerprint(self) -> str:
-        """Identify these weights cheaply, without reading them.
-
-        Covers names, sizes and headers of the files and a few kilobytes of each; not their
-        dates nor where they are. Equal prints do not prove that every weight is equal.
-        """
+        """Identify these weights by names, sizes, headers and samples of the files, not dates."""
         digest = hashlib.sha256()
         for name, shard in sorted(self._shards.items()):
             digest.update(f"{name}\0{shard.path.stat().st_size}\0".encode())
             digest.update(shard.digest())
         return digest.hexdigest()
 
-    def _shard(self, key: str) -> Shard:
-        """Give the file of a tensor; at most one is held open for further reads."""
-        shard = self._shards[self._where[key]]
-        if self._last is not None and self._last is not shard:
-            self._last.close()
-        self._last = shard
-        return shard
-
     def _info(self, key: str) -> TensorInfo:
         if key not in self._where:
             near = get_close_matches(key, self._where, n=3)
             raise SourceError(
                 f"the checkpoint in `{self.folder}` has no tensor `{key}`",
-                hint=f"near names are {listed(near)}" if near else "see `keys()` for its names",
+                hint=f"near names are {listed(near)}",
             )
         return self._shards[self._where[key]].infos[self.name_inside(key)]
 
@@ -198,31 +165,20 @@ class WeightStore:
 def _no_weights(folder: Path) -> SourceError:
     if not folder.is_dir():
         return SourceError(f"there is no folder `{folder}`", hint="check the path")
-    expected = ", ".join(f"`{name}`" for name, _ in _LAYOUTS)
     hint = "save the model with `save_pretrained`, which writes `model.safetensors`"
     if any(folder.glob("*-of-*")):
         hint = "the index of the shards is missing: download it too"
     return SourceError(
-        f"`{folder}` holds no weights: expected one of {expected}, found {folder_content(folder)}",
+        f"`{folder}` holds no weights: expected one of {listed(_LAYOUTS)}, "
+        f"found {folder_content(folder)}",
         hint=hint,
-    )
-
-
-def _joined(folder: Path, problems: list[str]) -> SourceError:
-    hint = "download or save the named files again"
-    if len(problems) == 1:
-        return SourceError(f"the weights in `{folder}` cannot be used: {problems[0]}", hint=hint)
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return SourceError(
-        f"the weights in `{folder}` cannot be used, {len(problems)} problems:{lines}", hint=hint
     )
 
 
 def _read_index(path: Path, problems: list[str]) -> dict[str, str]:
     """Give the file of each tensor; only names that stay inside the folder are accepted."""
     try:
-        index: Any = read_json(path, strict=True)
-        pairs: dict[str, str] = index["weight_map"]
+        pairs: dict[str, str] = read_json(path, strict=True)["weight_map"]
         if others := [key for key, file in pairs.items() if not isinstance(file, str)]:
             raise ValueError(f"{listed(others)} name no file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -264,15 +220,13 @@ def _locate(
     shards: Mapping[str, Shard], index: Mapping[str, str], problems: list[str]
 ) -> dict[str, str]:
     """Say which file holds each tensor; like Transformers, take tensors the index left out."""
-    where = dict(index)
     found: dict[str, str] = {}
     for file, shard in shards.items():
         absent = [key for key, place in index.items() if place == file and key not in shard.infos]
         if absent:
             problems.append(f"the index places {listed(absent)} in `{file}`, where it is not")
         for key in shard.infos:
-            where.setdefault(key, file)
             # Which of two would count depends on the version of Transformers.
             if found.setdefault(key, file) != file:
                 problems.append(f"`{key}` is both in `{found[key]}` and in `{file}`")
-    return where
+    return found

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from tcompress.data import calibration
 from tcompress.data.encoding import load_tokenizer
-from tcompress.data.tables import columns_of, content, opened, undecoded
+from tcompress.data.tables import columns_of, content, opened
 from tcompress.errors import DataError, RecipeError, SourceError, check_counts, listed
 from tcompress.models import SourceModel, resolve
 from tcompress.models.model import registered_classes
@@ -71,8 +71,7 @@ def _texts(words: Words) -> Iterator[str]:
     if words.words == "builtin":
         yield from calibration.builtin_texts()
         return
-    with opened(words.words, words.split) as found:
-        table = undecoded(found)
+    with opened(words.words, words.split) as table:
         chosen = columns_of(table, words.columns, {"text"}, {"text"}, "a tokenizer of words")
         rows = table.rows.select_columns(list(chosen["text"]))
         for batch in rows.iter(batch_size=1000):

@@ -26,25 +26,10 @@ __all__ = [
     "supported_families",
 ]
 
-_HOMES = {
-    "attentions": (
-        "Attention",
-        "attentions_of",
-    ),
-    "families": (
-        "Anatomy",
-        "Block",
-        "Layer",
-        "Part",
-        "Refusal",
-        "supported_families",
-    ),
-    "find": ("anatomy_of",),
-}
+_HOMES = {"Attention": "attentions", "attentions_of": "attentions", "anatomy_of": "find"}
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    if name not in __all__:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'families')}"), name)

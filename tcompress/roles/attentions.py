@@ -1,4 +1,4 @@
-"""Where tokens are mixed: attention modules, tables of positions, what a stand-in must do."""
+"""Where tokens are mixed: attention modules, tables of positions, what a replacement must do."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from torch import nn
 
 from tcompress.roles.families import Anatomy, Block, Layer
 
-# Tables of positions: where a model keeps them, and which rows text begins at.
-
 
 class Positions(NamedTuple):
-    """A table of positions.
-
-    Attributes:
-        path: Its module path.
-        table: The table.
-        offset: Rows before that of the first token.
-    """
+    """A table of positions, its module path, and the rows before that of the first token."""
 
     path: str
     table: nn.Embedding
@@ -52,9 +44,6 @@ def text_positions(model: nn.Module, limit: int) -> int:
     return limit
 
 
-# Where tokens are mixed: the attention modules of a model, and what they ask of a stand-in.
-
-
 # Tokens before the grid, by family of image and video models.
 _SPECIAL: Mapping[str, int] = {
     "vit": 1,
@@ -71,51 +60,26 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Attention:
-    """The self-attention of one block.
+    """The self-attention of one block."""
 
-    Attributes:
-        name: Module path in the running model.
-        block: Module path of its block.
-        layers: Its projections by role; a fused one stands under `qkv`.
-        heads: Number of query heads.
-        key_heads: Number of heads of keys and values.
-        head_dim: Width of one head.
-        causal: Whether a token sees only itself and those before it.
-        window: How far a token sees, if it does not see all.
-        biased: Whether a bias of positions is added to its scores.
-        tokens: Number of tokens of every input, if it is fixed.
-        grid: Sizes of the grid on which the last of them sit; empty without one.
-        special: Number of tokens before the grid.
-        longest: Most tokens of an input, if there is a limit.
-        reason: Why nothing can stand in for it, if nothing can.
-    """
-
-    name: str
-    block: str
-    layers: Mapping[str, Layer]
-    heads: int
-    key_heads: int
-    head_dim: int
-    causal: bool
-    window: int | None
-    biased: bool
-    tokens: int | None
-    grid: tuple[int, ...]
-    special: int
-    longest: int | None
-    reason: str | None = None
+    name: str  # module path in the running model
+    block: str  # module path of its block
+    layers: Mapping[str, Layer]  # its projections by role; a fused one stands under `qkv`
+    heads: int  # number of query heads
+    key_heads: int  # number of heads of keys and values
+    head_dim: int  # width of one head
+    causal: bool  # whether a token sees only itself and those before it
+    window: int | None  # how far a token sees, if it does not see all
+    biased: bool  # whether a bias of positions is added to its scores
+    tokens: int | None  # number of tokens of every input, if it is fixed
+    grid: tuple[int, ...]  # sizes of the grid on which the last of them sit; empty without one
+    special: int  # number of tokens before the grid
+    longest: int | None  # most tokens of an input, if there is a limit
+    reason: str | None = None  # why nothing can replace it, if nothing can
 
 
 def attentions_of(model: nn.Module, anatomy: Anatomy) -> tuple[Attention, ...]:
-    """Finds the self-attention of every block.
-
-    Args:
-        model: The model; the meta device is enough.
-        anatomy: Its anatomy.
-
-    Returns:
-        One for every block whose projections are known, in the order of the blocks.
-    """
+    """Finds the self-attention of every block whose projections are known."""
     found = (_attention(model, anatomy, block) for block in anatomy.blocks)
     return tuple(attention for attention in found if attention is not None)
 
@@ -133,7 +97,11 @@ def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | 
     family = getattr(config, "model_type", None) or anatomy.family
     width = first.head or 0
     grid, special = _grid(family, config)
-    fixed = prod(grid) + special if grid else _frames(family, module, config)
+    tokens = prod(grid) + special if grid else None
+    if config and family == "whisper" and not getattr(module, "is_decoder", False):
+        tokens = config.max_source_positions  # the encoder takes audio of one length
+    limit = getattr(config, "max_position_embeddings", None)
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     return Attention(
         name=name,
         block=block.name,
@@ -142,12 +110,12 @@ def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | 
         key_heads=_width(layers, "k") // width if width else 0,
         head_dim=width,
         causal=bool(getattr(module, "is_causal", False)) or family in _CAUSAL,
-        window=_window(module, config),
+        window=window if isinstance(window, int) and window > 0 else None,
         biased=family in _BIASED,
-        tokens=fixed,
+        tokens=tokens,
         grid=grid,
         special=special,
-        longest=None if grid else _longest(model, config),
+        longest=text_positions(model, limit) if isinstance(limit, int) and not grid else None,
         reason=_masked(model) or _reason(module, family, width),
     )
 
@@ -183,33 +151,14 @@ def _reason(module: nn.Module, family: str, width: int) -> str | None:
     return None
 
 
-def _window(module: nn.Module, config: Any) -> int | None:
-    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
-    return window if isinstance(window, int) and window > 0 else None
-
-
 def _grid(family: str, config: Any) -> tuple[tuple[int, ...], int]:
     if family not in _SPECIAL:
         return (), 0
     if family == "tcompress_grid":
         return tuple(config.grid), _SPECIAL[family]
-    sides = zip(_pair(config.image_size), _pair(config.patch_size), strict=True)
-    grid = tuple(size // patch for size, patch in sides)
+    sizes = (config.image_size, config.patch_size)
+    image, patch = ((size, size) if isinstance(size, int) else size for size in sizes)
+    grid: tuple[int, ...] = (image[0] // patch[0], image[1] // patch[1])
     if family == "videomae":
         grid = (config.num_frames // config.tubelet_size, *grid)
     return grid, _SPECIAL[family]
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
-
-
-def _frames(family: str, module: nn.Module, config: Any) -> int | None:
-    """Whisper's encoder takes audio of one length."""
-    encodes = family == "whisper" and not getattr(module, "is_decoder", False)
-    return config.max_source_positions if encodes else None
-
-
-def _longest(model: nn.Module, config: Any) -> int | None:
-    longest = getattr(config, "max_position_embeddings", None)
-    return text_positions(model, longest) if isinstance(longest, int) else None

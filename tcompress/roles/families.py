@@ -6,12 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tcompress.errors import InputError
-
-# What an anatomy consists of: plain, frozen records.
-
 
 Role = Literal[
     "q", "k", "v", "qkv", "o",
@@ -40,56 +37,38 @@ _OUT_ROLES = frozenset({"o", "cross_o", "down", "experts_down"})
 
 @dataclass(frozen=True)
 class Part:
-    """One contiguous run of a layer's output features.
+    """One contiguous run of a layer's output features."""
 
-    Attributes:
-        name: Role of the run: `q`, `k`, `v`, `gate`, `up`, or the layer's own role.
-        size: Number of output features.
-    """
-
-    name: str
+    name: str  # role of the run: `q`, `k`, `v`, `gate`, `up`, or the layer's own role
     size: int
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight (one per expert, for experts) and its place in the block.
+    """One weight (one per expert, for experts) and its place in the block."""
 
-    Attributes:
-        name: Module path in the running model; for experts, of the module that holds the weights.
-        role: What the layer computes; `linear` where only its shape is known.
-        kind: How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts`
-            (experts, out, in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the
-            kernels of a convolution.
-        in_features: Width of one input row.
-        out_features: Width of one output row, the sum of the sizes of `parts`.
-        bias: Whether the layer has a bias.
-        parts: Runs of output features, in the order of storage.
-        group: Names the input that the layer reads; layers of a block with the same group read
-            the same tensor.
-        experts: Number of experts, or None for a single weight.
-        parameter: Attribute of the module that holds the weight.
-        transposed: Whether stacked weights are stored as (experts, in, out).
-        calls: How often one forward pass of the block runs the layer. Only the first call reads
-            the group's input.
-        head: Width of one head of the attention that the layer belongs to, if it is known.
-        axes: Number of axes that a convolution moves along.
-    """
-
-    name: str
-    role: Role
+    name: str  # module path in the running model; for experts, of the module that holds the weights
+    role: Role  # what the layer computes; `linear` where only its shape is known
+    # How the weight is stored: `linear` (out, in), `conv1d` (in, out), `experts` (experts, out,
+    # in), unless they are `transposed`, or `pointwise` (out, in, 1, ...), the kernels of a
+    # convolution.
     kind: Kind
-    in_features: int
-    out_features: int
-    bias: bool
-    parts: tuple[Part, ...]
+    in_features: int  # width of one input row
+    out_features: int  # width of one output row, the sum of the sizes of `parts`
+    bias: bool  # whether the layer has a bias
+    parts: tuple[Part, ...]  # runs of output features, in the order of storage
+    # Names the input that the layer reads; layers of a block with the same group read the same
+    # tensor.
     group: str
-    experts: int | None = None
-    parameter: str = "weight"
-    transposed: bool = False
+    experts: int | None = None  # number of experts, or None for a single weight
+    parameter: str = "weight"  # attribute of the module that holds the weight
+    transposed: bool = False  # whether stacked weights are stored as (experts, in, out)
+    # How often one forward pass of the block runs the layer. Only the first call reads the
+    # group's input.
     calls: int = 1
+    # Width of one head of the attention that the layer belongs to, if it is known.
     head: int | None = None
-    axes: int = 0
+    axes: int = 0  # number of axes that a convolution moves along
 
     @property
     def side(self) -> Side:
@@ -132,26 +111,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What can be compressed in a model.
+    """What can be compressed in a model."""
 
-    Attributes:
-        family: The model type in the model's config, or its class name where there is none.
-        blocks: Transformer blocks in the order in which the model lists them.
-        embeddings: Module paths of the word embeddings.
-        output_head: Module path of the layer that yields logits over the vocabulary, if any.
-        refused: Modules inside blocks that must be left alone.
-        warnings: What a user should know before relying on this anatomy.
-        supported: Whether every block belongs to a supported family.
-        outside: Ordinary linear layers outside of blocks, rewritten only where they are named.
-    """
-
-    family: str
-    blocks: tuple[Block, ...]
-    embeddings: tuple[str, ...]
+    family: str  # the model type in the model's config, or its class name where there is none
+    blocks: tuple[Block, ...]  # transformer blocks in the order in which the model lists them
+    embeddings: tuple[str, ...]  # module paths of the word embeddings
+    # Module path of the layer that yields logits over the vocabulary, if any.
     output_head: str | None
-    refused: tuple[Refusal, ...]
-    warnings: tuple[str, ...]
-    supported: bool
+    refused: tuple[Refusal, ...]  # modules inside blocks that must be left alone
+    warnings: tuple[str, ...]  # what a user should know before relying on this anatomy
+    supported: bool  # whether every block belongs to a supported family
+    # Ordinary linear layers outside of blocks, rewritten only where they are named.
     outside: tuple[Layer, ...] = ()
 
     @property
@@ -172,92 +142,56 @@ Roles = Mapping[Role, str]
 
 @dataclass(frozen=True)
 class Style:
-    """One way of naming the modules of a block.
+    """One way of naming the modules of a block."""
 
-    Attributes:
-        roles: Module path, relative to the block, of each role in order of execution.
-        interleaved_qkv: The fused projection stores q, k, v head by head, so that it has no
-            contiguous parts.
-        stored: The same paths in checkpoints, where all of them have other names there.
-        transposed: Whether weights are stored as (in, out).
-    """
-
-    roles: Roles
+    roles: Roles  # module path, relative to the block, of each role in order of execution
+    # The fused projection stores q, k, v head by head, so that it has no contiguous parts.
     interleaved_qkv: bool = False
+    # The same paths in checkpoints, where all of them have other names there.
     stored: Roles = field(default_factory=dict)
-    transposed: bool = False
+    transposed: bool = False  # whether weights are stored as (in, out)
 
 
-_SELF_ATTN: Roles = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-}
+def _below(module: str, **names: str) -> Roles:
+    return cast(Roles, {role: f"{module}.{name}" for role, name in names.items()})
+
+
+_SELF_ATTN = _below("self_attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj")
 _SELF_ATTN_OUT: Roles = {**_SELF_ATTN, "o": "self_attn.out_proj"}
-_CROSS_ATTN: Roles = {
-    "cross_q": "encoder_attn.q_proj",
-    "cross_k": "encoder_attn.k_proj",
-    "cross_v": "encoder_attn.v_proj",
-    "cross_o": "encoder_attn.out_proj",
-}
-_BERT_CROSS: Roles = {
-    "cross_q": "crossattention.self.query",
-    "cross_k": "crossattention.self.key",
-    "cross_v": "crossattention.self.value",
-    "cross_o": "crossattention.output.dense",
-}
+_CROSS_ATTN = _below(
+    "encoder_attn", cross_q="q_proj", cross_k="k_proj", cross_v="v_proj", cross_o="out_proj"
+)
 _T5_ATTN: Roles = {
-    "q": "*.SelfAttention.q",
-    "k": "*.SelfAttention.k",
-    "v": "*.SelfAttention.v",
-    "o": "*.SelfAttention.o",
-    "cross_q": "*.EncDecAttention.q",
-    "cross_k": "*.EncDecAttention.k",
-    "cross_v": "*.EncDecAttention.v",
-    "cross_o": "*.EncDecAttention.o",
+    **_below("*.SelfAttention", q="q", k="k", v="v", o="o"),
+    **_below("*.EncDecAttention", cross_q="q", cross_k="k", cross_v="v", cross_o="o"),
 }
+_BERT_OUT: Roles = {"o": "attention.output.dense"}
 _BERT_FFN: Roles = {"up": "intermediate.dense", "down": "output.dense"}
 _FC: Roles = {"up": "fc1", "down": "fc2"}
-_MLP_FC: Roles = {"up": "mlp.fc1", "down": "mlp.fc2"}
-_GATED: Roles = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-_EXPERTS: Roles = {"experts_gate_up": "mlp.experts", "experts_down": "mlp.experts"}
+_MLP_FC = _below("mlp", up="fc1", down="fc2")
+_GATED = _below("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_EXPERTS = _below("mlp", experts_gate_up="experts", experts_down="experts")
 
 _BERT = Style(
     {
-        "q": "attention.self.query",
-        "k": "attention.self.key",
-        "v": "attention.self.value",
-        "o": "attention.output.dense",
-        **_BERT_CROSS,
+        **_below("attention.self", q="query", k="key", v="value"),
+        **_BERT_OUT,
+        **_below("crossattention.self", cross_q="query", cross_k="key", cross_v="value"),
+        "cross_o": "crossattention.output.dense",
         **_BERT_FFN,
     }
 )
 _DISTILBERT = Style(
     {
-        "q": "attention.q_lin",
-        "k": "attention.k_lin",
-        "v": "attention.v_lin",
-        "o": "attention.out_lin",
-        "up": "ffn.lin1",
-        "down": "ffn.lin2",
+        **_below("attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
+        **_below("ffn", up="lin1", down="lin2"),
     }
 )
-_MPNET = Style(
-    {
-        "q": "attention.attn.q",
-        "k": "attention.attn.k",
-        "v": "attention.attn.v",
-        "o": "attention.attn.o",
-        **_BERT_FFN,
-    }
-)
+_MPNET = Style({**_below("attention.attn", q="q", k="k", v="v", o="o"), **_BERT_FFN})
 _DEBERTA_V2 = Style(
     {
-        "q": "attention.self.query_proj",
-        "k": "attention.self.key_proj",
-        "v": "attention.self.value_proj",
-        "o": "attention.output.dense",
+        **_below("attention.self", q="query_proj", k="key_proj", v="value_proj"),
+        **_BERT_OUT,
         **_BERT_FFN,
     }
 )
@@ -268,69 +202,40 @@ _GPT2 = Style(
 )
 _GPT_NEO = Style(
     {
-        "q": "attn.attention.q_proj",
-        "k": "attn.attention.k_proj",
-        "v": "attn.attention.v_proj",
-        "o": "attn.attention.out_proj",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
+        **_below("attn.attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
+        **_below("mlp", up="c_fc", down="c_proj"),
     }
 )
 _GPT_NEOX = Style(
     {
-        "qkv": "attention.query_key_value",
-        "o": "attention.dense",
-        "up": "mlp.dense_h_to_4h",
-        "down": "mlp.dense_4h_to_h",
+        **_below("attention", qkv="query_key_value", o="dense"),
+        **_below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
     },
     interleaved_qkv=True,
 )
 _PHI3 = Style(
     {
-        "qkv": "self_attn.qkv_proj",
-        "o": "self_attn.o_proj",
-        "gate_up": "mlp.gate_up_proj",
-        "down": "mlp.down_proj",
+        **_below("self_attn", qkv="qkv_proj", o="o_proj"),
+        **_below("mlp", gate_up="gate_up_proj", down="down_proj"),
     }
 )
 _VIT = Style(
-    {
-        "q": "attention.q_proj",
-        "k": "attention.k_proj",
-        "v": "attention.v_proj",
-        "o": "attention.o_proj",
-        **_MLP_FC,
-    },
+    {**_below("attention", q="q_proj", k="k_proj", v="v_proj", o="o_proj"), **_MLP_FC},
     stored={
-        "q": "attention.attention.query",
-        "k": "attention.attention.key",
-        "v": "attention.attention.value",
-        "o": "attention.output.dense",
+        **_below("attention.attention", q="query", k="key", v="value"),
+        **_BERT_OUT,
         **_BERT_FFN,
     },
 )
 _VIDEOMAE = Style(
-    {
-        "k": "attention.attention.key",
-        "v": "attention.attention.value",
-        "q": "attention.attention.query",
-        "o": "attention.output.dense",
-        **_BERT_FFN,
-    }
+    {**_below("attention.attention", k="key", v="value", q="query"), **_BERT_OUT, **_BERT_FFN}
 )
 _BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
 _CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})
 _LLAMA = Style({**_SELF_ATTN, **_GATED})
 _MOE = Style({**_SELF_ATTN, **_EXPERTS})
-_T5 = Style({**_T5_ATTN, "up": "*.DenseReluDense.wi", "down": "*.DenseReluDense.wo"})
-_T5_GATED = Style(
-    {
-        **_T5_ATTN,
-        "gate": "*.DenseReluDense.wi_0",
-        "up": "*.DenseReluDense.wi_1",
-        "down": "*.DenseReluDense.wo",
-    }
-)
+_T5 = Style({**_T5_ATTN, **_below("*.DenseReluDense", up="wi", down="wo")})
+_T5_GATED = Style({**_T5_ATTN, **_below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo")})
 
 _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
@@ -370,15 +275,7 @@ def supported_families() -> tuple[str, ...]:
 
 
 def match(roles: Roles, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:
-    """Find the module of each row of a style.
-
-    Args:
-        roles: Rows of the style.
-        names: Paths of the modules, relative to the block.
-
-    Returns:
-        The module of each role, and the paths that are not there, or are several.
-    """
+    """Find the module of each role of a style, and the paths that are absent, or are several."""
     hits = {
         role: [name for name in names if fnmatchcase(name, pattern)]
         for role, pattern in roles.items()
@@ -392,17 +289,7 @@ def match(roles: Roles, names: Collection[str]) -> tuple[dict[Role, str], list[s
 def parts_of(
     name: str, role: Role, out_features: int, style: Style, config: Any
 ) -> tuple[Part, ...]:
-    """Cut a layer's output features into named runs.
-
-    Args:
-        name: Module path, for the error.
-        role: The layer's role.
-        out_features: Width of its output.
-        style: The block's style.
-        config: The config of the model that the block belongs to.
-
-    Returns:
-        The runs in order of storage; a plain layer has one, named like its role.
+    """Cut a layer's output features into runs in order of storage: one, unless it is fused.
 
     Raises:
         InputError: The config's head counts do not add up to the layer's width.

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.errors import InputError
+from tcompress.errors import InputError, listed
 from tcompress.roles.families import (
     FAMILIES,
     GROUP_OF_ROLE,
@@ -38,9 +38,7 @@ from tcompress.roles.projections import (
     shapes_of,
 )
 
-# How wide one head of an attention is.
-
-
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _COUNTS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
 _WHOLE = ("hidden_size", "dim", "d_model", "n_embd")
@@ -48,17 +46,7 @@ _ATTENTION = frozenset({"q", "k", "v", "qkv", "o", "cross_q", "cross_k", "cross_
 
 
 def head_width(block: nn.Module, name: str, role: Role, config: Any) -> int | None:
-    """Read the width of a head off the modules around a projection, or off the config.
-
-    Args:
-        block: The block.
-        name: Path of the projection below the block.
-        role: What the projection does.
-        config: Config of the model that the block belongs to.
-
-    Returns:
-        The width; None where it is not known, or the projection is not part of an attention.
-    """
+    """Read the width of a head of attention off the modules around a projection, or the config."""
     if role not in _ATTENTION:
         return None
     path = name
@@ -72,19 +60,9 @@ def head_width(block: nn.Module, name: str, role: Role, config: Any) -> int | No
         }
         if found:
             return found.pop() if len(found) == 1 else None
-    count, whole = _first(config, _COUNTS), _first(config, _WHOLE)
+    values = [[getattr(config, field, None) for field in fields] for fields in (_COUNTS, _WHOLE)]
+    count, whole = (next((item for item in row if isinstance(item, int)), 0) for row in values)
     return whole // count if whole and count and whole % count == 0 else None
-
-
-def _first(config: Any, fields: tuple[str, ...]) -> int | None:
-    values = (getattr(config, field, None) for field in fields)
-    return next((value for value in values if isinstance(value, int)), None)
-
-
-# Finding the anatomy of a model: by the table of its family, else by its structure.
-
-
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -105,14 +83,11 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
     Only names and shapes are read, so the model may live on the meta device. Models made of
     several models (two towers, encoder and decoder) are read tower by tower: each block follows
-    the nearest config above it.
+    the nearest config above it. In families without a table every linear layer of a block is
+    listed with the role `linear`, and `supported` is False.
 
     Args:
         model: A Hugging Face model, or any module with repeated blocks in a `ModuleList`.
-
-    Returns:
-        The anatomy. In families without a table every linear layer of a block is listed with
-        the role `linear`, and `supported` is False.
 
     Raises:
         InputError: A block of a supported family lacks a module that its table names.
@@ -124,8 +99,10 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"no transformer block was found in this `{type(model).__name__}`",
             "give the whole model, with its blocks in a ModuleList",
         )
-    reasons = dict.fromkeys(_shared(model), "several blocks share it")
-    reasons |= direct_uses(model)
+    paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    shared = (module for module, count in paths.items() if count > 1)
+    reasons = dict.fromkeys(shared, "several blocks share it") | direct_uses(model)
+    head = _asked(model, "get_output_embeddings")
     blocks: list[Block] = []
     refused: list[Refusal] = []
     for site in sites:
@@ -137,7 +114,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         family=family,
         blocks=tuple(blocks),
         embeddings=_embeddings(model),
-        output_head=_output_head(model),
+        output_head=next((name for name, part in model.named_modules() if part is head), None),
         refused=tuple(refused),
         warnings=_warnings(family, sites, blocks),
         supported=bool(sites) and all(site.family in FAMILIES for site in sites),
@@ -156,19 +133,12 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
         family, config = own, getattr(module, "config", None)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if isinstance(module, nn.ModuleList):
-            below = []  # all that is below an item is part of the block
-        else:
-            below = list(_sites(child, child_path, family, config))
+        # All that is below an item of a list is part of the block.
+        inside = not isinstance(module, nn.ModuleList)
+        below = list(_sites(child, child_path, family, config)) if inside else []
         yield from below
         if not below and isinstance(module, _LISTS) and is_block(child):
             yield _Site(child_path, child, family, config)
-
-
-def _shared(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the modules that can be reached by several paths."""
-    counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    return frozenset(module for module, count in counts.items() if count > 1)
 
 
 def _read(
@@ -185,11 +155,16 @@ def _read(
         layers = [_layer(site, role, name, style) for role, name in roles.items()]
         default = f"the table of family `{site.family}` gives it no role"
     else:
-        plain = [name for name, reason in reasons.items() if reason is None]
-        layers, default = [layer for name in plain for layer in _scanned(site, name)], ""
+        plain = [(name, modules[name]) for name, reason in reasons.items() if reason is None]
+        layers = [
+            _layer(site, shape.role, name, None, shape)
+            for name, module in plain
+            for shape in shapes_of(module)
+        ]
+        default = ""
     taken = {layer.name for layer in layers}
     refused = [
-        Refusal(site.path(name), REFUSED_MODULES.get(_last(name)) or reason or default)
+        Refusal(site.path(name), REFUSED_MODULES.get(name.rpartition(".")[2]) or reason or default)
         for name, reason in reasons.items()
         if site.path(name) not in taken
     ]
@@ -214,32 +189,15 @@ def _outside(
 
 def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
     """Find the style whose rows are all in the block, and the module of each row."""
-    missing: list[str] = []
-    for style in FAMILIES[site.family]:
-        roles, absent = match(style.roles, names)
-        if not absent:
-            return style, roles
-        if not missing or len(absent) < len(missing):
-            missing = absent
+    found = [(style, *match(style.roles, names)) for style in FAMILIES[site.family]]
+    style, roles, missing = min(found, key=lambda item: len(item[2]))
+    if not missing:
+        return style, roles
     raise InputError(
-        f"block `{site.name}` of family `{site.family}` lacks {_listed(missing)}",
+        f"block `{site.name}` of family `{site.family}` lacks {listed(missing)}",
         f"transformers {transformers.__version__} may name its modules in a new way, or the model"
         " was already changed: load an unchanged checkpoint, or update tcompress",
     )
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _scanned(site: _Site, name: str) -> Iterator[Layer]:
-    """Yield the layers of a module of which only the structure is known."""
-    for shape in shapes_of(site.block.get_submodule(name)):
-        yield _layer(site, shape.role, name, None, shape)
 
 
 def _layer(
@@ -255,43 +213,24 @@ def _layer(
         if shape.experts is None:
             parts = parts_of(path, role, shape.out_features, style, site.config)
         group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
-    return Layer(
-        name=path,
-        role=role,
-        kind=shape.kind,
-        in_features=shape.in_features,
-        out_features=shape.out_features,
-        bias=shape.bias,
-        parts=parts,
-        group=group,
-        experts=shape.experts,
-        parameter=shape.parameter,
-        transposed=shape.transposed,
-        calls=calls,
-        head=head_width(site.block, name, role, site.config),
-        axes=shape.axes,
-    )
+    head = head_width(site.block, name, role, site.config)
+    fields = {key: value for key, value in shape._asdict().items() if key not in ("role", "halves")}
+    return Layer(path, role, parts=parts, group=group, calls=calls, head=head, **fields)
 
 
 def _embeddings(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of the input embeddings of the model and of the models inside it."""
-    found: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel):
-            try:
-                found.append(module.get_input_embeddings())
-            except (NotImplementedError, AttributeError):  # no embedding of its own
-                continue
+    inside = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
+    found = {_asked(part, "get_input_embeddings") for part in inside}
     wanted = {module for module in found if isinstance(module, nn.Embedding)}
     return tuple(name for name, module in model.named_modules() if module in wanted)
 
 
-def _output_head(model: nn.Module) -> str | None:
+def _asked(model: nn.Module, question: str) -> nn.Module | None:
     try:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-    except (NotImplementedError, AttributeError):
+        return getattr(model, question, lambda: None)()
+    except (NotImplementedError, AttributeError):  # it has none
         return None
-    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) -> tuple[str, ...]:
@@ -305,7 +244,7 @@ def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) 
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:
         warnings.append(
-            f"the {_listed(again)} layers also project the table of relative positions: their"
+            f"the {listed(again)} layers also project the table of relative positions: their"
             " second call does not read tokens"
         )
     if not sites:

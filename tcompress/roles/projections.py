@@ -20,9 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from tcompress.errors import InputError
 from tcompress.roles.families import Kind, Role
 
-# Layers whose weights a forward pass reads itself, instead of calling the layer.
-
-
 # Methods that build a model, not such that compute.
 _BUILDING = ("__init__", "_init", "init_", "reset_", "tie_", "_tie", "resize", "_resize", "load")
 _HARMLESS = frozenset({"dtype", "device", "requires_grad", "is_cuda"})
@@ -42,36 +39,25 @@ class _Use(NamedTuple):
 
 
 def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the modules whose `weight` is read by a method of another module.
+    """Find modules whose `weight` a method of another module reads, and say which one.
 
     The methods' sources are looked at, so the model may live on the meta device. Reading a
     weight's dtype or device is no use of it; methods that initialise are left out.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Why each such module must keep its weight.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         kind: Any = type(module)
         for use in _uses(kind):
-            if not all(_may_be(module, *condition) for condition in use.conditions):
-                continue
-            reason = f"`{type(module).__name__}.{use.method}` uses its weight directly"
-            for child in _at(module, use.steps):
-                found.setdefault(child, reason)
+            if all(_may_be(module, *condition) for condition in use.conditions):
+                reason = f"`{kind.__name__}.{use.method}` uses its weight directly"
+                for child in _at(module, use.steps):
+                    found.setdefault(child, reason)
     return found
 
 
 @cache
 def computes_linear(kind: Any) -> bool:
-    """Tell by trial whether a subclass of `nn.Linear` computes what `nn.Linear` does.
-
-    Args:
-        kind: The class. It is built with small sizes and run on numbers small and large.
-    """
+    """Tell by trial, on numbers small and large, whether a class computes what `nn.Linear` does."""
     if kind.forward is nn.Linear.forward:
         return True
     try:
@@ -87,13 +73,12 @@ def computes_linear(kind: Any) -> bool:
     return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want)
 
 
-def _at(module: nn.Module, steps: tuple[str, ...]) -> Iterator[nn.Module]:
-    if not steps:
-        yield module
-        return
-    own = dict(module.named_children())
-    for child in own.values() if steps[0] == _ANY else filter(None, [own.get(steps[0])]):
-        yield from _at(child, steps[1:])
+def _at(module: nn.Module, steps: tuple[str, ...]) -> list[nn.Module]:
+    found = [module]
+    for step in steps:
+        below = (item for parent in found for item in parent.named_children())
+        found = [child for name, child in below if step in (_ANY, name)]
+    return found
 
 
 @cache
@@ -107,8 +92,7 @@ def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
             continue
         if method.__module__.startswith("torch.") or not _names(method.__code__, "weight"):
             continue
-        for steps, conditions in _read_in(method):
-            found.setdefault(_Use(steps, name, conditions))
+        found |= dict.fromkeys(_read_in(method, name))
     return tuple(found)
 
 
@@ -117,14 +101,9 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(each, name) for each in inner)
 
 
-def _read_in(
-    method: FunctionType,
-) -> Iterator[tuple[tuple[str, ...], tuple[tuple[str, bool], ...]]]:
-    """Yield the steps to every module whose weight one method reads, and the conditions."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError):  # no source, such as in a console
-        return
+def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
+    """Yield every use of a weight in one method."""
+    tree = _parsed(method)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
     for node in ast.walk(tree):
@@ -132,17 +111,25 @@ def _read_in(
             continue
         if not _is_harmless(node, parents):
             conditions = tuple(_conditions(node, parents))
-            yield from ((steps, conditions) for steps in _steps(node.value, known) if steps)
+            origins = (steps for steps, _ in _origins(node.value, known) if steps)
+            yield from (_Use(steps, name, conditions) for steps in origins)
+
+
+def _parsed(function: Any) -> ast.AST:
+    """Parse a function; nothing is found in one without source, such as in a console."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
 
 
 def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tuple[str, bool]]:
     """Yield what the fields of a module must be for an expression to be reached."""
     while (parent := parents.get(node)) is not None:
         if isinstance(parent, ast.If | ast.IfExp) and node is not parent.test:
-            names = {part.id for part in ast.walk(parent.test) if isinstance(part, ast.Name)}
-            fields = {
-                part.attr for part in ast.walk(parent.test) if isinstance(part, ast.Attribute)
-            }
+            parts = list(ast.walk(parent.test))
+            names = {part.id for part in parts if isinstance(part, ast.Name)}
+            fields = {part.attr for part in parts if isinstance(part, ast.Attribute)}
             if names == {"self"} and "training" not in fields:
                 body = parent.body if isinstance(parent, ast.If) else [parent.body]
                 yield ast.unparse(parent.test), node in body
@@ -168,26 +155,39 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return isinstance(called, ast.Name) and called.id in _QUESTIONS
 
 
-def _steps(
-    node: ast.AST, known: dict[str, list[ast.AST]], seen: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, ...]]:
-    """Yield the steps that lead from `self` to what an expression may be."""
+def _origins(
+    node: ast.AST, known: Mapping[str, list[ast.AST]], last: bool = False
+) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield the steps from `self` to what an expression may be, and whether it is transposed.
+
+    A local name may stand for any value given to it, or for the last one made of those before.
+    """
+    inner: list[ast.AST] = []
+    step, turned = None, False
     if isinstance(node, ast.Name):
         if node.id == "self":
-            yield ()
-        elif node.id not in seen:
-            for value in known.get(node.id, ()):
-                yield from _steps(value, known, seen | {node.id})
+            yield (), False
+        values = known.get(node.id, [])
+        inner = values[-1:] if last else values
+        known = {**known, node.id: values[:-1] if last else []}
     elif isinstance(node, ast.Attribute):
-        yield from ((*steps, node.attr) for steps in _steps(node.value, known, seen))
+        inner, turned = [node.value], node.attr in ("T", "mT")
+        step = None if turned else node.attr
     elif isinstance(node, ast.Subscript):
-        yield from ((*steps, _ANY) for steps in _steps(node.value, known, seen))
+        inner, step = [node.value], _ANY
     elif isinstance(node, ast.Tuple | ast.List):
-        for item in node.elts:
-            yield from _steps(item, known, seen)
+        inner = [*node.elts]
     elif isinstance(node, ast.IfExp):
-        yield from _steps(node.body, known, seen)
-        yield from _steps(node.orelse, known, seen)
+        inner = [node.body, node.orelse]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        turned = node.func.attr == "transpose"
+        if node.func.attr == "index_select":
+            inner = [*node.args[:1]]
+        elif turned or node.func.attr in ("to", "float", "type_as", "contiguous"):
+            inner = [node.func.value]
+    for each in inner:
+        for steps, flipped in _origins(each, known, last):
+            yield (*steps, step) if step else steps, flipped != turned
 
 
 def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
@@ -211,31 +211,14 @@ def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
     return found
 
 
-# Modules that hold projection weights: finding them, their shapes, and which to leave alone.
-
-
 _UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOT_OWN = ("torch.", "transformers.generation")
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
 
 class Shape(NamedTuple):
-    """How a projection is stored.
-
-    Attributes:
-        kind: See `Layer`.
-        in_features: Width of one input row.
-        out_features: Width of one output row.
-        bias: Whether there is a bias.
-        experts: Number of stacked weights, if it is a stack.
-        parameter: Attribute of the module that holds the weight.
-        transposed: Whether a stack is stored as (experts, in, out).
-        role: Of a stack that Transformers describes; else `linear`.
-        halves: Whether the first half of the outputs is a gate for the second.
-        axes: Number of axes that a convolution moves along.
-    """
+    """How a projection is stored, as `Layer` has it."""
 
     kind: Kind
     in_features: int
@@ -244,8 +227,8 @@ class Shape(NamedTuple):
     experts: int | None = None
     parameter: str = "weight"
     transposed: bool = False
-    role: Role = "linear"
-    halves: bool = False
+    role: Role = "linear"  # of a stack that Transformers describes; else `linear`
+    halves: bool = False  # whether the first half of the outputs is a gate for the second
     axes: int = 0
 
 
@@ -258,7 +241,10 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, (nn.Linear, Conv1D, nn.MultiheadAttention))
         or is_pointwise(module)
         or _stacks(module, name)
-        or (chooses(name, modules) and _holds_matrix(module))
+        or (
+            any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
+            and chooses(name, modules)
+        )
     }
 
 
@@ -284,17 +270,12 @@ def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
         sizes = module.in_channels, module.out_channels
         return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
     stacks = _stacks(module)
-    ways = _ways(module)
-    found = [(order, name) for order, name in enumerate(ways) if name in stacks]
-    return tuple(_stack(module, name, transposed=ways[name]) for _, name in sorted(found))
+    found = _ways(module).items()
+    return tuple(_stack(module, name, transposed=way) for name, way in found if name in stacks)
 
 
 def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
-    """Read the shape of the projection of a module that has a role.
-
-    Raises:
-        InputError: The experts do not store the weight that the role asks for.
-    """
+    """Read the shape of the projection of a module that has a role."""
     shapes = shapes_of(module)
     if not role.startswith("experts_"):
         return shapes[0]
@@ -322,17 +303,10 @@ def is_block(module: nn.Module) -> bool:
 
 
 def reason_to_refuse(name: str, block: nn.Module) -> str | None:
-    """Say why a projection without a known role must be left alone, if it must.
-
-    Args:
-        name: Path of the projection below the block.
-        block: The block.
-
-    Returns:
-        The reason, or None if the projection is an ordinary layer.
-    """
+    """Say why a projection without a known role must be left alone, if it must."""
     modules = dict(block.named_modules())
-    module, kind = modules[name], type(modules[name])
+    module = modules[name]
+    kind: Any = type(module)
     parent = modules[name.rpartition(".")[0]]
     if reason := chooses(name, modules):
         return reason
@@ -348,20 +322,13 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
     elif isinstance(module, _ConvNd):
         if module.groups > 1:
             return "it is a convolution in groups"
-        if not _applies_kernel(module):
+        own = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # others may change their weight
+        forward = (kind.forward, getattr(kind, "_conv_forward", None))
+        if forward not in [(each.forward, each._conv_forward) for each in own]:
             return f"its class `{kind.__name__}` has a forward pass of its own"
-    elif kind.forward is not Conv1D.forward and not computes_linear(kind):  # type: ignore[arg-type]
+    elif kind.forward is not Conv1D.forward and not computes_linear(kind):
         return f"its class `{kind.__name__}` has a forward pass of its own"
     return None
-
-
-def _applies_kernel(module: nn.Module) -> bool:
-    """Tells whether a convolution is one of PyTorch's own, and not one that changes its weight."""
-    kind: Any = type(module)
-    return any(
-        kind.forward is own.forward and kind._conv_forward is own._conv_forward
-        for own in _CONVOLUTIONS
-    )
 
 
 def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
@@ -384,22 +351,15 @@ def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
 
 
 def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
-    experts, out_features, in_features = getattr(module, name).shape
-    if transposed:
-        out_features, in_features = in_features, out_features
+    experts, *sizes = getattr(module, name).shape
+    out_features, in_features = sizes[::-1] if transposed else sizes
     described = bool(_described(module))
     up = name in ("gate_up_proj", "up_proj")
     role: Role = "linear" if not described else "experts_gate_up" if up else "experts_down"
+    halves = described and name == "gate_up_proj" and bool(module.is_concatenated)
+    bias = hasattr(module, f"{name}_bias")
     return Shape(
-        "experts",
-        in_features,
-        out_features,
-        hasattr(module, f"{name}_bias"),
-        experts,
-        name,
-        transposed,
-        role,
-        halves=described and name == "gate_up_proj" and bool(module.is_concatenated),
+        "experts", in_features, out_features, bias, experts, name, transposed, role, halves
     )
 
 
@@ -418,24 +378,15 @@ def _ways(module: nn.Module) -> Mapping[str, bool]:
 
 @cache
 def _read(kind: type[nn.Module]) -> Mapping[str, bool]:
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    seen: dict[str, set[str]] = {}  # attributes behind a variable; "~" marks a transposed one
+    tree = _parsed(kind.forward)
+    known = _assigned(tree)
     found: dict[str, bool] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            behind = set(_behind(node.value, seen))
-            seen[node.targets[0].id] = behind if len(behind) == 1 else set()
-    for node in ast.walk(tree):
         weight, flipped = _factor(node)
-        if weight is not None:
-            behind = set(_behind(weight, seen))
-            if len(behind) == 1:
-                name = behind.pop()
-                found.setdefault(name.strip("~"), flipped != name.startswith("~"))
+        origins = set() if weight is None else set(_origins(weight, known, last=True))
+        names = {steps[0] for steps, _ in origins if steps and {*steps[1:]} <= {_ANY}}
+        if len(origins) == 1 and names:
+            found.setdefault(names.pop(), flipped != origins.pop()[1])
     return found
 
 
@@ -451,37 +402,6 @@ def _factor(node: ast.AST) -> tuple[ast.expr | None, bool]:
     return None, False
 
 
-def _behind(node: ast.expr, seen: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the attribute that an expression selects from or transposes."""
-    if isinstance(node, ast.Name):
-        yield from seen.get(node.id, ())
-    elif isinstance(node, ast.Subscript):
-        yield from _behind(node.value, seen)
-    elif isinstance(node, ast.IfExp):
-        yield from (*_behind(node.body, seen), *_behind(node.orelse, seen))
-    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id == "self":
-            yield node.attr
-        elif node.attr in ("T", "mT"):
-            yield from map(_flip, _behind(node.value, seen))
-    elif isinstance(node, ast.Attribute) and node.attr in ("T", "mT"):
-        yield from map(_flip, _behind(node.value, seen))
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "index_select" and node.args:
-            yield from _behind(node.args[0], seen)
-        elif node.func.attr in ("transpose", "to", "float", "type_as", "contiguous"):
-            inner = _behind(node.func.value, seen)
-            yield from map(_flip, inner) if node.func.attr == "transpose" else inner
-
-
-def _flip(name: str) -> str:
-    return name[1:] if name.startswith("~") else f"~{name}"
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    return any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
-
-
 def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Say what a module, or one above it, chooses, if it is a router, a gate or an indexer."""
     path, best = "", False
@@ -491,28 +411,21 @@ def chooses(name: str, modules: Mapping[str, nn.Module]) -> str | None:
         label = f"{step} {type(module).__name__}".lower()
         if "indexer" in label:
             return _SELECTS
-        gate = _is_gate(step) or _scores(module, beside)
+        # A linear layer with one output for every item of a list of experts.
+        experts = len(beside) if isinstance(beside, (nn.ModuleList, nn.ModuleDict)) else -1
+        gate = _is_gate(step) or getattr(module, "out_features", None) == experts
         if "router" in label or (gate and (best or beside not in (None, module))):
             return _ROUTES
         best = _takes_best(type(module)) and "attention" not in label  # type: ignore[arg-type]
         gated = any(_is_gate(own) or "router" in own for own, _ in module.named_children())
-        if best and not gated and not _has_experts(module):
+        inside = module.named_modules()
+        if best and not gated and not any("expert" in n.lower() or _stacks(m) for n, m in inside):
             return _ROUTES
     return None
 
 
 def _is_gate(step: str) -> bool:
     return step == "gate" or step.endswith("_gate")
-
-
-def _scores(module: nn.Module, experts: nn.Module | None) -> bool:
-    """Tell whether a linear layer has one output for every item of a list of experts."""
-    listed = isinstance(experts, (nn.ModuleList, nn.ModuleDict))
-    return listed and getattr(module, "out_features", None) == len(experts)  # type: ignore[arg-type]
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return any("expert" in name.lower() or _stacks(item) for name, item in module.named_modules())
 
 
 @cache

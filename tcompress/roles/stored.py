@@ -7,7 +7,8 @@ left to `anatomy_of`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -26,8 +27,8 @@ from tcompress.roles.families import (
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BLOCK = re.compile(r"((?:.*?\.)??\d+)\.(.+)")  # up to the first number
-_NO_LAYERS = ("relative_attention_bias",)
-_FIRST = (*_NO_LAYERS, "attn_norm.")  # what the first block alone has, or lacks
+_NO_LAYERS = "relative_attention_bias.weight"
+_FIRST = ("relative_attention_bias", "attn_norm.")  # what the first block alone has, or lacks
 # Other names that configs have for what parts are computed from.
 _ALIASES = {"num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
@@ -56,12 +57,7 @@ class _Settings:
 
 
 def parameters_among(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
-    """Leaves out stored tensors that are no parameters of the model.
-
-    Args:
-        config: Content of `config.json`.
-        shapes: Shapes of the stored tensors by name.
-    """
+    """Leaves out stored tensors that are no parameters of the model."""
     named = str(next(iter(config.get("architectures") or ()), ""))
     unused = _POOLED if _UNPOOLED.search(named) else None
     return {
@@ -72,34 +68,24 @@ def parameters_among(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
 
 
 def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...] | None:
-    """Finds the blocks of a checkpoint and the role of every layer in them.
-
-    Args:
-        config: Content of `config.json`.
-        shapes: Shapes of the parameters by name.
-
-    Returns:
-        The blocks, with names as in the checkpoint; None where only the model itself can tell.
-    """
-    styles = FAMILIES.get(str(config.get("model_type")), ())
-    found: dict[str, dict[str, str]] = {}
-    for key in shapes:
+    """Finds the blocks of a checkpoint and their layers; None where only the model can tell."""
+    family, settings = str(config.get("model_type")), _Settings(config)
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
         inside = _BLOCK.fullmatch(key)
         if inside and "." in inside[2]:  # a list of bare layers is no list of blocks
-            found.setdefault(inside[1], {})[inside[2]] = key
+            found.setdefault(inside[1], {})[inside[2]] = shape
     blocks = []
     for name in sorted(found, key=_place):
         try:
-            layers = _layers(name, found[name], shapes, styles, _Settings(config))
+            layers = _layers(name, found[name], family, settings)
         except (InputError, AttributeError, TypeError, ZeroDivisionError):
             return None
-        family = str(config["model_type"])
-        if layers is None or any(
-            calls_of(family, item.role, _Settings(config)) > 1 for item in layers
-        ):
+        if layers is None or any(calls_of(family, item.role, settings) > 1 for item in layers):
             return None
         blocks.append(Block(name, layers))
-    depths = [part.get(name) for part in (config, *_parts(config)) for name in _COUNTS]
+    parts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
+    depths = [part.get(name) for part in parts for name in _COUNTS]
     stacks: dict[str, list[Block]] = {}
     for block in blocks:
         stacks.setdefault(block.name.rpartition(".")[0], []).append(block)
@@ -109,56 +95,34 @@ def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...
 
 
 def stored_parameters(config: Mapping[str, Any], shapes: Shapes) -> int | None:
-    """Counts the parameters of a checkpoint, tied ones once.
-
-    Args:
-        config: Content of `config.json`.
-        shapes: Shapes of the parameters by name.
-
-    Returns:
-        The number; None where only the model itself can tell.
-    """
-    tables: dict[tuple[int, ...], int] = {}
-    for shape in shapes.values():
-        if shape and shape[0] == config.get("vocab_size"):
-            tables[shape] = tables.get(shape, 0) + 1
-    twice = [shape for shape, count in tables.items() if count > 1]
-    if twice and config.get("tie_word_embeddings") is not False:
+    """Counts the parameters of a checkpoint; None where only the model can tell which are tied."""
+    rows = config.get("vocab_size")
+    tables = Counter(shape for shape in shapes.values() if shape and shape[0] == rows)
+    if max(tables.values(), default=0) > 1 and config.get("tie_word_embeddings") is not False:
         return None
     return sum(prod(shape) for shape in shapes.values())
 
 
-def _layers(
-    block: str, keys: Mapping[str, str], shapes: Shapes, styles: tuple[Style, ...], config: Any
-) -> tuple[Layer, ...] | None:
+def _layers(block: str, tensors: Shapes, family: str, config: Any) -> tuple[Layer, ...] | None:
     names = {
         key.removesuffix(".weight")
-        for key in keys
-        if key.endswith(".weight") and len(shapes[keys[key]]) > 1
+        for key, shape in tensors.items()
+        if key.endswith(".weight") and len(shape) > 1 and not key.endswith(_NO_LAYERS)
     }
-    others = [key for key in keys if not key.endswith(".weight") and len(shapes[keys[key]]) > 2]
-    names = {name for name in names if name.rpartition(".")[2] not in _NO_LAYERS}
-    for style in styles:
+    if any(len(shape) > 2 and not key.endswith(".weight") for key, shape in tensors.items()):
+        return None
+    for style in FAMILIES.get(family, ()):
         for roles in (style.roles, style.stored):
             hits, absent = match(roles, names)
-            if roles and not absent and set(hits.values()) == names and not others:
+            if roles and not absent and set(hits.values()) == names:
                 return tuple(
-                    _layer(block, role, name, keys, shapes, style, config)
-                    for role, name in hits.items()
+                    _layer(block, role, name, tensors, style, config) for role, name in hits.items()
                 )
     return None
 
 
-def _layer(
-    block: str,
-    role: Any,
-    name: str,
-    keys: Mapping[str, str],
-    shapes: Shapes,
-    style: Style,
-    config: Any,
-) -> Layer:
-    shape, path = shapes[keys[f"{name}.weight"]], f"{block}.{name}"
+def _layer(block: str, role: Any, name: str, tensors: Shapes, style: Style, config: Any) -> Layer:
+    shape, path = tensors[f"{name}.weight"], f"{block}.{name}"
     rows, columns = shape[::-1] if style.transposed else shape
     return Layer(
         name=path,
@@ -166,7 +130,7 @@ def _layer(
         kind="conv1d" if style.transposed else "linear",
         in_features=columns,
         out_features=rows,
-        bias=f"{name}.bias" in keys,
+        bias=f"{name}.bias" in tensors,
         parts=parts_of(path, role, rows, style, config),
         group=GROUP_OF_ROLE[role],
     )
@@ -180,27 +144,17 @@ def _place(block: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def _alike(stack: list[Block], found: Mapping[str, Mapping[str, str]]) -> bool:
+def _alike(stack: list[Block], found: Mapping[str, Collection[str]]) -> bool:
     """Whether blocks of a stack hold the same tensors; the first of some has one more."""
-    names = [
-        {key for key in found[block.name] if not any(part in key for part in _FIRST)}
+    names = {
+        frozenset(key for key in found[block.name] if not any(part in key for part in _FIRST))
         for block in stack
-    ]
-    return all(other == names[0] for other in names)
+    }
+    return len(names) == 1
 
 
 def _wide(blocks: list[Block], config: Mapping[str, Any]) -> bool:
     """Whether the layers are as wide as the config says, where it does."""
     width = config.get("intermediate_size")
-    sizes = [
-        part.size
-        for block in blocks
-        for layer in block.layers
-        for part in layer.parts
-        if part.name in ("gate", "up")
-    ]
-    return width is None or all(size == width for size in sizes)
-
-
-def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [value for value in config.values() if isinstance(value, Mapping)]
+    parts = (part for block in blocks for layer in block.layers for part in layer.parts)
+    return width is None or all(part.size == width for part in parts if part.name in ("gate", "up"))

@@ -34,7 +34,7 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
-from tcompress.data.tables import Kind, Pool, columns_of, kinds_of, opened, undecoded, with_derived
+from tcompress.data.tables import Kind, columns_of, draw_cells, kinds_of, opened, with_derived
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
@@ -172,10 +172,10 @@ class _Reader:
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with opened(name, split) as content:
-            table = with_derived(undecoded(content), given.values())
+            table = with_derived(content, given.values())
             check_columns(table, kinds_of(table), given)
             chosen = columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
-            items = list(Pool(table, chosen).draw(samples, self.seed))
+            items = list(draw_cells(table, chosen, samples, self.seed))
         made = Examples(f"{table.label}:{','.join(chosen)}", split, _fingerprint(items))
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))

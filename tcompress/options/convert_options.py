@@ -39,6 +39,7 @@ Norm = Literal["host", "tensor"]
 
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
+_PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
 
 
 class Calibration(Section):
@@ -256,16 +257,10 @@ class Convert(Section):
         (),
         "layers left dense: names with `*`, or roles such as `down`; or `re:` and an expression, "
         "as in `layers[].match`",
-        panel=METHOD,
-        metavar="PATTERN",
-        splits=False,
+        **_PATTERNS,
     )
     only: tuple[str, ...] = option(
-        (),
-        "layers to rewrite, and no others; as in `layers[].match`; default all",
-        panel=METHOD,
-        metavar="PATTERN",
-        splits=False,
+        (), "layers to rewrite, and no others; as in `layers[].match`; default all", **_PATTERNS
     )
     layers: tuple[LayerRule, ...] = Field((), description="exceptions by layer")
     embeddings: Embeddings | None = Field(
@@ -345,7 +340,7 @@ class Convert(Section):
         if len(given) > 1:
             yield f"`{given[0]}` and `{given[1]}` are both given; allowed is one"
         if self.attention_layers is not None and self.attention is None:
-            yield "`attention_layers` needs `attention`, since it is about mechanisms"
+            yield "`attention_layers` needs `attention`, since it is about replacements"
         if self.method is None:
             scratch = self.init == "random"
             if not (self.cuts or self.embeddings or self.attention or scratch):

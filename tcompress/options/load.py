@@ -122,9 +122,6 @@ def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe"
         recipe: The recipe.
         changes: Pairs such as `finetune.steps=200`; values are YAML.
         origin: Name of its file, for messages.
-
-    Raises:
-        RecipeError: There is no such key, or the value is not allowed.
     """
     pairs = {}
     for change in changes:
@@ -152,9 +149,6 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
         recipe: The recipe.
         names: Names under its key `variants`.
         origin: Name of its file, for messages.
-
-    Raises:
-        RecipeError: There is no such variant, or what it changes is not there or not allowed.
     """
     for name in names:
         if name not in recipe.variants:

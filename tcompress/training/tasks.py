@@ -100,8 +100,8 @@ class RankedClassification(Classification):
         for index in [1] if predictions.shape[1] == 2 else range(predictions.shape[1]):
             own = labels == index
             if 0 < (inside := int(own.sum())) < len(own):
-                inner, outer = (predictions[where, index].numpy() for where in (own, ~own))
-                ranked = mannwhitneyu(inner, outer, method="asymptotic")
+                inner, outer = (predictions[where, index].double() for where in (own, ~own))
+                ranked = mannwhitneyu(inner.numpy(), outer.numpy(), method="asymptotic")
                 areas.append(ranked.statistic / (inside * (len(own) - inside)))
         return float(np.mean(areas)) if areas else 0.0
 

@@ -292,7 +292,7 @@ def conjugate_gradients(
     Returns:
         The solution.  # (...)
     """
-    inverse = precondition or _same
+    inverse = precondition or (lambda x: x)
     x, residual = start, wanted - apply(start)
     before = -_dot(start, wanted + residual)
     floor = tolerance**2 * _dot(wanted, inverse(wanted))
@@ -311,10 +311,6 @@ def conjugate_gradients(
         size, last = _dot(residual, z), size
         direction = z + (size / last) * direction
     return x if _dot(x, apply(x) - 2 * wanted) <= before else start
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

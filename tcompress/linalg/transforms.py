@@ -260,25 +260,11 @@ def check_transform(kind: str, size: int) -> str | None:
     return None
 
 
-def _dct(size: int, seed: int) -> Matrix:
-    matrix: Matrix = scipy.fft.dct(np.eye(size), norm="ortho", axis=0)
-    return matrix
-
-
-def _identity(size: int, seed: int) -> Matrix:
-    return np.eye(size)
-
-
 def _haar(size: int, seed: int) -> Matrix:
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         finest = np.kron(np.eye(len(matrix)), [1.0, -1.0])
         matrix = np.concatenate([np.kron(matrix, [1.0, 1.0]), finest]) / np.sqrt(2)
-    return matrix
-
-
-def _hadamard(size: int, seed: int) -> Matrix:
-    matrix: Matrix = scipy.linalg.hadamard(size, dtype=np.float64) / np.sqrt(size)
     return matrix
 
 
@@ -304,10 +290,10 @@ def _dft(size: int, seed: int) -> Matrix:
 
 _POWER_OF_TWO = frozenset({"haar", "hadamard"})
 _BUILDERS: dict[str, Callable[[int, int], Matrix]] = {
-    "dct": _dct,
-    "identity": _identity,
+    "dct": lambda size, seed: scipy.fft.dct(np.eye(size), norm="ortho", axis=0),
+    "identity": lambda size, seed: np.eye(size),
     "haar": _haar,
-    "hadamard": _hadamard,
+    "hadamard": lambda size, seed: scipy.linalg.hadamard(size, dtype=np.float64) / np.sqrt(size),
     "random": _random,
     "dft": _dft,
 }

@@ -30,7 +30,7 @@ STRUCTURES: tuple[type[Spec], ...] = tuple(item.spec for item in structures())
 _LOOKUPS = tuple(item.spec for item in structures() if isinstance(item, LooksUp))
 
 
-def _names(specs: Iterable[type[Spec]]) -> tuple[str, ...]:
+def _names(specs: Iterable[type[Options]]) -> tuple[str, ...]:
     return tuple(name for spec in specs for name in spec.names())
 
 

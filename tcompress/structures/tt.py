@@ -219,7 +219,13 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         roots = (linalg.safe_cholesky(m) for m in (target.full_gram(), target.curvature))
         whitened = linalg.whitened(target.product, *roots)
         tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
-        cuts = np.array([_cut(tails, layout) for layout in layouts])
+        # What the ranks of each layout cut off, summed over the bonds.
+        cuts = np.array(
+            [
+                sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
+                for layout in layouts
+            ]
+        )
         places = [place for place in _fitted_sizes(layouts) if cuts[place] > 0]
         fits = (self.quick_fit(target, layouts[place]) for place in places)
         ratios = [
@@ -266,11 +272,6 @@ def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
 
     ends = np.linspace(0, len(layouts) - 1, FITTED_SIZES).round().astype(int)
     return [int(place) for place in np.unique(ends)]
-
-
-def _cut(tails: Sequence[Tensor], layout: TTLayout) -> float:
-    """What the ranks of a layout cut off, summed over the bonds."""
-    return sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
 
 
 def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:

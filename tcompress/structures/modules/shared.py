@@ -105,7 +105,8 @@ class SideModule(nn.Module):
         """
         if self.readers == 1 or torch.compiler.is_compiling():
             return self._apply_side(x)
-        key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), _stamp(x))
+        version = None if x.is_inference() else x._version  # those do not count theirs
+        key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), x.data_ptr(), version)
         last = self._last
         if last is None or last[0]() is not x or last[1] != key or reader in last[3]:
             last = self._last = (weakref.ref(x), key, self._apply_side(x), set())
@@ -134,12 +135,6 @@ class SideModule(nn.Module):
     def extra_repr(self) -> str:
         """Shows the structure and the side."""
         return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
-
-
-def _stamp(tensor: Tensor) -> Any:
-    """Changes whenever a tensor's contents do; inference tensors do not count versions."""
-    version = None if tensor.is_inference() else tensor._version
-    return (tensor.data_ptr(), version)
 
 
 def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:

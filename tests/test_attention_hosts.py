@@ -24,15 +24,7 @@ from tcompress.models import SourceModel
 from tcompress.models.store import WeightStore
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
-from tests.support.hosts import (
-    FAMILIES,
-    HOSTS,
-    MECHANISMS,
-    REASONS,
-    Hosted,
-    Workshop,
-    recipe_for,
-)
+from tests.support.hosts import FAMILIES, HOSTS, MECHANISMS, REASONS, Hosted, Workshop, recipe_for
 from tests.support.tiers import tiered
 
 PAIRS = [
@@ -213,9 +205,7 @@ def test_plain_transformers_stops(shop: Workshop) -> None:
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
-def test_one_guard_is_enough_and_none_is_needed_beside_layers(
-    shop: Workshop,
-) -> None:
+def test_one_guard_is_enough_and_none_is_needed_beside_layers(shop: Workshop) -> None:
     made = shop.hosted("vit", "hot")
     guards = [entry.guard is not None for entry in made.plan.attention]
     assert guards == [True, False]
@@ -319,9 +309,7 @@ def test_only_some_blocks_are_exchanged(shop: Workshop) -> None:
     assert [entry.block for entry in cut.attention] == ["bert.encoder.layer.0"]
 
 
-def test_encoders_are_exchanged_where_decoders_refuse(
-    shop: Workshop,
-) -> None:
+def test_encoders_are_exchanged_where_decoders_refuse(shop: Workshop) -> None:
     plan = shop.hosted("bart", "tam").plan
     assert all(".encoder." in entry.name for entry in plan.attention)
     reasons = {item.name: item.reason for item in plan.left if item.role == "attention"}

@@ -294,10 +294,7 @@ def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> No
 
 
 def test_an_interrupted_run_goes_on_with_the_choice_it_made(
-    folder: Path,
-    made: Callable[[], Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, made: Callable[[], Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, whole = tmp_path / "out", made()
     with pytest.raises(KeyboardInterrupt):

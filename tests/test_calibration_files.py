@@ -16,12 +16,7 @@ from tcompress.data.calibration import load_batches
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration
-from tests.support.model_folders import (
-    WORDS,
-    model_folder,
-    sentences,
-    text_file,
-)
+from tests.support.model_folders import WORDS, model_folder, sentences, text_file
 
 
 @pytest.fixture

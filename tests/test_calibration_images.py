@@ -21,13 +21,7 @@ from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, spe
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration
-from tests.support.model_folders import (
-    MEAN,
-    SPREAD,
-    model_folder,
-    sentences,
-    text_file,
-)
+from tests.support.model_folders import MEAN, SPREAD, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
 

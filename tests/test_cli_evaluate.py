@@ -12,13 +12,7 @@ import pytest
 from tcompress.artifact.manifest import read_manifest
 from tests.support.cli import run
 from tests.support.converted import converted
-from tests.support.evaluation import (
-    classifier,
-    encoder,
-    one_thread,
-    pairs_file,
-    rows_file,
-)
+from tests.support.evaluation import classifier, encoder, one_thread, pairs_file, rows_file
 
 SEE = "see `tcompress evaluate --help`"
 STS = ("--task", "sts", "--data", "pairs.jsonl", "--bootstrap", "50", "--device", "cpu")

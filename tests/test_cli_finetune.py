@@ -20,11 +20,7 @@ from tcompress.cli.finetune import GRACE, default_output
 from tcompress.errors import RecipeError
 from tcompress.options import Finetune
 from tests.support.cli import error, run
-from tests.support.evaluation import (
-    encoder,
-    labelled_file,
-    one_thread,
-)
+from tests.support.evaluation import encoder, labelled_file, one_thread
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
 from tests.support.training import memory_for, small_encoder

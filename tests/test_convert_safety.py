@@ -16,14 +16,7 @@ from torch import Tensor
 from tcompress.artifact import format as shards
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import Converted, convert
-from tcompress.errors import (
-    DiskError,
-    FitError,
-    InputError,
-    PlanError,
-    SourceError,
-    WriteError,
-)
+from tcompress.errors import DiskError, FitError, InputError, PlanError, SourceError, WriteError
 from tcompress.hf.opening import unloadable
 from tcompress.progress import Silent
 from tests.support.conversions import recipe

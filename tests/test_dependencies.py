@@ -25,13 +25,7 @@ FOUNDATION = {
     "roles",
     "options",
 }
-APPLICATION = FOUNDATION | {
-    "planning",
-    "data",
-    "artifact",
-    "hf",
-    "conversion",
-}
+APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -86,10 +80,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # Where a package may use a part of another one only.
 ONLY = {
-    ("hf", "artifact"): {
-        "tcompress.artifact.format",
-        "tcompress.artifact.manifest",
-    },
+    ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exports", "conversion"): {"tcompress.conversion.converter"},
     ("__init__", "hf"): {"tcompress.hf.autoload"},

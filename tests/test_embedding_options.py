@@ -45,9 +45,7 @@ def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) ->
     assert "leave `embeddings` out" in (failed.value.hint or "")
 
 
-def test_an_embedding_that_computes_more_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_an_embedding_that_computes_more_is_refused(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path)
     source = SourceModel.open(str(tmp_path))
 

@@ -228,8 +228,7 @@ def test_no_gram_is_the_identity() -> None:
     s = Setting("3 cores", curved=False)
     eye = torch.eye(IN).double()
     assert_close(
-        tt_to_matrix(fit_tt(s.weight, None, s.cores)),
-        tt_to_matrix(fit_tt(s.weight, eye, s.cores)),
+        tt_to_matrix(fit_tt(s.weight, None, s.cores)), tt_to_matrix(fit_tt(s.weight, eye, s.cores))
     )
     two = Setting("2 cores", curved=False)  # here the start is the optimum
     free = tt_to_matrix(fit_tt(two.weight, None, two.cores))

@@ -203,8 +203,7 @@ CASTS = [(*pair, dtype) for pair in CAST for dtype in LOW]
 
 
 @pytest.mark.parametrize(
-    ("family", "option", "dtype"),
-    tiered(CASTS, lambda row: CASTS.index(row) % 4 in (0, 3)),
+    ("family", "option", "dtype"), tiered(CASTS, lambda row: CASTS.index(row) % 4 in (0, 3))
 )
 def test_load_in_another_dtype(
     family: str, option: str, dtype: torch.dtype, models: Models

@@ -95,10 +95,7 @@ def test_allocation_is_within_one_step_of_the_optimum(
     assert found.cost <= budget
     optimum = min(loss for cost, loss in combinations if cost <= budget)
     hulls = [_hull(site) for site in sites]
-    step = max(
-        (a.loss - b.loss for hull in hulls for a, b in pairwise(hull)),
-        default=0.0,
-    )
+    step = max((a.loss - b.loss for hull in hulls for a, b in pairwise(hull)), default=0.0)
     assert optimum <= found.loss <= optimum + step
     if len(sites) == 1:
         assert found.loss == optimum
@@ -117,10 +114,7 @@ def test_smallest_cost_is_within_one_step_of_the_optimum(
     assert found.loss <= allowed * (1 + 1e-9)
     optimum = min(cost for cost, loss in combinations if loss <= allowed)
     hulls = [_hull(site) for site in sites]
-    step = max(
-        (b.cost - a.cost for hull in hulls for a, b in pairwise(hull)),
-        default=0,
-    )
+    step = max((b.cost - a.cost for hull in hulls for a, b in pairwise(hull)), default=0)
     assert optimum <= found.cost <= optimum + step
     if len(sites) == 1:
         assert found.cost == optimum

@@ -70,9 +70,7 @@ def test_every_input_is_encoded_once(
             encodings[:] = encodings[: step + 1]
 
 
-def test_parts_of_a_fused_layer_share_one_encoding(
-    encodings: list[weakref.ref[Tensor]],
-) -> None:
+def test_parts_of_a_fused_layer_share_one_encoding(encodings: list[weakref.ref[Tensor]]) -> None:
     parts = [PartLayout(name=f"p{n}", terms=terms_of("fitted", n)) for n in OUTPUTS]
     layer = StructuredLinear(parts, dtype=torch.float64)
     fill_random(layer)

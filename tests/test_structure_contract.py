@@ -229,9 +229,7 @@ def test_meta_device_forward(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
-    [pair for kind in structures() for pair in REFUSALS[kind.name]],
-    ids=str,
+    ("case", "reason"), [pair for kind in structures() for pair in REFUSALS[kind.name]], ids=str
 )
 def test_refusals_say_why(case: Case, reason: str) -> None:
     with pytest.raises(Refusal) as refusal:

@@ -114,10 +114,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
-    source: Path,
-    whole: Callable[[], Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: Path, whole: Callable[[], Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})

@@ -133,10 +133,7 @@ def test_output_that_is_no_sweep_is_left_alone() -> None:
 @pytest.mark.usefixtures("quick")
 def test_two_sweeps_do_not_share_an_output() -> None:
     Path("out/.sweep").mkdir(parents=True)
-    with (
-        FileLock("out/.sweep/lock"),
-        pytest.raises(InputError, match="another sweep is writing"),
-    ):
+    with FileLock("out/.sweep/lock"), pytest.raises(InputError, match="another sweep is writing"):
         run(recipe(targets=[0.5]))
 
 

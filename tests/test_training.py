@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from tcompress.artifact.reader import Artifact
-from tests.support.conversions import (
-    OPTIONS,
-    Made,
-    distance,
-    outputs,
-    structured,
-)
+from tests.support.conversions import OPTIONS, Made, distance, outputs, structured
 from tests.support.tiny import TINY
 
 Models = Callable[[str, str], Made]

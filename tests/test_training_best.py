@@ -13,16 +13,8 @@ from safetensors import safe_open
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.errors import TrainingError
 from tcompress.training.losses import Losses
-from tests.support.evaluation import (
-    encoder,
-    pairs_file,
-)
-from tests.support.training import (
-    small_encoder,
-    texts,
-    train,
-    weights,
-)
+from tests.support.evaluation import encoder, pairs_file
+from tests.support.training import small_encoder, texts, train, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

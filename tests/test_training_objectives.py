@@ -219,8 +219,7 @@ def test_without_a_mask_an_example_counts_as_one_token() -> None:
     whole = {"attention_mask": torch.ones(len(LENGTHS), TOKENS)}
     objective = _objective("hidden")
     assert_close(
-        objective.loss(batch, student, teacher),
-        objective.loss(whole, student, teacher) / TOKENS,
+        objective.loss(batch, student, teacher), objective.loss(whole, student, teacher) / TOKENS
     )
 
 

@@ -239,10 +239,7 @@ def test_full_disk_at_a_checkpoint(
 
 
 def test_full_disk_at_the_best_weights(
-    place: Path,
-    whole: Callable[[str], Finetuned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tcompress.training import checkpoints
 
@@ -264,10 +261,7 @@ def test_full_disk_at_the_best_weights(
 
 
 def test_full_disk_at_the_end(
-    place: Path,
-    whole: Callable[[str], Finetuned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

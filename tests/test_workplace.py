@@ -16,13 +16,7 @@ import pytest
 
 from tcompress import files
 from tcompress.artifact import workplace
-from tcompress.artifact.workplace import (
-    Workplace,
-    check_output,
-    check_place,
-    partial_folder,
-    tidy,
-)
+from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
 from tcompress.errors import DiskError, InputError, WriteError
 from tcompress.files import beside, write_text
 from tests.support.cli import run

@@ -240,10 +240,7 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
     "lprod": [
         (_lprod("input", "dct", p=3, outputs=24), "p=3 does not divide the input 16"),
         (_lprod("output", "dct", p=16), "p=16 does not divide the output 24"),
-        (
-            _lprod("both", "fitted", p=7),
-            "p=7 does not divide the input 16 and the output 24",
-        ),
+        (_lprod("both", "fitted", p=7), "p=7 does not divide the input 16 and the output 24"),
         (
             _lprod("haar", "haar", p=6, inputs=12),
             "transform `haar` needs a power of two as number of slices, found 6",
@@ -280,10 +277,7 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
     ],
     "tucker": [
         (_tucker("no-rank"), "no rank is given: set `rank` or `target`"),
-        (
-            _tucker("small-budget", budget=40),
-            "the budget of 40 parameters does not pay for rank 1",
-        ),
+        (_tucker("small-budget", budget=40), "the budget of 40 parameters does not pay for rank 1"),
         (
             _tucker("alone", share="heads", rank=4),
             "`share: heads` has no bank for it, and no `target` gives it a rank",

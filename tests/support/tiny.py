@@ -162,9 +162,7 @@ TINY: dict[str, TinyModel] = {
     ),
     "gpt_neox": TinyModel("GPTNeoXConfig", "GPTNeoXForCausalLM", _TEXT),
     "opt": TinyModel(
-        "OPTConfig",
-        "OPTForCausalLM",
-        {**_TEXT, "ffn_dim": 64, "word_embed_proj_dim": 16},
+        "OPTConfig", "OPTForCausalLM", {**_TEXT, "ffn_dim": 64, "word_embed_proj_dim": 16}
     ),
     "llama": TinyModel("LlamaConfig", "LlamaForCausalLM", _GROUPED),
     "mistral": TinyModel("MistralConfig", "MistralForCausalLM", _GROUPED),
@@ -264,9 +262,7 @@ EXPERTS: dict[str, TinyModel] = {
         {**_ROUTED, "intermediate_size_mlp": 64, "head_dim": 8, "num_experts_per_tok": 1},
     ),
     "shared expert": TinyModel(
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        {**_ROUTED, "shared_expert_intermediate_size": 32},
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_ROUTED, "shared_expert_intermediate_size": 32}
     ),
     "latent attention": TinyModel("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
     "indexer": TinyModel(

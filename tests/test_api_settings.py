@@ -42,21 +42,6 @@ def test_options_beside_a_recipe_are_not_forgotten(dense: str) -> None:
         tcompress.finetune(dense, recipe=Finetune(), steps=5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "svd", "target": 2}, "`target` is `2`"),
-        ({"method": "hot", "target_params": "16M", "fold": "x"}, "`attention.kronecker.fold`"),
-    ],
-)
-def test_wrong_values_are_errors_in_words(
-    options: dict[str, Any], message: str, dense: str
-) -> None:
-    with pytest.raises(RecipeError) as caught:
-        tcompress.plan(dense, **options)
-    assert message.split("`")[1].split(".")[0] in caught.value.message
-
-
 def test_every_budget_chooses_the_structure_of_the_paper(dense: str) -> None:
     plan = tcompress.plan(dense, method="tga", target_params="20K", calibration="none")
     assert plan.attention

@@ -21,8 +21,6 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exports import export_dense
 from tcompress.models import SourceModel
-from tcompress.models.store import WeightStore
-from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tests.support.hosts import FAMILIES, HOSTS, MECHANISMS, REASONS, Hosted, Workshop, recipe_for
 from tests.support.tiers import tiered
@@ -317,14 +315,6 @@ def test_encoders_are_exchanged_where_decoders_refuse(shop: Workshop) -> None:
     assert len(reasons) == 2
 
 
-def test_weights_are_not_read_to_refuse(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = SourceModel.open(str(shop.source("llama")))
-    monkeypatch.setattr(WeightStore, "tensor", lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(PlanError, match="would look ahead"):
-        make_plan(recipe_for("tam"), source)
-    assert make_plan(recipe_for("tga"), source).attention
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     HOSTS["bert"].build().save_pretrained(tmp_path / "bert")
     convert(str(tmp_path / "bert"), recipe_for("tga"), tmp_path / "out")
@@ -345,10 +335,3 @@ def test_mechanisms_cannot_be_multiplied_out(tmp_path: Path, shop: Workshop) -> 
     made = shop.hosted("vit", "hot")
     with pytest.raises(InputError, match="by `kronecker` attention, which no plain model does"):
         export_dense(made.folder, tmp_path / "dense")
-
-
-def test_what_is_said_of_attention_needs_a_mechanism() -> None:
-    with pytest.raises(ValueError, match="`attention_layers` needs `attention`"):
-        Convert.model_validate({"method": {"name": "lprod"}, "attention_layers": [1]})
-    with pytest.raises(ValueError, match="`only` needs a `method`"):
-        Convert.model_validate({"attention": {"name": "tga"}, "only": ["k"]})

@@ -19,13 +19,11 @@ from tcompress.conversion.candidates import Sized, Trials, trial_blocks
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.goal import Settler
 from tcompress.errors import PlanError
-from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec, LowRankSpec, LprodSpec
 from tcompress.planning.costs import Choice
 from tcompress.planning.entries import BudgetPlan, Plan
 from tcompress.planning.knapsack import Allocation, Option
-from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import offered_by
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
@@ -343,9 +341,3 @@ def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
     done = run("convert", folder, "--method", "auto", "--target", "0.25", "--dry-run")
     assert done.code == 0
     assert "shared out when converting: what is shown stands in" in done.out
-
-
-def test_a_size_is_needed(folder: Path) -> None:
-    source = SourceModel.open(str(folder))
-    with pytest.raises(PlanError, match="no rank is given"):
-        make_plan(Convert.model_validate({"method": {"name": "auto"}}), source)

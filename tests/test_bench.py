@@ -12,7 +12,6 @@ import torch
 
 from tcompress.artifact.manifest import Speed, read_manifest
 from tcompress.errors import InputError
-from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, save_speed
 from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
@@ -226,14 +225,6 @@ def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-# -- the baseline
-def test_without_a_manifest_the_baseline_must_be_named(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "a")
-    with pytest.raises(InputError) as caught:
-        bench([str(tmp_path / "a")])
-    assert caught.value.hint == "name it with `--against`"
-
-
 def test_a_source_that_is_not_here_is_not_downloaded(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     shutil.rmtree(tmp_path / "bert")
@@ -295,13 +286,6 @@ def test_threads_are_set_for_a_while() -> None:
     with threads(before + 1) as count:
         assert torch.get_num_threads() == count == before + 1
     assert torch.get_num_threads() == before
-
-
-def test_unknown_devices_and_dtypes() -> None:
-    with pytest.raises(InputError, match="device `cuda:99` cannot be used here"):
-        pick_device("cuda:99")
-    with pytest.raises(InputError, match="unknown dtype `int8`; known are `float32`"):
-        pick_dtype("int8")
 
 
 # -- the compiler

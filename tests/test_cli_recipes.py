@@ -7,15 +7,6 @@ import re
 import pytest
 
 from tcompress.options import change_recipe, parse_recipe, recipe_names, recipe_text
-from tests.support.cli import run
-
-
-def test_the_reference_and_its_schema() -> None:
-    page = run("recipes", "reference")
-    assert (page.code, page.err) == (0, "")
-    assert "## `convert.calibration`" in page.out
-    schema = run("recipes", "reference", "--json").document["recipe"]
-    assert {"convert", "finetune", "evaluate", "sweep"} <= set(schema["properties"])
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -12,9 +12,8 @@ from torch import nn
 
 import tcompress
 from tcompress.conversion.converter import convert
-from tcompress.errors import PlanError, RecipeError
 from tcompress.models import SourceModel
-from tcompress.options import Convert, parse_recipe
+from tcompress.options import Convert
 from tcompress.options.schema import short_name
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
@@ -107,23 +106,6 @@ def test_copies_are_counted_on_from_the_last_block(tmp_path: Path) -> None:
     one = sum(item.numel() for item in source.keymap.model.bert.encoder.layer[0].parameters())
     assert report == -2 * one
     assert short_name(recipe) == "svd-50-append2"
-
-
-def test_what_cannot_be_put_on_top(tmp_path: Path) -> None:
-    deep("bart").build().save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
-    source = SourceModel.open(str(tmp_path / "dense"))
-    with pytest.raises(PlanError, match=r"on top of one stack, and .* `encoder` with 4, `decoder`"):
-        make_plan(_recipe(append_layers=1), source)
-    with pytest.raises(ValueError, match="`drop_layers` and `append_layers` are both given"):
-        _recipe(append_layers=1, drop_layers=1)
-    deep("bert").build().save_pretrained(tmp_path / "bert")  # type: ignore[attr-defined]
-    tam = {"attention": {"name": "tam"}, "attention_layers": [9]}
-    with pytest.raises(PlanError, match="there is no attention in block 9") as caught:
-        make_plan(_recipe(append_layers=2, **tam), SourceModel.open(str(tmp_path / "bert")))
-    assert caught.value.hint == "blocks are numbered from 0 to 5"
-    text = "recipe_version: 1\nmodel: x\nconvert: {init: random, append_layers: 1}\n"
-    with pytest.raises(RecipeError, match="`append_layers` picks blocks of a trained model"):
-        parse_recipe(text, "here")
 
 
 def test_gradients_reach_copies_apart(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -25,7 +24,6 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.exports import export_dense
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import lookup_methods
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.structures import structure
@@ -374,7 +372,6 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "embeddings", "message"),
     [
-        ("vit", METHODS["svd"], "no word embedding can be rewritten: the model has none"),
         ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
         ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
     ],
@@ -399,12 +396,6 @@ def test_an_embedding_that_computes_more_is_refused(tmp_path: Path) -> None:
     chosen = Convert.model_validate({"method": None, "embeddings": METHODS["svd"]})
     with pytest.raises(PlanError, match="`Normed` computes more than a table does"):
         make_plan(chosen, source)
-
-
-def test_methods_that_look_up() -> None:
-    assert lookup_methods() == ("svd", "lowrank", "tt", "qtt", "tucker")
-    with pytest.raises(ValidationError, match="'svd', 'lowrank', 'tt', 'qtt', 'tucker'"):
-        Convert.model_validate({"embeddings": {"method": {"name": "lprod"}}})
 
 
 @pytest.mark.parametrize(

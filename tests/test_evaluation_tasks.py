@@ -264,8 +264,6 @@ def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> No
     assert "windows of 16 tokens that begin with its own start token" in prepared.facts["packing"]
     with pytest.raises(DataError, match="leave nothing to predict"):
         ready("perplexity", folder, data, 1)
-    with pytest.raises(InputError, match="`--pack all` is not known; it can be `eos`, `newline`"):
-        find_task("perplexity", pack="all")
 
 
 def test_masked_words(tmp_path: Path) -> None:
@@ -403,11 +401,3 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     torch.nn.init.constant_(model.classifier.bias, torch.nan)
     with pytest.raises(InputError, match="gives values that are not finite"):
         prepared.score(model)
-
-
-def test_unknown_tasks_and_options() -> None:
-    with pytest.raises(InputError) as failure:
-        find_task("perplexty")
-    assert failure.value.hint == "did you mean `perplexity`?"
-    with pytest.raises(InputError, match="the task `sts` has no option `--pack`"):
-        find_task("sts", pack="eos", candidates=None)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.conversion.estimate import estimate
-from tcompress.errors import RecipeError
 from tcompress.linalg.ttfit import fit_bytes, fit_macs
 from tcompress.models import SourceModel
-from tcompress.options import Convert, parse_recipe
+from tcompress.options import Convert
 from tcompress.options.method_options import TTSpec
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_layout
@@ -88,24 +86,6 @@ def test_a_budget_is_spent_and_not_exceeded() -> None:
     for options in ({}, {"order": 3}, {"name": "qtt"}):
         layout = layout_of(64, 96, 1500, **options)
         assert 1000 < parameters(layout) <= 1500
-
-
-@pytest.mark.parametrize("options", [{"order": 3}, {"modes": {16: [4, 4]}}])
-def test_qtt_has_modes_of_its_own(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="the modes of `qtt` are 2"):
-        TTSpec(name="qtt", **options)
-
-
-def test_a_recipe_with_wrong_modes_is_explained() -> None:
-    text = "recipe_version: 1\nconvert:\n  method: {name: tt, modes: {768: [24, 0]}}\n"
-    with pytest.raises(RecipeError) as error:
-        parse_recipe(text, "my.yaml")
-    assert (
-        "my.yaml:3: `convert.method.modes.768[1]`: found `0`; allowed is a whole number, at least 1"
-    ) in str(error.value)
-    text = "recipe_version: 1\nconvert:\n  method: {name: qtt, order: 3}\n"
-    with pytest.raises(RecipeError, match="the modes of `qtt` are 2"):
-        parse_recipe(text, "my.yaml")
 
 
 @pytest.mark.parametrize(

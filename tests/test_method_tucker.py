@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM
 
@@ -65,18 +64,6 @@ def test_a_budget_is_spent_and_not_exceeded(budget: int) -> None:
     layout = layout_of(64, 96, budget=budget)
     rank = layout.ranks[0]
     assert parameters(layout) <= budget < (rank + 1) * (64 + 96 + rank + 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"cores": 3}, "`cores` are shared: choose `share` heads, layers or model"),
-        ({"rank": (3, 4)}, "with `share: none` both factors have one rank: give one number"),
-    ],
-)
-def test_options_of_banks_alone(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text):
-        TuckerSpec(**options)
 
 
 # ---------------------------------------------------------------- sizes of banks

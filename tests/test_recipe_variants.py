@@ -68,18 +68,6 @@ def test_variants_of_a_wrong_recipe_are_tried_too(tmp_path: Path) -> None:
     assert "--variant smoke" not in done.err  # which is wrong only where the recipe is
 
 
-def test_a_wrong_key_that_is_set_has_no_line(tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text(TEXT)
-    done = run("run", file, "--model", "m", "--set", "bench.repeat=3", "--set", "report=a.html")
-    assert done.code == 2
-    assert done.err.startswith(
-        f"error: 1 problem in `{file}` with `--set bench.repeat=3`, `--set report=a.html`:\n"
-        "  `bench.repeat`: unknown key; known keys are `batch`, "
-    )
-    assert "did you mean `repeats`?\n" in done.err
-
-
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model"
     build("bert").save_pretrained(model)

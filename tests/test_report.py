@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 
 import tcompress  # noqa: F401 - lets Transformers load converted models
 from tcompress.conversion.converter import convert
-from tcompress.errors import ArtifactError, InputError
+from tcompress.errors import ArtifactError
 from tcompress.models import WeightStore
 from tcompress.models.tensor_files import SafetensorsShard
 from tcompress.options import Convert
@@ -269,8 +269,3 @@ def test_a_class_without_the_planned_layers_is_refused(tmp_path: Path) -> None:
         "the plan names `bert.encoder.layer.1.attention.self.query`, which a `BertForMaskedLM` "
         "does not have, and 5 more such layers"
     )
-
-
-def test_a_length_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="length is 0, expected 1 or more"):
-        report_of(tmp_path, length=0)

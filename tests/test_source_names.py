@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,34 +119,12 @@ def test_a_windows_path_is_a_path(hub: Hub) -> None:
         resolve("models\\bert")
 
 
-def test_a_file_is_not_a_model(hub: Hub) -> None:
-    Path("config.json").touch()
-    Path("model.safetensors").touch()
-    with pytest.raises(SourceError) as caught:
-        resolve("model.safetensors")
-    assert caught.value.message == (
-        "`model.safetensors` is a file, but a model is a folder with `config.json` and weights"
-    )
-    assert caught.value.hint == "give the folder `.`"
-
-
 @pytest.mark.parametrize("name", ["model.gguf", "."])
 def test_a_gguf_file_leads_to_no_second_refusal(hub: Hub, name: str) -> None:
     Path("model.gguf").touch()
     with pytest.raises(SourceError) as caught:
         SourceModel.open(name)
     assert caught.value.hint.startswith("a GGUF file holds weights that are quantised")
-
-
-@pytest.mark.parametrize("name", ["", "  "])
-def test_an_empty_name_is_refused(name: str) -> None:
-    with pytest.raises(SourceError, match="the model name is empty"):
-        resolve(name)
-
-
-def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"revision `v1` was given, but .* is a local folder"):
-        resolve(str(tmp_path), revision="v1")
 
 
 def test_an_unknown_name_gets_the_nearest_alias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +203,6 @@ def test_the_current_folder_gives_an_output_its_name(
     folder.mkdir()
     monkeypatch.chdir(folder)
     assert default_output_name(".", "tt") == "mine-tt"
-
-
-def test_names_cost_no_import_of_torch() -> None:
-    code = (
-        "import sys; from tcompress.models import ALIASES, resolve, default_output_name; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_package_exports_what_it_says() -> None:

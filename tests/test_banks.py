@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,45 +190,6 @@ def test_other_heads_find_the_bank(bert: Made, tmp_path: Path) -> None:
         found = outputs(again, bert.inputs())
         assert distance(found[:1], wanted[:1]) == 0
         assert len({id(layer.banks["model"]) for layer in structured(again).values()}) == 1
-
-
-@pytest.mark.parametrize("block", [0, 1], ids=["owner", "borrowers"])
-def test_a_block_on_disk(bert: Made, block: int, tmp_path: Path) -> None:
-    resident = bert.load()
-    moved = f"bert.encoder.layer.{block}"
-    device_map = {
-        name: "cpu"
-        for name, module in resident.named_modules()
-        if (list(module.parameters(False)) or list(module.buffers(False)))
-        and ".tc_" not in name
-        and not name.startswith(moved)
-    }
-    model = bert.load(device_map={**device_map, moved: "disk"}, offload_folder=tmp_path)
-    assert all(parameter.is_meta for parameter in model.get_submodule(moved).parameters())
-    for seed in (1, 2):
-        inputs = bert.inputs(seed)
-        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
-
-
-@pytest.mark.parametrize("kind", ["cpu_offload", "auto"])
-def test_offload_and_device_map(bert: Made, kind: str) -> None:
-    wanted = outputs(bert.load(), bert.inputs())
-    model = bert.load(**({"device_map": "auto"} if kind == "auto" else {}))
-    if kind == "cpu_offload":
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    for _ in range(2):
-        assert distance(outputs(model, bert.inputs()), wanted) <= 1e-6
-
-
-def test_training_moves_the_bank(bert: Made) -> None:
-    model = bert.load().train()
-    model.gradient_checkpointing_enable()
-    bank = structured(model)[f"{bert.plan.layers[0].name}.weight"].banks["model"]
-    before = {name: tensor.detach().clone() for name, tensor in bank.named_parameters()}
-    model(**bert.inputs()).logits.square().mean().backward()
-    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    for name, tensor in bank.named_parameters():
-        assert not torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -18,7 +18,6 @@ from tcompress.linalg.fits import (
     Problem,
     _input_objective,
     _output_objective,
-    diagonal_blocks,
     fit_conjugate_slices,
     fit_rotation,
     fit_slices,
@@ -273,14 +272,6 @@ def test_truncated_slices_are_reduced_rank_regressions() -> None:
     targets = (x @ weight.T).chunk(2, 1)
     for found, inputs, outputs in zip(left @ right, new.chunk(2, 1), targets, strict=True):
         assert_close(found, _reduced_rank(inputs, outputs, 2), rtol=1e-6, atol=1e-6)
-
-
-def test_diagonal_blocks_are_views_of_the_grid() -> None:
-    matrix = randn(6, 9)
-    blocks = diagonal_blocks(matrix, 3)
-    for k in range(3):
-        assert_close(blocks[k], matrix[2 * k : 2 * k + 2, 3 * k : 3 * k + 3])
-    assert blocks.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])

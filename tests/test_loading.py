@@ -103,7 +103,10 @@ def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path
 
 @pytest.mark.parametrize(
     ("family", "option", "device_map"),
-    [("bert", "fitted", "auto"), ("llama", "fitted", {"": "cpu"}), ("mixtral", "residual", "cpu")],
+    [
+        *(("bert", option, "auto") for option in ("fitted", "tucker-model")),
+        *(("llama", "fitted", {"": "cpu"}), ("mixtral", "residual", "cpu")),
+    ],
 )
 def test_device_map(family: str, option: str, device_map: Any, models: Models) -> None:
     made = models(family, option)
@@ -118,6 +121,8 @@ OFFLOADED = [
     ("gpt2", "tubal_rank", r"transformer.h.1"),
     ("mixtral", "fitted", r"model.layers.1"),
     ("t5", "svd", r"decoder.block.0"),
+    ("bert", "tucker-model", r"bert.encoder.layer.0"),  # owns what the other block borrows
+    ("bert", "tucker-model", r"bert.encoder.layer.1"),
 ]
 
 
@@ -173,6 +178,7 @@ def test_a_shared_input_side_on_disk(owner_on_disk: bool, models: Models, tmp_pa
         ("llama", "fitted", "cpu_offload"),
         ("mixtral", "fitted", "disk_offload"),
         ("gpt2", "svd", "cpu_offload"),
+        ("bert", "tucker-model", "cpu_offload"),
     ],
 )
 def test_accelerate_offload(

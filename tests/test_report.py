@@ -184,13 +184,6 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report_of(tmp_path / "qwen3_moe").parameters.total.kept == 1.0
 
 
-def test_the_json_reads_back(tmp_path: Path) -> None:
-    report = report_of(converted("t5", tmp_path).folder)
-    document = json.loads(json.dumps(report.to_json()))
-    assert next(iter(document)) == "schema"
-    assert ModelReport.model_validate(document) == report
-
-
 TT = {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}}
 
 

@@ -14,6 +14,7 @@ from tcompress.reporting.pareto import Candidate, FrontReport, front_of, front_t
 from tcompress.reporting.tree import ModelReport, unbeaten
 from tests.support.cli import shown
 from tests.support.converted import converted, recipe
+from tests.support.golden import Golden
 from tests.support.records import metric, speed
 
 
@@ -47,45 +48,18 @@ def front(reports: dict[str, ModelReport]) -> FrontReport:
     return front_of(rows)
 
 
-TABLE = """\
- model        kept  params    bytes               accuracy   ratio  before     time  seconds
- ───────────────────────────────────────────────────────────────────────────────────────────
- *t dense   100.0%  22,400  92.2 kB  0.9000 [0.880, 0.920]                  10.0 ms
- *t svd-50   48.4%  13,952  60.6 kB  0.8500 [0.830, 0.870]  0.944×  0.7500  6.00 ms  1,234.6
-    svd-40   37.5%  12,160  53.4 kB  0.8000 [0.780, 0.820]  0.889×  0.7000  12.0 ms  1,234.6
- *t svd-25   24.2%   9,984  44.7 kB  0.8200 [0.800, 0.840]  0.911×  0.7200  4.00 ms  1,234.6
-kept: of the rewritten layers; params and bytes: of the whole model; before: before healing
-*: on the Pareto front, none as small is as good
-t: none as fast is as good; time of batch 8, length 32, cpu, 2 threads, float32
- not done     because
- ───────────────────────────────────
- lprod-p3-50  p=3 does not divide 32
-"""
+def test_table(reports: dict[str, ModelReport], golden: Golden) -> None:
+    stopped = [("lprod-p3-50", "p=3 does not divide 32")]
+    golden.text("console/front.txt", shown(front_table(front(reports), stopped)))
 
 
-def test_table(reports: dict[str, ModelReport]) -> None:
-    text = shown(front_table(front(reports), [("lprod-p3-50", "p=3 does not divide 32")]))
-    assert text == TABLE
-
-
-PLAN = """\
- model    kept  parameters    bytes  left dense  peak memory     conversion
- ──────────────────────────────────────────────────────────────────────────
- svd-50  49.0%      16,128  70.0 kB      2 of 8       3.0 MB  roughly 3 min
- not done  because
- ────────────────────────────────────────────
- svd-1     none of 8 layers can be rewritten:
-             - one: 4 layers
-             and 2 more
-"""
-
-
-def test_table_of_plans(reports: dict[str, ModelReport]) -> None:
+def test_table_of_plans(reports: dict[str, ModelReport], golden: Golden) -> None:
     source = SourceModel.open(reports["dense"].name)
     plan = make_plan(recipe(method={"name": "svd"}, target=0.5, keep=["down"]), source)
     costs = Estimate(memory_bytes=3_000_000, disk_bytes=70_000, seconds=200)
     long = "none of 8 layers can be rewritten:\n  - one: 4 layers\n  - two: 2 layers\n  - three"
-    assert shown(plan_table([("svd-50", plan, costs)], [("svd-1", long)])) == PLAN
+    table = plan_table([("svd-50", plan, costs)], [("svd-1", long)])
+    golden.text("console/front-of-plans.txt", shown(table))
 
 
 def test_beaten_models_are_not_on_the_front(reports: dict[str, ModelReport]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,129 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from tcompress.roles import Anatomy, Block, Layer, anatomy_of
+from tcompress.roles import Layer, anatomy_of
 from tests.support.tiny import TINY, build
-
-
-def _listing(anatomy: Anatomy) -> dict[str, list[str]]:
-    """One line per layer: name below the block, role, kind, in x out, parts, group, side."""
-    return {block.name: [_line(block, layer) for layer in block.layers] for block in anatomy.blocks}
-
-
-def _line(block: Block, layer: Layer) -> str:
-    parts = "+".join(f"{part.name}:{part.size}" for part in layer.parts)
-    experts = f"{layer.experts}x" if layer.experts else ""
-    name = layer.weight_name.removeprefix(f"{block.name}.").removesuffix(".weight")
-    shape = f"{experts}{layer.in_features}>{layer.out_features}"
-    bias = "bias" if layer.bias else "-"
-    return f"{name} {layer.role} {layer.kind} {shape} {bias} {parts} {layer.group} {layer.side}"
-
-
-_LLAMA_ATTENTION = [
-    "self_attn.q_proj q linear 32>32 - q:32 attn_in in",
-    "self_attn.k_proj k linear 32>16 - k:16 attn_in in",
-    "self_attn.v_proj v linear 32>16 - v:16 attn_in in",
-    "self_attn.o_proj o linear 32>32 - o:32 o_in out",
-]
-_T5_SELF = [
-    "layer.0.SelfAttention.q q linear 32>32 - q:32 attn_in in",
-    "layer.0.SelfAttention.k k linear 32>32 - k:32 attn_in in",
-    "layer.0.SelfAttention.v v linear 32>32 - v:32 attn_in in",
-    "layer.0.SelfAttention.o o linear 32>32 - o:32 o_in out",
-]
-_T5_CROSS = [
-    "layer.1.EncDecAttention.q cross_q linear 32>32 - cross_q:32 cross_q_in in",
-    "layer.1.EncDecAttention.k cross_k linear 32>32 - cross_k:32 cross_kv_in in",
-    "layer.1.EncDecAttention.v cross_v linear 32>32 - cross_v:32 cross_kv_in in",
-    "layer.1.EncDecAttention.o cross_o linear 32>32 - cross_o:32 cross_o_in out",
-]
-_T5_FFN = [
-    "layer.{}.DenseReluDense.wi_0 gate linear 32>64 - gate:64 ffn_in in",
-    "layer.{}.DenseReluDense.wi_1 up linear 32>64 - up:64 ffn_in in",
-    "layer.{}.DenseReluDense.wo down linear 64>32 - down:32 down_in out",
-]
-EXPECTED = {
-    "bert": {
-        f"bert.encoder.layer.{index}": [
-            "attention.self.query q linear 32>32 bias q:32 attn_in in",
-            "attention.self.key k linear 32>32 bias k:32 attn_in in",
-            "attention.self.value v linear 32>32 bias v:32 attn_in in",
-            "attention.output.dense o linear 32>32 bias o:32 o_in out",
-            "intermediate.dense up linear 32>64 bias up:64 ffn_in in",
-            "output.dense down linear 64>32 bias down:32 down_in out",
-        ]
-        for index in range(2)
-    },
-    "gpt2": {
-        f"transformer.h.{index}": [
-            "attn.c_attn qkv conv1d 32>96 bias q:32+k:32+v:32 attn_in in",
-            "attn.c_proj o conv1d 32>32 bias o:32 o_in out",
-            "mlp.c_fc up conv1d 32>64 bias up:64 ffn_in in",
-            "mlp.c_proj down conv1d 64>32 bias down:32 down_in out",
-        ]
-        for index in range(2)
-    },
-    "phi3": {
-        f"model.layers.{index}": [
-            "self_attn.qkv_proj qkv linear 32>64 - q:32+k:16+v:16 attn_in in",
-            "self_attn.o_proj o linear 32>32 - o:32 o_in out",
-            "mlp.gate_up_proj gate_up linear 32>128 - gate:64+up:64 ffn_in in",
-            "mlp.down_proj down linear 64>32 - down:32 down_in out",
-        ]
-        for index in range(2)
-    },
-    "mixtral": {
-        f"model.layers.{index}": [
-            *_LLAMA_ATTENTION,
-            "mlp.experts.gate_up_proj experts_gate_up experts 4x32>128 - gate:64+up:64 ffn_in in",
-            "mlp.experts.down_proj experts_down experts 4x64>32 - experts_down:32 down_in out",
-        ]
-        for index in range(2)
-    },
-    "t5-gated": {
-        **{
-            f"encoder.block.{index}": [*_T5_SELF, *(line.format(1) for line in _T5_FFN)]
-            for index in range(2)
-        },
-        **{
-            f"decoder.block.{index}": [*_T5_SELF, *_T5_CROSS, *(line.format(2) for line in _T5_FFN)]
-            for index in range(2)
-        },
-    },
-}
-
-_PLAIN = {"q": 2, "k": 2, "v": 2, "o": 2, "up": 2, "down": 2}
-_TWICE = dict.fromkeys(_PLAIN, 4)
-_CROSS = {"cross_q": 2, "cross_k": 2, "cross_v": 2, "cross_o": 2}
-_EXPERTS = {"experts_gate_up": 2, "experts_down": 2}
-_COUNT_ROWS: list[tuple[str, dict[str, int]]] = [
-    ("bert roberta distilbert electra mpnet deberta-v2 opt vit deit", _PLAIN),
-    ("clip_text_model clip_vision_model", _PLAIN),
-    ("llama mistral qwen3 gemma3", {**_PLAIN, "gate": 2}),
-    ("modernbert phi3", {"qkv": 2, "o": 2, "gate_up": 2, "down": 2}),
-    ("gpt2 gpt_neox", {"qkv": 2, "o": 2, "up": 2, "down": 2}),
-    ("clip", _TWICE),
-    ("t5 bart whisper", {**_TWICE, **_CROSS}),
-    ("t5-gated", {**_TWICE, **_CROSS, "gate": 4}),
-    ("mixtral", {"q": 2, "k": 2, "v": 2, "o": 2, **_EXPERTS}),
-    (
-        "qwen3_moe",
-        {**_PLAIN, "gate": 1, "up": 1, "down": 1, "experts_gate_up": 1, "experts_down": 1},
-    ),
-    ("tcompress_text", dict.fromkeys("qkvo", 2)),
-    ("tcompress_grid tcompress_grid-series", _PLAIN),
-]
-COUNTS = {name: counts for names, counts in _COUNT_ROWS for name in names.split()}
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_literal_listing(name: str) -> None:
-    assert _listing(anatomy_of(build(name))) == EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_counts_of_roles(name: str) -> None:
-    assert Counter(layer.role for layer in anatomy_of(build(name)).layers) == COUNTS[name]
 
 
 def _scale_rows(model: nn.Module, layer: Layer, rows: slice, factor: float) -> None:
@@ -194,22 +72,43 @@ def test_parts_of_fused_attention_reach_the_attention_as_q_k_v(
         assert torch.allclose(lengths, states.transpose(1, 2).norm(dim=-1), atol=1e-5)
 
 
-def test_embeddings_and_output_head() -> None:
-    expected = {
-        "bert": (("bert.embeddings.word_embeddings",), "cls.predictions.decoder"),
-        "gpt2": (("transformer.wte",), "lm_head"),
-        "t5": (("shared", "encoder.embed_tokens", "decoder.embed_tokens"), "lm_head"),
-        "whisper": (("model.decoder.embed_tokens",), "proj_out"),
-        "clip": (("text_model.embeddings.token_embedding",), None),
-        "vit": ((), None),
-    }
-    for name, found in expected.items():
-        anatomy = anatomy_of(build(name))
-        assert (anatomy.embeddings, anatomy.output_head) == found
+# Widths of heads, which modules or configs tell
 
 
-def test_sides() -> None:
-    sides = {layer.role: layer.side for name in TINY for layer in anatomy_of(build(name)).layers}
-    outs = {role for role, side in sides.items() if side == "out"}
-    assert outs == {"o", "cross_o", "down", "experts_down"}
-    assert set(sides.values()) == {"in", "out"}
+ATTENTION = {"q", "k", "v", "qkv", "o", "cross_q", "cross_k", "cross_v", "cross_o"}
+
+
+COUNTS = ("num_attention_heads", "n_heads", "n_head", "num_heads", "encoder_attention_heads")
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_heads_of_every_family(family: str) -> None:
+    model = build(family)
+    config = model.config
+    config = getattr(config, "text_config", None) or config
+    heads = next(getattr(config, name) for name in COUNTS if getattr(config, name, None))
+    for layer in anatomy_of(model).layers:
+        if layer.role not in ATTENTION:
+            assert layer.head is None
+            continue
+        assert layer.head is not None, layer.name
+        if layer.role in ("o", "cross_o"):
+            assert layer.in_features == heads * layer.head, layer.name
+        elif layer.role in ("q", "cross_q"):
+            assert layer.out_features == heads * layer.head, layer.name
+        assert all(part.size % layer.head == 0 for part in layer.parts)
+
+
+def test_attentions_of_several_widths_are_not_told_apart() -> None:
+    from tcompress.roles.find import head_width
+
+    block = nn.Module()
+    for name, width in (("one", 8), ("two", 16)):
+        attention = nn.Module()
+        attention.head_dim = width  # type: ignore[assignment]
+        attention.q = nn.Linear(32, 32)
+        block.add_module(name, attention)
+    block.o = nn.Linear(32, 32)
+    assert [head_width(block, f"{name}.q", "q", None) for name in ("one", "two")] == [8, 16]
+    assert head_width(block, "o", "o", None) is None
+    assert head_width(block, "o", "down", None) is None

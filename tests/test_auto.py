@@ -62,8 +62,6 @@ def _facts(plan: Plan) -> BudgetPlan:
 
 
 # ---------------------------------------------------------------- never worse than one method
-
-
 class _Paper(BaseModel):
     """A plan that is nothing but its cost."""
 
@@ -159,8 +157,6 @@ def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---------------------------------------------------------------- trials
-
-
 def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> Sized:
     made = {
         name: [Option(cost, loss, _spec(name)) for cost, loss in options]
@@ -220,8 +216,6 @@ def test_what_is_offered() -> None:
 
 
 # ---------------------------------------------------------------- conversions
-
-
 @pytest.mark.parametrize("default", [True, False], ids=["default", "all"])
 def test_a_budget_is_kept_by_a_mixture(
     default: bool, made: Callable[[], Converted], folder: Path, tmp_path: Path
@@ -321,8 +315,6 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- what is shown
-
-
 def test_reports_compare_with_equal_shares_and_single_methods(
     made: Callable[[], Converted], tmp_path: Path
 ) -> None:

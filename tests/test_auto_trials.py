@@ -59,8 +59,6 @@ def _facts(done: Converted) -> BudgetPlan:
 
 
 # ---------------------------------------------------------------- the choice alone
-
-
 def _chosen(folder: Path, place: FitWorkplace, **changes: float | None) -> str:
     """Chooses by made-up changes; None is a budget out of reach."""
     recipe = _recipe()
@@ -115,8 +113,6 @@ def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- conversions
-
-
 def test_what_is_taken_changes_the_output_least(
     folder: Path, whole: Callable[[], Converted]
 ) -> None:

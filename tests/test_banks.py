@@ -155,8 +155,6 @@ def test_casts_reach_all_users(change: Callable[[nn.Module], nn.Module]) -> None
 
 
 # ---------------------------------------------------------------- models
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The arrangement of the recipe `bert-tucker-model`, half of everything, on a tiny model."""
@@ -210,8 +208,6 @@ def test_layers_whose_owner_is_gone_are_refused(bert: Made) -> None:
 
 
 # ---------------------------------------------------------------- interruptions and walks
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "moment",

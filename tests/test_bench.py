@@ -345,8 +345,6 @@ def test_spread_is_that_of_the_middle_half() -> None:
 
 
 # -- as it is typed
-
-
 TYPED = ("--batch", "1,2", "--length", "4", "--repeats", "1", "--quiet")
 
 

@@ -41,8 +41,6 @@ def rows(data: CalibrationData, indices: list[int] | None = None) -> list[tuple[
 
 
 # Built-in data and the inputs of every kind of model
-
-
 NAMES = {
     ("text",): "builtin text",
     ("text", "decoder"): "builtin text",
@@ -149,8 +147,6 @@ def test_a_model_that_takes_something_else_is_refused(tmp_path: Path) -> None:
 
 
 # Drawing and holding out
-
-
 def test_drawing_is_repeatable_and_follows_the_seed(bert: SourceModel) -> None:
     options = Calibration(samples=20)
     first, second = load_batches(bert, options), load_batches(bert, options)
@@ -206,8 +202,6 @@ def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -
 
 
 # Tokenizers and limits
-
-
 @pytest.mark.parametrize(
     ("family", "options", "max_length", "expected"),
     [

@@ -228,8 +228,6 @@ def test_failures_of_the_hub_are_explained(
 
 
 # Calibration data for models that see and hear
-
-
 @pytest.fixture
 def vit(tmp_path: Path) -> SourceModel:
     return SourceModel.open(str(model_folder("vit", tmp_path / "vit", tokenizer=False)))

@@ -191,8 +191,6 @@ def test_generation_with_a_cache(tmp_path: Path) -> None:
 
 
 # Choosing
-
-
 def _without_effect(model: nn.Module, index: int) -> None:
     """Make a block of a Llama hand on what it reads."""
     block: Any = model.get_submodule(f"model.layers.{index}")
@@ -314,8 +312,6 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
 
 
 # Going on after a kill
-
-
 MOMENTS: tuple[tuple[str, int] | str, ...] = (
     ("choosing blocks", 1),
     "tcompress.conversion.state.FitWorkplace.keep_depth",

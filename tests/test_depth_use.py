@@ -49,8 +49,6 @@ def cut(source: str, output: Path, **changes: Any) -> Path:
 
 
 # What is asked
-
-
 @pytest.mark.parametrize(
     ("options", "made"),
     [
@@ -99,8 +97,6 @@ def test_in_python(bert: str) -> None:
 
 
 # What the model says
-
-
 def test_all_stacks_are_checked_at_once(tmp_path: Path) -> None:
     source = SourceModel.open(saved("bart", tmp_path))
     asked = {"keep_layers": {"encoder": [7], "decoder": [], "tower": [1]}}
@@ -193,8 +189,6 @@ def test_a_damaged_tensor_is_named_as_in_its_file(tmp_path: Path) -> None:
 
 
 # The command line
-
-
 def test_dry_run_reads_no_weight(
     bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,8 +218,6 @@ def test_commands(bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # What follows
-
-
 @pytest.mark.parametrize("method", ["none", "svd"])
 def test_reports_compare_with_the_whole_model(method: str, bert: str, tmp_path: Path) -> None:
     more = {"target": 0.5} if method == "svd" else {}

@@ -33,8 +33,6 @@ def _recipe(**changes: Any) -> Convert:
 
 
 # The search alone
-
-
 def _search(*changes: float | None) -> DepthPlan:
     """Searches six blocks, which go from the first on; None is a budget out of reach."""
     stack = StackPlan(name="layers", path="layers", blocks=6, kept=tuple(range(6)))
@@ -74,8 +72,6 @@ def test_search_without_any_way() -> None:
 
 
 # Real conversions
-
-
 def _without_effect(model: Any, index: int) -> None:
     block = model.model.layers[index]
     for layer in (block.self_attn.o_proj, block.mlp.down_proj):
@@ -171,8 +167,6 @@ def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
 
 
 # Going on after a kill
-
-
 @pytest.fixture(scope="module")
 def whole(
     tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory

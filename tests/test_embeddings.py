@@ -367,8 +367,6 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
 
 
 # Rewritten word embeddings: refusals, options, reports, the command line, healing
-
-
 @pytest.mark.parametrize(
     ("family", "embeddings", "message"),
     [

@@ -82,8 +82,6 @@ def _weight_errors(dense: nn.Module, converted: nn.Module) -> list[float]:
 
 
 # ---------------------------------------------------------------- amounts
-
-
 def test_amounts_are_read() -> None:
     assert [parameters_of(text) for text in (7, "7", "1.5K", "30M", "2B")] == [
         7,
@@ -109,8 +107,6 @@ def test_whole_numbers_are_themselves(count: int) -> None:
 
 
 # ---------------------------------------------------------------- from shapes alone
-
-
 @pytest.mark.parametrize("depth", [{}, {"keep_layers": [1]}], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", METHODS)
 def test_plans_keep_within_parameters_and_bytes(
@@ -224,8 +220,6 @@ def test_python_takes_budgets(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- on data
-
-
 @pytest.mark.parametrize("name", ["lprod", "tucker"])
 def test_parameters_are_shared_out_by_loss(name: str, folder: Path, tmp_path: Path) -> None:
     limit = 20_000

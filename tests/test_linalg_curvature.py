@@ -53,8 +53,6 @@ def _naive(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> 
 
 
 # ---------------------------------------------------------------- the loss
-
-
 def test_ridge_is_relative_to_the_mean_diagonal_of_each() -> None:
     singular = _moment(OUTPUTS, 3, 0)
     zero = torch.zeros_like(singular)
@@ -76,8 +74,6 @@ def test_loss_and_constant_are_those_of_rows() -> None:
 
 
 # ---------------------------------------------------------------- low rank
-
-
 @pytest.mark.parametrize("rank", [1, 3, 7, 8])
 def test_factors_are_the_optimum_by_other_square_roots(rank: int) -> None:
     product, gram, curvature = _problem()
@@ -134,8 +130,6 @@ def test_bad_curvature_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- slices
-
-
 def _brute_slices(product: Tensor, gram: Tensor, p: int, curvature: Tensor) -> Tensor:
     """Least squares over the entries of the diagonal blocks, the Kronecker product written out."""
     design = torch.kron(_root(curvature), _root(gram))  # of the row-major entries of V
@@ -214,8 +208,6 @@ def test_a_start_is_used() -> None:
 
 
 # ---------------------------------------------------------------- conjugate gradients
-
-
 def test_gradients_stop_at_the_solution() -> None:
     matrix, wanted = _moment(WIDTH, ROWS, 0), randn(WIDTH)
     applied = []

@@ -58,8 +58,6 @@ def _loss(found: Tucker, products: Tensor, grams: Tensor | None) -> float:
 
 
 # ---------------------------------------------------------------- sizes
-
-
 def test_published_size() -> None:
     assert tucker_parameters(144, 768, 768, (72, 384, 384)) == 11_217_024
 
@@ -89,8 +87,6 @@ def test_ranks_are_clipped_to_the_shape(ranks: Ranks, wanted: Ranks) -> None:
 
 
 # ---------------------------------------------------------------- fits
-
-
 @pytest.mark.parametrize("moments", ["none", "shared", "own"])
 def test_full_ranks_give_the_matrices_back(moments: str) -> None:
     weights, _, grams = _problem()
@@ -238,8 +234,6 @@ def test_the_backend_of_tensorly_is_changed_for_one_call_and_thread(
 
 
 # ---------------------------------------------------------------- mixing weights of one layer
-
-
 @pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("moments", [False, True])
 def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: bool) -> None:
@@ -277,8 +271,6 @@ def test_mixing_agrees_with_the_joint_fit() -> None:
 
 
 # ---------------------------------------------------------------- moments of both sides
-
-
 def _curves(seed: int = 20) -> Tensor:
     half = randn(COUNT, ROWS, ROWS, seed=seed)
     return half @ half.mT + 0.1 * torch.eye(ROWS).double()

@@ -240,8 +240,6 @@ def test_stand_ins_answer_as_hosts_expect() -> None:
 
 
 # Mechanisms on numbers that are hard for floating point
-
-
 SMALL = {"heads": 2, "key_heads": 2, "head_dim": 16}
 
 

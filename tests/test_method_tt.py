@@ -102,8 +102,6 @@ def test_layouts_are_described(layout: TTLayout, text: str) -> None:
 
 
 # ---------------------------------------------------------------- work
-
-
 def test_what_is_done_once_per_pass_is_shared_out_among_tokens() -> None:
     layout = layout_of(16, 24, rank=6, apply="rebuild")
     assert macs_of(layout, 10).apply == 6 * 16 * 24 + 10 * 16 * 24
@@ -160,8 +158,6 @@ def test_a_rank_leaves_the_rest_of_a_target_to_a_low_rank_term(bert: SourceModel
 
 
 # ---------------------------------------------------------------- estimates
-
-
 def test_a_fit_costs_what_its_normal_equations_do() -> None:
     shape = ((32, 24), (24, 32), (96,))
     # The first core's normal matrix, its factor, and what it is made from.

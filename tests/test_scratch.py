@@ -95,8 +95,6 @@ def test_sizes_that_do_not_go_together_are_refused() -> None:
 
 
 # ------------------------------------------------------------- first values of structures
-
-
 @pytest.mark.parametrize("case", marked_cases(), ids=str)
 def test_a_weight_is_linear_in_each_tensor_that_is_scaled(case: Case) -> None:
     layout, kind = case.layout(), case.kind
@@ -250,8 +248,6 @@ def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path
 
 
 # ------------------------------------------------------------- what is written
-
-
 def test_without_a_method_the_dense_model_is_written(tmp_path: Path) -> None:
     made = scratch(tmp_path / "made")
     source = open_architecture(architecture(), 0)

@@ -241,8 +241,6 @@ def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
 
 
 # Training, reporting and timing models that began at random
-
-
 WORDS = {"words": "builtin", "size": 100}
 
 

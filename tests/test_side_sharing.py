@@ -45,8 +45,6 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
 
 
 # ---------------------------------------------------------------- computed once
-
-
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad": nullcontext,
     "no_grad": torch.no_grad,
@@ -145,8 +143,6 @@ def test_autocast_between_readers() -> None:
 
 
 # ---------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("residual", [0, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_equal_the_sum_of_unshared_ones(method: str, residual: int) -> None:
@@ -202,8 +198,6 @@ def test_one_reader_sees_a_change_of_the_side() -> None:
 
 
 # ---------------------------------------------------------------- threads
-
-
 @pytest.fixture
 def often_switched() -> Any:
     interval = sys.getswitchinterval()

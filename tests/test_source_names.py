@@ -226,8 +226,6 @@ def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------- without network
-
-
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[object]]:
     """Makes look-ups of names end as told, the last way from then on; lists what was asked."""

@@ -325,8 +325,6 @@ def test_a_single_file_wins_over_shards_and_safetensors_over_torch(folder: Path)
 
 
 # Weights in files of torch: reads, refusals of what could run code
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_torch_file_is_read(tmp_path: Path, zipped: bool) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(4, 4).t(), "n": torch.tensor(3)}

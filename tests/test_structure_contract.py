@@ -424,8 +424,6 @@ def test_autocast(case: Case) -> None:
 
 
 # The registry of structures refuses what would be ambiguous, and helps with names
-
-
 class _Other(Spec):
     """Options of nothing."""
 

@@ -36,8 +36,6 @@ def named(said: Recipe) -> list[Cell]:
 
 
 # Cells
-
-
 def test_cells_are_every_method_with_every_target() -> None:
     cells = named(recipe(["svd", {"name": "lprod", "p": 16}, "lprod"], [0.25, 0.5]))
     assert [cell.name for cell in cells] == [
@@ -91,8 +89,6 @@ def test_refused_cells_say_why() -> None:
 
 
 # Results
-
-
 def test_numbers_are_those_of_models_measured_side_by_side() -> None:
     found = run(recipe())
     side_by_side = evaluate(
@@ -158,8 +154,6 @@ def test_healed_models_need_a_task() -> None:
 
 
 # What is not done again
-
-
 @pytest.mark.usefixtures("quick")
 def test_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     counting, told = Counting(monkeypatch), []
@@ -274,8 +268,6 @@ def test_force_does_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # From Python
-
-
 @pytest.mark.usefixtures("quick")
 def test_from_python() -> None:
     found = tcompress.sweep(

@@ -65,8 +65,6 @@ def test_interrupt_loses_the_cell_in_work_at_most(
 
 
 # What does not stop the others
-
-
 @pytest.mark.usefixtures("quick")
 def test_failed_cells_do_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: SourceModel, said: Any, *args: Any, **options: Any) -> Any:

@@ -43,8 +43,6 @@ def left(folder: Path) -> list[str]:
 
 
 # Outputs
-
-
 def listen(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
@@ -113,7 +111,6 @@ def test_checking_leaves_no_trace(tmp_path: Path) -> None:
 
 
 # --force
-
 FOREIGN: dict[str, tuple[list[str], str]] = {
     "documents": (["a.txt", "b.txt", "c.txt", "thesis.pdf"], "`c.txt` and 1 more and no model"),
     "config alone": (["config.json"], "holds `config.json` and no model"),
@@ -184,8 +181,6 @@ def test_systems_that_rename_in_two_steps(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # What runs of earlier versions left behind when they were killed
-
-
 def test_the_old_model_is_put_back(tmp_path: Path) -> None:
     output = tmp_path / "out"
     model(partial_folder(output) / "replaced", "old")
@@ -206,8 +201,6 @@ def test_a_clean_up_that_was_cut_short(tmp_path: Path) -> None:
 
 
 # The working folder
-
-
 def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, refused = workplace.remove, []
 
@@ -376,8 +369,6 @@ def test_damaged_notes_are_no_obstacle(name: str, damage: bytes, tmp_path: Path)
 
 
 # Files and disks
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     write_text(path, "old")

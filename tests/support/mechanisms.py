@@ -83,8 +83,6 @@ def run(
 
 
 # ---------------------------------------------------------------- written out
-
-
 def explicit_kronecker(
     q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], scale: Tensor, *, pool: str
 ) -> Tensor:

@@ -31,8 +31,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 # ---------------------------------------------------------------- dense references
-
-
 def dense_reference(layout: Layout, stored: Stored) -> Tensor:
     """Builds the dense weight of one term; differentiable in every stored tensor.
 
@@ -212,8 +210,6 @@ TUBES: dict[str, Callable[[int, int], Tensor]] = {
 
 
 # ---------------------------------------------------------------- layers and fits
-
-
 def fill_random(layer: torch.nn.Module, seed: int = 0, scale: float = 0.4) -> None:
     """Draws all parameters; generators of this size turn well away from the identity."""
     generator = torch.Generator().manual_seed(seed)

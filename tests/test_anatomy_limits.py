@@ -31,12 +31,9 @@ def test_position_tables_of_deberta_are_refused_and_shared_keys_are_marked() -> 
 
 
 _SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "vocab_size": 100,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -172,11 +169,8 @@ def test_unknown_model_is_scanned_by_structure() -> None:
 
 def test_unknown_transformers_family_is_scanned() -> None:
     options: dict[str, Any] = {
-        "d_model": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 64,
-    }
+        "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+    }  # fmt: skip
     anatomy = anatomy_of(transformers.PatchTSTModel(transformers.PatchTSTConfig(**options)))
     assert anatomy.family == "patchtst"
     assert [len(block.layers) for block in anatomy.blocks] == [6, 6]

@@ -42,14 +42,12 @@ def rows(data: CalibrationData, indices: list[int] | None = None) -> list[tuple[
 
 # Built-in data and the inputs of every kind of model
 NAMES = {
-    ("text",): "builtin text",
-    ("text", "decoder"): "builtin text",
+    ("text",): "builtin text", ("text", "decoder"): "builtin text",
     ("image",): "builtin images (synthetic)",
     ("text", "image"): "builtin images (synthetic) + builtin text",
     ("audio", "decoder"): "builtin audio (synthetic) + builtin text",
-    ("volume",): "builtin volumes (synthetic)",
-    ("series",): "builtin series (synthetic)",
-}
+    ("volume",): "builtin volumes (synthetic)", ("series",): "builtin series (synthetic)",
+}  # fmt: skip
 # One for each kind of inputs; positions of `mpnet` begin later.
 KINDS = ("bert", "mpnet", "gpt2", "t5", "vit", "clip", "whisper", "tcompress_grid")
 KINDS += ("tcompress_text", "tcompress_grid-series")

@@ -52,10 +52,8 @@ def test_a_mechanism_alone_leaves_weights_dense() -> None:
     assert settings(method="tam", core="tucker")["attention"] == {"core": "tucker"}
     assert settings(method="multilinear", length=64)["attention"] == {"length": 64}
     assert settings(method="hot", kernel="favor", fold=8, seed=2)["attention"] == {
-        "kernel": "favor",
-        "fold": 8,
-        "seed": 2,
-    }
+        "kernel": "favor", "fold": 8, "seed": 2,
+    }  # fmt: skip
 
 
 def test_the_two_axes_combine() -> None:
@@ -77,10 +75,8 @@ def test_a_size_alone_means_the_structure_of_the_paper() -> None:
 def test_options_override_a_recipe() -> None:
     parsed = parse_recipe(RECIPE, "test.yaml")
     assert settings(RECIPE, filter_order=4)["attention"] == {
-        "name": "tsa",
-        "filter_order": 4,
-        "decay": 0.8,
-    }
+        "name": "tsa", "filter_order": 4, "decay": 0.8,
+    }  # fmt: skip
     assert settings(RECIPE, method="hot", fold=4)["attention"] == {"fold": 4}
     assert conversion({"structure": "svd", "target": 0.5}, parsed).label == "tsa + svd"
     assert settings(RECIPE, layers="0")["attention_layers"] == (0,)

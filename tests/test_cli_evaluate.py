@@ -44,13 +44,8 @@ def test_table() -> None:
         "float32 on cpu; in brackets 95 % intervals of 50 bootstrap resamples"
     )
     assert done.lines[1].split() == [
-        "model",
-        "metric",
-        "value",
-        "difference",
-        "ratio",
-        "examples/s",
-    ]
+        "model", "metric", "value", "difference", "ratio", "examples/s",
+    ]  # fmt: skip
     rows = [line.split() for line in done.lines[3:]]
     assert [row[0] for row in rows] == ["bert", "pearson", "bert-small", "pearson"]
     assert "bert: 60 of 60 inputs in " in done.err

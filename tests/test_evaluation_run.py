@@ -94,20 +94,11 @@ def test_the_protocol_tells_how_it_was_measured() -> None:
         "tcompress", "python", "torch", "transformers", "machine"
     }  # fmt: skip
     assert protocol == {
-        "task": "sts",
-        "data": "pairs.jsonl:sentence1,sentence2,score",
-        "split": None,
-        "examples": 20,
-        "max_length": 64,
-        "batch_size": 4,
-        "dtype": "float32",
-        "device": "cpu",
-        "seed": 3,
-        "bootstrap": 100,
-        "scoring": "cosine of embeddings",
-        "pooling": "mean (default)",
+        "task": "sts", "data": "pairs.jsonl:sentence1,sentence2,score", "split": None,
+        "examples": 20, "max_length": 64, "batch_size": 4, "dtype": "float32", "device": "cpu",
+        "seed": 3, "bootstrap": 100, "scoring": "cosine of embeddings", "pooling": "mean (default)",
         "truncated": 0,
-    }
+    }  # fmt: skip
 
 
 def test_numbers_are_kept_in_the_manifest_of_a_converted_model() -> None:

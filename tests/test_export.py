@@ -92,14 +92,9 @@ def test_an_export_is_an_ordinary_folder(tmp_path: Path) -> None:
     written = export_dense(folder, tmp_path / "plain")
     assert written == tmp_path / "plain"
     assert sorted(path.name for path in written.iterdir()) == [
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "preprocessor_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
+        "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
     config = json.loads((written / "config.json").read_text())
     source = json.loads((tmp_path / "llama" / "config.json").read_text())
     assert config == source

@@ -84,12 +84,8 @@ def _weight_errors(dense: nn.Module, converted: nn.Module) -> list[float]:
 # ---------------------------------------------------------------- amounts
 def test_amounts_are_read() -> None:
     assert [parameters_of(text) for text in (7, "7", "1.5K", "30M", "2B")] == [
-        7,
-        7,
-        1500,
-        30_000_000,
-        2_000_000_000,
-    ]
+        7, 7, 1500, 30_000_000, 2_000_000_000,
+    ]  # fmt: skip
     assert [bytes_of(text) for text in (7, "7B", "60MB", "1.5kB".upper(), "2MiB")] == [
         7,
         7,

@@ -30,10 +30,8 @@ def test_a_variant_changes_values_and_names() -> None:
     made = choose_variants(parse_recipe(TEXT, "a"), ["smoke"])
     assert (made.convert.target, made.evaluate[0].limit) == (0.25, 10)
     assert (made.name, made.output, made.report) == (
-        "small-smoke",
-        "made-smoke",
-        "pages/small-smoke.html",
-    )
+        "small-smoke", "made-smoke", "pages/small-smoke.html",
+    )  # fmt: skip
 
 
 def test_variants_add_up_and_may_name_their_own_output() -> None:

@@ -63,10 +63,8 @@ def test_the_report_of_a_sum_of_terms(tmp_path: Path) -> None:
     assert report.name == str(done.folder)
     layer = report.layers[1]
     assert (layer.name, layer.block, layer.role) == (
-        "transformer.h.0.attn.c_proj",
-        "transformer.h.0",
-        "o",
-    )
+        "transformer.h.0.attn.c_proj", "transformer.h.0", "o",
+    )  # fmt: skip
     assert layer.structure == "lprod p=16 dct + lowrank r=8"
     assert (layer.in_features, layer.out_features, layer.experts) == (32, 32, None)
     assert (layer.parameters.dense, layer.parameters.now) == (1024, 64 + 8 * 64)
@@ -135,11 +133,8 @@ def test_a_model_saved_again_is_reported_from_its_config(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "again")
     report, again = report_of(done.folder), report_of(tmp_path / "again")
     assert (again.method, again.source, again.created, again.calibration) == (
-        "lprod",
-        None,
-        None,
-        None,
-    )
+        "lprod", None, None, None,
+    )  # fmt: skip
     assert again.parameters.blocks == report.parameters.blocks
     assert [layer.parameters for layer in again.layers] == [
         layer.parameters for layer in report.layers

@@ -46,10 +46,8 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
 
 # ---------------------------------------------------------------- computed once
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "grad": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
+    "grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode,
+}  # fmt: skip
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 

@@ -105,13 +105,11 @@ def test_companions_are_listed_and_the_rest_is_not(folder: Path) -> None:
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
+            "idx": 1, "name": "1", "path": "1_Pooling",
             "type": "sentence_transformers.models.Pooling",
         },
         {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
-    ]
+    ]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(modules))
     carried = [
         *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "LICENSE"),

@@ -71,10 +71,8 @@ def test_names_differ_where_conversions_do() -> None:
     chains = [{"name": "tt", **more} for more in ({"apply": "rebuild"}, {"modes": {64: [8, 8]}})]
     cells = named(recipe([*chains, {"name": "lprod", "pad": True}], [0.5]))
     assert [cell.name for cell in cells] == [
-        "tt-rebuild-50",
-        "tt-modes64x8x8-50",
-        "lprod-p4-pad-50",
-    ]
+        "tt-rebuild-50", "tt-modes64x8x8-50", "lprod-p4-pad-50",
+    ]  # fmt: skip
     close = named(recipe(["svd"], [0.5, 0.5 + 1e-9]))
     assert [cell.name for cell in close] == ["svd-50", "svd-50-2"]
 

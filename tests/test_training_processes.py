@@ -48,13 +48,8 @@ def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
     }
     environment.pop("TCOMPRESS_TRACEBACK", None)
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+    ]  # fmt: skip
     command += [str(folder / "late.py"), "finetune", *map(str, arguments), "--json"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 

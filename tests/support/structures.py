@@ -99,11 +99,8 @@ def _outer_sum(u: Tensor, core: Any, v: Tensor) -> Tensor:
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
-    "lowrank": _lowrank,
-    "lprod": _lprod,
-    "tt": _tt,
-    "tucker": _tucker,
-}
+    "lowrank": _lowrank, "lprod": _lprod, "tt": _tt, "tucker": _tucker,
+}  # fmt: skip
 
 
 def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:

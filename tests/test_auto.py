@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tcompress.conversion import search
 from tcompress.conversion.candidates import Sized, Trials, trial_blocks
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.goal import Settler
@@ -29,7 +28,6 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
-from tests.support.interrupted import Interrupt, contents
 from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
@@ -283,21 +281,6 @@ def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> No
     for entry in plan.layers:
         if "value" in entry.name:
             assert entry.parts[0].terms[0].structure == "tt"
-
-
-def test_an_interrupted_run_goes_on_with_the_choice_it_made(
-    folder: Path, made: Callable[[], Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, whole = tmp_path / "out", made()
-    with pytest.raises(KeyboardInterrupt):
-        _convert(folder, output, PREDICTED, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
-
-    def walk(*_: object) -> None:
-        raise AssertionError("the backward pass was made again")
-
-    monkeypatch.setattr(search, "BackwardWalk", walk)
-    _convert(folder, output, PREDICTED)
-    assert contents(output) == contents(whole.folder)
 
 
 def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> None:

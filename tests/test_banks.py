@@ -20,7 +20,6 @@ from tcompress.artifact.reader import Artifact
 from tcompress.conversion import whole_model_fits
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
-from tcompress.exports import export_dense
 from tcompress.hf.build import install_layers
 from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
@@ -188,17 +187,6 @@ def test_other_heads_find_the_bank(bert: Made, tmp_path: Path) -> None:
         found = outputs(again, bert.inputs())
         assert distance(found[:1], wanted[:1]) == 0
         assert len({id(layer.banks["model"]) for layer in structured(again).values()}) == 1
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_export(share: str, tmp_path: Path) -> None:
-    made = make("gpt2" if share == "layers" else "bert", tmp_path, **METHODS[share])
-    export_dense(made.folder, tmp_path / "plain")
-    plain, info = type(made.dense).from_pretrained(tmp_path / "plain", output_loading_info=True)
-    assert not any(info.values())
-    assert not structured(plain)
-    found = outputs(made.load(), made.inputs())
-    assert distance(outputs(plain, made.inputs()), found) <= 1e-5
 
 
 def test_layers_whose_owner_is_gone_are_refused(bert: Made) -> None:

@@ -138,15 +138,6 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
         assert not bool(experts(*call).any())  # they are what is applied
 
 
-@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
-def test_equals_the_transformers_module(routing: str) -> None:
-    experts, host, call = _structured("fitted"), _host(), _call(routing)
-    with torch.no_grad():
-        for name, weight in _weights(experts).items():
-            getattr(host, name).copy_(weight)
-    assert_close(experts(*call), host(*call))
-
-
 @pytest.mark.parametrize("rewritten", [(), ("gate_up_proj",), ("down_proj",)], ids=str)
 def test_weights_that_are_not_rewritten_stay_dense(rewritten: tuple[str, ...]) -> None:
     experts, call = _structured("fitted", rewritten), _call("unbalanced")

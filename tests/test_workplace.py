@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
+import tcompress
 from tcompress import files
 from tcompress.artifact import workplace
 from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
-from tcompress.errors import DiskError, InputError, WriteError
+from tcompress.errors import DiskError, InputError, RecipeError, WriteError
 from tcompress.files import beside, write_text
+from tcompress.options import Convert, Finetune
 from tests.support.cli import run
+from tests.support.tiny import build
 
 
 def model(folder: Path, text: str) -> Path:
@@ -435,3 +438,43 @@ def test_a_disk_that_becomes_full(
     with pytest.raises(DiskError, match=words), place.working():
         raise error
     assert Workplace(tmp_path / "out", "x").resumed
+
+
+# The Python interface: what it refuses, and how it names what it writes
+
+
+@pytest.fixture
+def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    model: Any = build("bert")
+    model.save_pretrained("dense")
+    return "dense"
+
+
+def test_options_beside_a_recipe_are_not_forgotten(dense: str) -> None:
+    recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.5})
+    with pytest.raises(RecipeError, match="`method`, `target` cannot be given beside a recipe"):
+        tcompress.convert(dense, recipe=recipe, method="svd", target=0.25)
+    with pytest.raises(RecipeError, match="`steps` cannot be given beside a recipe"):
+        tcompress.finetune(dense, recipe=Finetune(), steps=5)
+
+
+def test_what_is_finished_is_not_thrown_away(tmp_path: Path) -> None:
+    place = Workplace(tmp_path / "out", "same")
+    (place.model / "weights").write_text("made")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "note.txt").write_text("put there meanwhile")
+    with pytest.raises(InputError, match="is not empty"):
+        place.publish(force=False)
+    place.discard()
+    (tmp_path / "out" / "note.txt").unlink()
+    again = Workplace(tmp_path / "out", "same")
+    assert (again.model / "weights").read_text() == "made"
+    again.close()
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(InputError, match="is where another disk is mounted"):
+        check_output(tmp_path / "out", force=False)

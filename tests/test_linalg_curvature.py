@@ -1,6 +1,8 @@
-"""Fits with output moments, against dense least squares and gradients."""
+"""Fixed transforms, and fits with output moments, against definitions and dense algebra."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.errors import FitError
+from tcompress.errors import FitError, InputError
 from tcompress.linalg.fits import (
     curved_constant,
     curved_loss,
@@ -21,8 +23,9 @@ from tcompress.linalg.fits import (
     lowrank_spectrum,
 )
 from tcompress.linalg.moments import conjugate_gradients
+from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
 from tests.support.numerics import quick
-from tests.support.structures import randn
+from tests.support.structures import TUBES, randn
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
 
@@ -251,3 +254,102 @@ def test_coarse_arithmetic_never_leads_uphill() -> None:
         assert loss(found) <= loss(solution)
         left += found is solution
     assert 0 < left < 20  # both ends were seen
+
+
+# The fixed transforms Z: orthonormality, definitions, independence of global state, refusals
+
+
+POWER_OF_TWO = ("haar", "hadamard")
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@quick
+@given(kind=st.sampled_from(FIXED_TRANSFORMS), size=st.integers(1, 40), seed=st.integers(0, 2**40))
+def test_orthonormal_at_every_possible_size(kind: str, size: int, seed: int) -> None:
+    if check_transform(kind, size) is not None:
+        with pytest.raises(InputError, match=f"`{kind}`.*{size}"):
+            fixed_transform(kind, size, seed)
+        return
+    z = fixed_transform(kind, size, seed)
+    assert (z.shape, z.dtype, z.device.type) == ((size, size), torch.float64, "cpu")
+    near(z @ z.T, torch.eye(size, dtype=torch.float64))
+
+
+@quick
+@given(size=st.integers(-2, 70))
+def test_only_haar_and_hadamard_ask_for_a_power_of_two(size: int) -> None:
+    for kind in FIXED_TRANSFORMS:
+        power = math.log2(size).is_integer() if size > 0 else False
+        possible = size > 0 and (power or kind not in POWER_OF_TWO)
+        assert (check_transform(kind, size) is None) == possible
+
+
+def test_reasons_name_kind_and_size() -> None:
+    reason = "transform `haar` needs a power of two as number of slices, found 6"
+    assert check_transform("haar", 6) == reason
+    assert check_transform("dct", 0) == "a transform needs at least 1 slice, found 0"
+    with pytest.raises(InputError) as caught:
+        fixed_transform("haar", 6)
+    assert caught.value.message == reason
+    assert caught.value.hint == "choose another number of slices, or `dct`, which takes any"
+
+
+@pytest.mark.parametrize("call", [fixed_transform, check_transform])
+def test_unknown_kind_lists_the_known_and_the_nearest(call: object) -> None:
+    assert callable(call)
+    with pytest.raises(InputError) as caught:
+        call("Hadamart", 4)
+    known = "`dct`, `identity`, `haar`, `hadamard`, `random`, `dft`"
+    assert caught.value.message == f"unknown transform `Hadamart`, known are {known}"
+    assert caught.value.hint == "did you mean `hadamard`?"
+
+
+def test_unknown_kind_without_a_near_one_has_no_hint() -> None:
+    with pytest.raises(InputError) as caught:
+        fixed_transform("wavelet-packet", 4)
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12, 16, 64])
+@pytest.mark.parametrize("kind", TUBES)
+def test_definitions(kind: str, size: int) -> None:
+    if check_transform(kind, size) is None:
+        near(fixed_transform(kind, size, 3), TUBES[kind](size, 3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 9])
+def test_dft_rows_are_cosines_and_sines_in_order(size: int) -> None:
+    rows = [[math.sqrt(1 / size)] * size]
+    for k in range(1, size):
+        angles = [2 * math.pi * j * k / size for j in range(size)]
+        if 2 * k < size:
+            rows.append([math.sqrt(2 / size) * math.cos(angle) for angle in angles])
+            rows.append([math.sqrt(2 / size) * math.sin(angle) for angle in angles])
+        elif 2 * k == size:
+            rows.append([math.sqrt(1 / size) * math.cos(angle) for angle in angles])
+    near(fixed_transform("dft", size), torch.tensor(rows, dtype=torch.float64))
+
+
+def test_random_depends_on_its_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = fixed_transform("random", 6, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(fixed_transform("random", 6, seed=3), first)
+    assert not torch.allclose(fixed_transform("random", 6, seed=4), first)
+
+
+def test_random_refuses_a_negative_seed() -> None:
+    with pytest.raises(InputError, match="`seed` of a transform must be at least 0, found -1"):
+        fixed_transform("random", 4, seed=-1)
+
+
+@pytest.mark.parametrize("kind", FIXED_TRANSFORMS)
+def test_default_device_and_dtype_do_not_matter(kind: str) -> None:
+    expected = fixed_transform(kind, 4)
+    with torch.device("meta"):
+        assert torch.equal(fixed_transform(kind, 4), expected)

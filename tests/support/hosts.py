@@ -88,11 +88,7 @@ class Hosted:
 
 
 class Workshop:
-    """Makes tiny models and converts them, each once.
-
-    Args:
-        root: Folder to work in.
-    """
+    """Makes tiny models below a folder and converts them, each once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -287,8 +287,6 @@ def test_parts_of_fused_attention_reach_the_attention_as_q_k_v(
 
 # Widths of heads, which modules or configs tell
 ATTENTION = {"q", "k", "v", "qkv", "o", "cross_q", "cross_k", "cross_v", "cross_o"}
-
-
 COUNTS = ("num_attention_heads", "n_heads", "n_head", "num_heads", "encoder_attention_heads")
 
 

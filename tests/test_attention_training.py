@@ -127,8 +127,6 @@ def test_a_model_with_another_attention_is_timed(tmp_path: Path) -> None:
 
 
 LENGTH = 8
-
-
 FIXED = {
     "attention": {"name": "multilinear", "length": LENGTH},
     "method": {"name": "svd"},

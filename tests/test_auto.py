@@ -31,7 +31,6 @@ from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
-
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
 OFFER = ["lowrank", "tt", "lprod"]

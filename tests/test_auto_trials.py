@@ -26,7 +26,6 @@ from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import Interrupt, contents
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
-
 LLAMA = deep("llama", 3)
 
 

@@ -95,8 +95,6 @@ def test_recipes_show_copy_validate(tmp_path: Path) -> None:
 
 
 HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9bc\u202ed\r[red]e"
-
-
 COMMANDS = set("\x1b\x07\x9b\u202e\r\x7f\udcff")
 
 

@@ -62,8 +62,6 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
     (True, ("writing", 40), True),
     (True, "tcompress.conversion.outputs.write_manifest", True),
 ]
-
-
 RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.converter.write_index")
 
 
@@ -302,11 +300,7 @@ def test_force_keeps_the_old_output_until_the_new_one_is_whole(
 
 
 REWRITTEN = "bert.encoder.layer.1.attention.self.key.weight"
-
-
 COPIED = "bert.embeddings.word_embeddings.weight"
-
-
 BIAS = "bert.encoder.layer.1.attention.self.key.bias"
 
 
@@ -421,11 +415,7 @@ def _first(weights: dict[str, Tensor], end: str) -> str:
 
 
 LPROD = {"name": "lprod", "p": 4, "transform": "fitted"}
-
-
 Q0 = "encoder.layer.0.attention.self.query"
-
-
 BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = {
     "a dense tensor dropped": (
         "bert", {}, lambda w: w.pop(_first(w, "LayerNorm.weight")), "LayerNorm.weight`"

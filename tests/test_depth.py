@@ -32,18 +32,12 @@ from tests.support.tiers import tiered
 from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 SVD: dict[str, Any] = {"method": {"name": "svd"}, "target": 0.5}
-
-
 NONE: dict[str, Any] = {"calibration": {"source": "none"}}
 
 
 # Of ModernBERT and of a DeBERTa with a convolution the first block has to stay.
 KEPT = {"modernbert": (0, 2)}
-
-
 USUAL = ("bert", "gpt2", "gemma3", "qwen3_moe", "t5", "bart", "clip", "vit", "modernbert")
 
 
@@ -376,8 +370,6 @@ def test_the_choice_is_not_made_again(
 
 
 ONE_STACK = tuple(name for name in TINY if len(stacks(deep(name).build())) == 1)
-
-
 LAST = (0, 1, 2, 3, 3, 3)  # what a model of four blocks becomes
 
 

@@ -45,8 +45,6 @@ TABLES = {
     "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
     "bart": 3, "gemma3": 1,
 }  # fmt: skip
-
-
 ROWS = [
     pytest.param(family, method, marks=() if tiered_in else pytest.mark.grid)
     for family in TABLES

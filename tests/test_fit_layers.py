@@ -22,7 +22,6 @@ from tcompress.structures.modules.linear import PartLayout, StructuredLinear, te
 from tests.support.structures import make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
-
 LOW = ("lowrank", {"rank": 3})
 DCT = ("lprod", {"transform": "dct"})
 DFT = ("lprod", {"transform": "dft"})

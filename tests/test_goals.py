@@ -28,7 +28,6 @@ from tests.support.conversions import calibration
 from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
 METHODS: dict[str, dict[str, Any]] = {
     "svd": {"name": "svd"},
     "tt": {"name": "tt"},

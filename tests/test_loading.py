@@ -38,8 +38,6 @@ from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 Models = Callable[[str, str], Made]
-
-
 TRY = """
 import sys
 from transformers import AutoModel
@@ -200,14 +198,10 @@ def test_accelerate_offload(
 
 
 LOW = {torch.float16: 0.05, torch.bfloat16: 0.3}  # results are of size 3
-
-
 CAST = [
     ("bert", "dct"), ("llama", "fitted"), ("gpt2", "residual"), ("gemma3", "dft"),
     ("mixtral", "tubal_rank"), ("t5", "svd"), ("vit", "fitted"), ("whisper", "dct"),
 ]  # fmt: skip
-
-
 CASTS = [(*pair, dtype) for pair in CAST for dtype in LOW]
 
 

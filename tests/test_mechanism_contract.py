@@ -381,8 +381,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 
 
 IDS = torch.arange(5, 17).reshape(1, 12)
-
-
 TYPES = torch.tensor([[0] * 5 + [1] * 7])
 
 

@@ -34,8 +34,6 @@ from tests.support.tiers import tiered
 from tests.support.tiny import TINY, TinyModel, build
 
 Planned = Callable[..., Plan]
-
-
 SVD = {"name": "svd", "rank": 4}
 
 
@@ -372,8 +370,6 @@ def test_layers_that_are_refused_have_their_parameters(
 
 
 FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
-
-
 SIZES = {
     "hidden_size", "intermediate_size", "d_model", "d_kv", "d_ff", "dim", "hidden_dim", "n_embd",
     "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",

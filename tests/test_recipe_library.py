@@ -31,8 +31,6 @@ from tests.support.cli import run
 from tests.support.tiny import build
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-
-
 FILES = sorted(FOLDER.rglob("*.yaml"))
 
 

@@ -180,8 +180,6 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TT = {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}}
-
-
 MACS_OF: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "dct": {},

@@ -112,8 +112,6 @@ def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
 
 
 STD = {"row": "Std", "metric": "accuracy", "value": 91.4, "source": "Table 8", "why": "fewer rows"}
-
-
 SLICED = {**STD, "row": "T4", "value": 90.76}
 
 

@@ -138,8 +138,6 @@ def test_exports_with_any_number_of_tokens(method: str) -> None:
 
 # What is written through `.data` is not noticed: it leaves neither a version nor an address.
 NOTICED = {name: change for name, change in CHANGES.items() if name != "in place through data"}
-
-
 TT = Case("tt", "kept", {"rank": 3})
 
 

@@ -57,14 +57,8 @@ from tests.support.structures import (
 )
 
 SLACK = 1e-9  # of relative errors: what is left of rounding in float64
-
-
 few = settings(deadline=None, derandomize=True, max_examples=4)
-
-
 every_case = pytest.mark.parametrize("case", marked_cases(), ids=str)
-
-
 some_cases = pytest.mark.parametrize("case", six_cases(), ids=str)
 
 

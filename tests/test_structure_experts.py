@@ -29,7 +29,6 @@ from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12
 BOTH = ("gate_up_proj", "down_proj")
-
 METHODS = {
     "lowrank": [("lowrank", {"rank": 3})],
     "dct": [("lprod", {"transform": "dct"})],
@@ -42,7 +41,6 @@ METHODS = {
     "tt rebuilt": [("tt", {"order": 3, "rank": 3, "apply": "rebuild"})],
     "residual": [("lprod", {"transform": "fitted", "block": 4}), ("lowrank", {"rank": 2})],
 }
-
 ROUTINGS = {
     "balanced": [[t % EXPERTS, (t + 1) % EXPERTS] for t in range(TOKENS)],
     "all to one": [[2, 4]] * TOKENS,

@@ -21,8 +21,6 @@ from tests.support.tiny import TINY, build
 
 SVD = {"method": {"name": "svd"}, "target": 0.4}
 MIXED = {"method": {"name": "lprod", "p": 8, "transform": "dct"}, "target": 0.5}
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

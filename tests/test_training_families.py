@@ -38,14 +38,10 @@ from tests.support.training import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 FAMILIES = (
     "bert", "roberta", "distilbert", "mpnet", "deberta-v2", "modernbert", "gpt2", "opt", "llama",
     "mixtral", "t5", "bart", "vit", "clip_text_model",
 )  # fmt: skip
-
-
 OFTEN = ("bert", "deberta-v2", "gpt2", "mixtral", "t5", "vit", "clip_text_model")
 
 

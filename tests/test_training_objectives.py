@@ -18,7 +18,6 @@ from tcompress.training.tasks import TASKS
 
 LENGTHS, WIDTH, TOKENS, CLASSES = (5, 3, 4, 1), 8, 5, 7
 HEADS, SOFT = 2, 3.0
-
 CASES = ("hidden", "logits", "logits of tokens", "embedding", "attention", "attention causal")
 
 

@@ -31,8 +31,6 @@ NORMS: dict[str, tuple[str | None, ...]] = {
     "t5": ("encoder.final_layer_norm", "decoder.final_layer_norm"),
 }
 STATES = ("encoder_hidden_states", "decoder_hidden_states", "hidden_states")
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -35,8 +35,6 @@ from tests.support.training import (
 OPTIONS: dict[str, Any] = {
     "steps": 11, "evaluate_every": 3, "checkpoint_every": 2, "learning_rate": 3e-3
 }  # fmt: skip
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -21,7 +21,6 @@ from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.training import small, small_encoder
 
 COMMANDS = Path(__file__).with_name("wrong_commands.txt").read_text("utf-8").splitlines()
-
 SVD = "recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n"
 VARIANTS = """\
 recipe_version: 1

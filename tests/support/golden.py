@@ -23,7 +23,6 @@ import tcompress
 
 FOLDER = Path(__file__).parents[1] / "golden" / "files"
 UPDATE = "--update-golden"
-
 _WIDTH, _MOST = 100, 300  # columns of documents, lines of a difference
 _DIGITS = 6  # of floats in documents
 _PATTERNS = {

@@ -44,7 +44,6 @@ bert distilbert mpnet deberta-v2 modernbert gpt2 gpt_neox opt llama qwen3 gemma3
 vit deit clip whisper videomae tcompress_text tcompress_grid tcompress_grid-series
 """
 FAMILIES = {name: HOSTS[name] for name in _NAMES.split()}
-
 _DECODERS = ("gpt2", "gpt_neox", "opt", "llama", "qwen3", "gemma3", "mixtral")
 REASONS: dict[tuple[str, str], str] = {
     ("t5", "tga"): "bias of positions",

@@ -57,8 +57,6 @@ class Case:
 
 KINDS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 PLACES: tuple[Literal["in", "out", "both"], ...] = ("in", "out", "both")
-
-
 _OWN = ("inputs", "outputs", "side", "budget", "peers", "exact", "optimal")
 
 
@@ -73,8 +71,6 @@ def _lprod(label: str, kind: str, **rest: Any) -> Case:
 
 
 _tucker = partial(_case, "tucker")
-
-
 ALIKE = (("identity", "in"), ("haar", "in"), ("hadamard", "out"), ("random", "both"))
 """Transforms that differ in their numbers only: each is tried in one place."""
 
@@ -172,7 +168,6 @@ def _more_tt_cases() -> list[Case]:
 
 
 _TURNED: dict[str, Any] = {"inputs": 24, "outputs": 16, "side": "out"}
-
 CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
@@ -203,7 +198,6 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
 }
-
 LADDERS: dict[str, list[list[Case]]] = {
     # Options by growing capacity, each class inside the next.
     "lowrank": [[Case("lowrank", f"{rank}", {"rank": rank}) for rank in (1, 2, 4, 8, 12, 16)]],
@@ -222,7 +216,6 @@ LADDERS: dict[str, list[list[Case]]] = {
     "tt": [[_tt(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16, 24)]],
     "tucker": [[_tucker(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16)]],
 }
-
 _NO_RANK = "no rank is given: set `rank` or `target`"
 _TWO = "transform `{}` needs a power of two as number of slices, found 6"
 _UNEQUAL = "the input 16 has 3 modes and the output 24 has 2: give both equally many"
@@ -268,8 +261,6 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
          _too_small(320, "one core")),
     ],
 }  # fmt: skip
-
-
 MORE: dict[str, list[Case]] = {
     "lprod": _placed(rare=True),
     "tt": _more_tt_cases(),

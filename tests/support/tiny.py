@@ -22,7 +22,6 @@ from tcompress.own_models import configs, grid, text
 VOCAB, IMAGE, MELS, FRAMES = 100, 16, 8, 32
 VOLUME, SERIES, HORIZON = (8, 8, 4), (3, 16), 4  # series: variables, time steps
 FIRST_WORD = 4  # token ids below are special
-
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"intermediate_size": 64}
@@ -133,7 +132,6 @@ _TALE = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 6
 _BOTH = ("text", "decoder")
 _GRID = {**_SIZES, "input_size": VOLUME, "patch_size": (2, 4, 2)}
 _FORECAST = {**_SIZES, "input_size": SERIES, "patch_size": (1, 4), "horizon": HORIZON}
-
 TINY: dict[str, TinyModel] = {
     "bert": _of("Bert", "ForMaskedLM", _TEXT),
     "roberta": _of("Roberta", "ForMaskedLM", _TEXT),
@@ -166,7 +164,6 @@ TINY: dict[str, TinyModel] = {
     "tcompress_grid": _of("TCompressGrid", "ForImageClassification", _GRID, "volume"),
     "tcompress_grid-series": _of("TCompressGrid", "ForForecasting", _FORECAST, "series"),
 }
-
 _ROUTED = {
     **_GROUPED, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4,
     "n_routed_experts": 4, "moe_intermediate_size": 16,

@@ -20,6 +20,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.conversion import whole_model_fits
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
+from tcompress.exports import export_dense
 from tcompress.hf.build import install_layers
 from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
@@ -255,3 +256,14 @@ def test_every_family(family: str, share: str, aware: bool, tmp_path: Path) -> N
     assert made.plan.kept <= 0.4
     assert any(entry.bank_of for entry in made.plan.layers)
     assert_wired(made)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_export(share: str, tmp_path: Path) -> None:
+    made = make("gpt2" if share == "layers" else "bert", tmp_path, **METHODS[share])
+    export_dense(made.folder, tmp_path / "plain")
+    plain, info = type(made.dense).from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+    assert not structured(plain)
+    found = outputs(made.load(), made.inputs())
+    assert distance(outputs(plain, made.inputs()), found) <= 1e-5

@@ -167,3 +167,4 @@ def test_a_share_of_a_dense_model_that_there_is_not() -> None:
 def test_values_are_read_as_in_recipes(change: str) -> None:
     _recipe()
     assert _run("--dry-run", "--set", change).code == 0
+    assert "there is no `x` in the recipe" in _run("--dry-run", "--set", "model.x=1").err

@@ -368,3 +368,16 @@ def test_a_recipe_runs_from_nothing_to_a_comparison(place: Path, tmp_path: Path)
     assert float(row.split()[-1]) == pytest.approx(ours, abs=0.05)
     again = run_recipe(recipe, open_architecture(recipe.architecture, 0), tmp_path / "out")
     assert again.skipped == ["convert", "finetune"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("architecture:", "model: minilm\narchitecture:", "`model` and `architecture` are both"),
+        ("paper:", "sweep: {}\npaper:", "`sweep` compares conversions of one trained model"),
+    ],
+)
+def test_what_is_wrong_is_named(old: str, new: str, wanted: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(RECIPE.replace(old, new), "a")
+    assert wanted in caught.value.message

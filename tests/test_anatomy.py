@@ -175,11 +175,9 @@ def test_shapes_equal_those_of_the_stored_weights(name: str) -> None:
         stored = tuple(weights[layer.weight_name].shape)
         assert (
             stored
-            == {
-                "linear": shape,
-                "conv1d": shape[::-1],
-                "experts": (layer.experts, *shape),
-            }[layer.kind]
+            == {"linear": shape, "conv1d": shape[::-1], "experts": (layer.experts, *shape)}[
+                layer.kind
+            ]
         )
         assert sum(part.size for part in layer.parts) == layer.out_features
         assert layer.bias == (f"{layer.name}.bias" in weights)

@@ -19,22 +19,18 @@ from tcompress.conversion.candidates import CalibrationFits, LayerCandidates, bl
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.decision import BudgetProblem
 from tcompress.errors import PlanError
-from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.entries import BudgetPlan, Plan
 from tcompress.planning.knapsack import Allocation, Option
-from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import offered_by
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
-from tests.support.interrupted import Interrupt, contents
 from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
-
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
 OFFER = ["lowrank", "tt", "lprod"]
@@ -63,8 +59,6 @@ def _facts(plan: Plan) -> BudgetPlan:
 
 
 # ---------------------------------------------------------------- never worse than one method
-
-
 class _Paper(BaseModel):
     """A plan that is nothing but its cost."""
 
@@ -166,8 +160,6 @@ def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---------------------------------------------------------------- trials
-
-
 def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> LayerCandidates:
     made = {
         name: [Option(cost, loss, name) for cost, loss in options]
@@ -227,8 +219,6 @@ def test_what_is_offered() -> None:
 
 
 # ---------------------------------------------------------------- conversions
-
-
 @pytest.mark.parametrize("default", [True, False], ids=["default", "all"])
 def test_a_budget_is_kept_by_a_mixture(
     default: bool, made: Callable[[], Converted], folder: Path, tmp_path: Path
@@ -298,24 +288,6 @@ def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> No
             assert entry.parts[0].terms[0].structure == "tt"
 
 
-def test_an_interrupted_run_goes_on_with_the_choice_it_made(
-    folder: Path,
-    made: Callable[[], Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    output, whole = tmp_path / "out", made()
-    with pytest.raises(KeyboardInterrupt):
-        _convert(folder, output, PREDICTED, progress=Interrupt(KeyboardInterrupt(), 4 + 3))
-
-    def walk(*_: object) -> None:
-        raise AssertionError("the backward pass was made again")
-
-    monkeypatch.setattr(decision, "BackwardWalk", walk)
-    _convert(folder, output, PREDICTED)
-    assert contents(output) == contents(whole.folder)
-
-
 def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -331,8 +303,6 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- what is shown
-
-
 def test_reports_compare_with_equal_shares_and_single_methods(
     made: Callable[[], Converted], tmp_path: Path
 ) -> None:
@@ -351,9 +321,3 @@ def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
     done = run("convert", folder, "--method", "auto", "--target", "0.25", "--dry-run")
     assert done.code == 0
     assert "shared out when converting: what is shown stands in" in done.out
-
-
-def test_a_size_is_needed(folder: Path) -> None:
-    source = SourceModel.open(str(folder))
-    with pytest.raises(PlanError, match="no rank is given"):
-        make_plan(Convert.model_validate({"method": {"name": "auto"}}), source)

@@ -25,7 +25,6 @@ from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import Interrupt, contents
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
-
 LLAMA = deep("llama", 3)
 
 
@@ -58,8 +57,6 @@ def _facts(done: Converted) -> BudgetPlan:
 
 
 # ---------------------------------------------------------------- the choice alone
-
-
 def _chosen(**changes: float | None) -> str:
     """Chooses by made-up changes; None is a budget out of reach."""
 
@@ -129,8 +126,6 @@ def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- conversions
-
-
 def test_what_is_taken_changes_the_output_least(
     folder: Path, whole: Callable[[], Converted]
 ) -> None:

@@ -142,8 +142,6 @@ def test_not_finite_gradients_name_the_layer(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- what is propagated
-
-
 def test_outcomes_have_the_moment_of_fisher() -> None:
     """E[g g^T] = diag(p) - p p^T for outcomes drawn from p."""
     scores = torch.tensor([[1.0, 0.0, -1.0]]).expand(40_000, 3)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,8 +155,6 @@ def test_casts_reach_all_users(change: Callable[[nn.Module], nn.Module]) -> None
 
 
 # ---------------------------------------------------------------- models
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The arrangement of the recipe `bert-tucker-model`, half of everything, on a tiny model."""
@@ -193,56 +190,6 @@ def test_other_heads_find_the_bank(bert: Made, tmp_path: Path) -> None:
         assert len({id(layer.banks["model"]) for layer in structured(again).values()}) == 1
 
 
-@pytest.mark.parametrize("block", [0, 1], ids=["owner", "borrowers"])
-def test_a_block_on_disk(bert: Made, block: int, tmp_path: Path) -> None:
-    resident = bert.load()
-    moved = f"bert.encoder.layer.{block}"
-    device_map = {
-        name: "cpu"
-        for name, module in resident.named_modules()
-        if (list(module.parameters(False)) or list(module.buffers(False)))
-        and ".tc_" not in name
-        and not name.startswith(moved)
-    }
-    model = bert.load(device_map={**device_map, moved: "disk"}, offload_folder=tmp_path)
-    assert all(parameter.is_meta for parameter in model.get_submodule(moved).parameters())
-    for seed in (1, 2):
-        inputs = bert.inputs(seed)
-        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
-
-
-@pytest.mark.parametrize("kind", ["cpu_offload", "auto"])
-def test_offload_and_device_map(bert: Made, kind: str) -> None:
-    wanted = outputs(bert.load(), bert.inputs())
-    model = bert.load(**({"device_map": "auto"} if kind == "auto" else {}))
-    if kind == "cpu_offload":
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    for _ in range(2):
-        assert distance(outputs(model, bert.inputs()), wanted) <= 1e-6
-
-
-def test_training_moves_the_bank(bert: Made) -> None:
-    model = bert.load().train()
-    model.gradient_checkpointing_enable()
-    bank = structured(model)[f"{bert.plan.layers[0].name}.weight"].banks["model"]
-    before = {name: tensor.detach().clone() for name, tensor in bank.named_parameters()}
-    model(**bert.inputs()).logits.square().mean().backward()
-    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    for name, tensor in bank.named_parameters():
-        assert not torch.equal(tensor, before[name])
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_export(share: str, tmp_path: Path) -> None:
-    made = make("gpt2" if share == "layers" else "bert", tmp_path, **METHODS[share])
-    export_dense(made.folder, tmp_path / "plain")
-    plain, info = type(made.dense).from_pretrained(tmp_path / "plain", output_loading_info=True)
-    assert not any(info.values())
-    assert not structured(plain)
-    found = outputs(made.load(), made.inputs())
-    assert distance(outputs(plain, made.inputs()), found) <= 1e-5
-
-
 def test_layers_whose_owner_is_gone_are_refused(bert: Made) -> None:
     model = copy.deepcopy(bert.dense)
     with pytest.raises(ArtifactError, match="shares tensors with layers that this model lacks"):
@@ -250,8 +197,6 @@ def test_layers_whose_owner_is_gone_are_refused(bert: Made) -> None:
 
 
 # ---------------------------------------------------------------- interruptions and walks
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "moment",
@@ -311,3 +256,14 @@ def test_every_family(family: str, share: str, aware: bool, tmp_path: Path) -> N
     assert made.plan.kept <= 0.4
     assert any(entry.bank_of for entry in made.plan.layers)
     assert_wired(made)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_export(share: str, tmp_path: Path) -> None:
+    made = make("gpt2" if share == "layers" else "bert", tmp_path, **METHODS[share])
+    export_dense(made.folder, tmp_path / "plain")
+    plain, info = type(made.dense).from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+    assert not structured(plain)
+    found = outputs(made.load(), made.inputs())
+    assert distance(outputs(plain, made.inputs()), found) <= 1e-5

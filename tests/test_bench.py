@@ -12,13 +12,13 @@ import torch
 
 from tcompress.artifact.manifest import Speed, read_manifest
 from tcompress.errors import InputError
-from tcompress.hf.opening import pick_device
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, save_speed
 from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
+from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
 from tests.support.tiny import IMAGE, SERIES, VOLUME, build
@@ -45,8 +45,6 @@ def saved(family: str, folder: Path) -> SourceModel:
 
 
 # -- the grid
-
-
 def test_eager_passes_come_first() -> None:
     assert cells((1, 8), (4,), ("compiled", "eager")) == [
         Cell(1, 4, "eager"),
@@ -57,8 +55,6 @@ def test_eager_passes_come_first() -> None:
 
 
 # -- the order
-
-
 def test_passes_alternate_and_take_turns_at_going_first() -> None:
     order: list[str] = []
     clock = Ticking(1.0, 10.0, 20.0, 2.0)
@@ -92,8 +88,6 @@ def test_medians_and_ratios(tmp_path: Path) -> None:
 
 
 # -- the inputs
-
-
 def test_texts(tmp_path: Path) -> None:
     source = saved("bert", tmp_path)
     inputs = RandomInputs.of(source, source)
@@ -154,8 +148,6 @@ def test_lengths_beyond_the_models(tmp_path: Path) -> None:
 
 
 # -- whole runs
-
-
 @pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])
 def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
     folder = converted(family, tmp_path).folder
@@ -233,16 +225,6 @@ def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-# -- the baseline
-
-
-def test_without_a_manifest_the_baseline_must_be_named(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "a")
-    with pytest.raises(InputError) as caught:
-        bench([str(tmp_path / "a")])
-    assert caught.value.hint == "name it with `--against`"
-
-
 def test_a_source_that_is_not_here_is_not_downloaded(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     shutil.rmtree(tmp_path / "bert")
@@ -260,8 +242,6 @@ def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:
 
 
 # -- the manifest
-
-
 def test_equal_passes_are_replaced(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     others = [
@@ -285,8 +265,6 @@ def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
 
 
 # -- the machine
-
-
 def test_peak_memory_is_what_the_pass_holds_at_once() -> None:
     x = torch.zeros(256, 256)
 
@@ -310,14 +288,7 @@ def test_threads_are_set_for_a_while() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_unknown_devices() -> None:
-    with pytest.raises(InputError, match="device `cuda:99` cannot be used here"):
-        pick_device("cuda:99")
-
-
 # -- the compiler
-
-
 def test_a_compiler_that_does_not_work_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,3 +342,67 @@ def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_spread_is_that_of_the_middle_half() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx(2 / 3)
     assert spread([1.0, 2.0, 3.0]) is None
+
+
+# -- as it is typed
+TYPED = ("--batch", "1,2", "--length", "4", "--repeats", "1", "--quiet")
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted("gpt2", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("gpt2_folder")
+def test_a_table() -> None:
+    done = run("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--threads", "1")
+    assert done.code == 0
+    assert done.lines[0] == "gpt2-small against gpt2"
+    names = "batch length mode time dense ratio tokens/s memory dense"
+    assert done.lines[1].split() == names.split()
+    assert [line.split()[:3] for line in done.lines[3:5]] == [
+        ["1", "4", "eager"],
+        ["2", "4", "eager"],
+    ]
+    assert done.lines[5] == "cpu, 1 thread, float32"
+    assert done.lines[-1] == "Kept in `gpt2-small/tcompress.json`."
+    manifest = read_manifest(Path("gpt2-small"))
+    assert manifest is not None
+    assert [speed.baseline for speed in manifest.speed] == ["gpt2", "gpt2"]
+    for item in manifest.speed:  # the smaller model takes less memory
+        assert (item.weight_bytes or 0) < (item.baseline_weight_bytes or 0)
+
+
+@pytest.mark.usefixtures("gpt2_folder")
+def test_one_document() -> None:
+    done = run("bench", "gpt2-small", "gpt2", "--against", "gpt2", *TYPED, "--no-save", "--json")
+    assert done.code == 0
+    first, second = done.document["benches"]
+    assert (first["model"], first["baseline"], first["saved"]) == ("gpt2-small", "gpt2", False)
+    assert second["model"] == "gpt2"
+    assert {"ratio", "milliseconds", "peak_bytes", "protocol"} <= set(first["speed"][0])
+    manifest = read_manifest(Path("gpt2-small"))
+    assert manifest is not None
+    assert manifest.speed == []
+
+
+@pytest.mark.usefixtures("gpt2_folder")
+def test_kept_weights() -> None:
+    arguments = ("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--keep-weights")
+    done = run(*arguments, "--threads", "1")
+    assert done.code == 0
+    assert done.lines[5] == "cpu, 1 thread, float32, weights kept"
+    size = 4 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)  # two blocks: qkv, o, up and down, float32
+    assert f"note: kept weights take {size:,} bytes of memory beside " in done.out
+    run(*arguments[:-1], "--threads", "1")  # times without are other times
+    manifest = read_manifest(Path("gpt2-small"))
+    assert manifest is not None
+    kept = [speed.protocol.get("kept_weights_bytes") for speed in manifest.speed]
+    assert kept == [size, size, None, None]
+
+
+@pytest.mark.usefixtures("gpt2_folder")
+def test_a_dense_model_keeps_nothing() -> None:
+    done = run("bench", "gpt2", "--against", "gpt2", *TYPED)
+    assert done.lines[-1] == "Not kept: `gpt2` is no folder with a `tcompress.json`."

@@ -19,13 +19,7 @@ from tcompress.options import Bench, Calibration, TrainingData
 from tcompress.training.training_data import load_data
 from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.hosts import VIDEOMAE
-from tests.support.model_folders import (
-    WORDS,
-    model_folder,
-    save_tokenizer,
-    sentences,
-    text_file,
-)
+from tests.support.model_folders import WORDS, model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiers import tiered
 from tests.support.tiny import FRAMES, MELS, SERIES, TINY, VOCAB, VOLUME
 
@@ -47,17 +41,13 @@ def rows(data: CalibrationData, indices: list[int] | None = None) -> list[tuple[
 
 
 # Built-in data and the inputs of every kind of model
-
-
 NAMES = {
-    ("text",): "builtin text",
-    ("text", "decoder"): "builtin text",
+    ("text",): "builtin text", ("text", "decoder"): "builtin text",
     ("image",): "builtin images (synthetic)",
     ("text", "image"): "builtin images (synthetic) + builtin text",
     ("audio", "decoder"): "builtin audio (synthetic) + builtin text",
-    ("volume",): "builtin volumes (synthetic)",
-    ("series",): "builtin series (synthetic)",
-}
+    ("volume",): "builtin volumes (synthetic)", ("series",): "builtin series (synthetic)",
+}  # fmt: skip
 # One for each kind of inputs; positions of `mpnet` begin later.
 KINDS = ("bert", "mpnet", "gpt2", "t5", "vit", "clip", "whisper", "tcompress_grid")
 KINDS += ("tcompress_text", "tcompress_grid-series")
@@ -155,8 +145,6 @@ def test_a_model_that_takes_something_else_is_refused(tmp_path: Path) -> None:
 
 
 # Drawing and holding out
-
-
 def test_drawing_is_repeatable_and_follows_the_seed(bert: SourceModel) -> None:
     options = Calibration(samples=20)
     first, second = load_batches(bert, options), load_batches(bert, options)
@@ -212,8 +200,6 @@ def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -
 
 
 # Tokenizers and limits
-
-
 @pytest.mark.parametrize(
     ("family", "options", "max_length", "expected"),
     [

@@ -1,16 +1,26 @@
-"""The commands that look at models and recipes, with their whole output where it is short."""
+"""Commands that look at models and recipes, failures and their exit codes, and progress."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import typer
 from transformers import SuperPointConfig, SuperPointForKeypointDetection
 
+from tcompress.cli import terminal
+from tcompress.cli.main import main
+from tcompress.cli.terminal import describe, shown_progress
+from tcompress.errors import FitError, TCompressError
 from tcompress.options import recipe_text
-from tests.support.cli import run
+from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 from tests.support.tiny import build
 
@@ -24,11 +34,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _in_the_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
-
-
 def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
     config = SuperPointConfig(encoder_hidden_sizes=[8, 8, 8, 8], decoder_hidden_size=8)
     SuperPointForKeypointDetection(config).save_pretrained(tmp_path)
@@ -37,8 +42,8 @@ def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
     assert any("no repeated block" in warning for warning in done.document["warnings"])
 
 
-def test_report_of_a_damaged_model(tmp_path: Path) -> None:
-    for file in Path("small").iterdir():
+def test_report_of_a_damaged_model(models: Path, tmp_path: Path) -> None:
+    for file in (models / "small").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -56,14 +61,15 @@ def test_export_of_a_host_of_our_own(tmp_path: Path) -> None:
     assert "import tcompress\nfrom transformers" in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_export(tmp_path: Path) -> None:
+def test_export(models: Path, tmp_path: Path) -> None:
     target = tmp_path / "plain"
-    done = run("export", "small", "--to", "dense", "-o", target, "--quiet")
+    small = models / "small"
+    done = run("export", small, "--to", "dense", "-o", target, "--quiet")
     assert (done.code, done.err) == (0, "")
     assert done.out == f"Wrote `{target}`, which loads without tcompress.\n"
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
     assert "import tcompress" not in (target / "README.md").read_text()
-    done = run("export", "small", "-o", target, "--quiet", "--force", "--json")
+    done = run("export", small, "-o", target, "--quiet", "--force", "--json")
     assert done.document == {"schema": 1, "output": str(target), "format": "dense"}
 
 
@@ -92,10 +98,10 @@ HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9bc\u202ed\r[red]e"
 COMMANDS = set("\x1b\x07\x9b\u202e\r\x7f\udcff")
 
 
-def test_terminals_get_no_commands_from_models(tmp_path: Path) -> None:
+def test_terminals_get_no_commands_from_models(models: Path, tmp_path: Path) -> None:
     """Not from names of folders or layers, nor from options, on stdout or stderr."""
     folder = tmp_path / HOSTILE
-    shutil.copytree("small", folder)
+    shutil.copytree(models / "small", folder)
     for name in ("tcompress.json", "config.json"):
         word = json.dumps(HOSTILE)[1:-1]
         (folder / name).write_text((folder / name).read_text().replace("GPT2LMHeadModel", word))
@@ -120,3 +126,194 @@ def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
     done = run("inspect", tmp_path / name, "--json")
     assert name in done.document["error"]["message"]
     assert not set(done.out + done.err) & COMMANDS
+
+
+# The text and the exit code of every kind of failure
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("lost\nmore")
+
+    monkeypatch.setattr("tcompress.inspection.inspect_model", fail)
+    done = run("inspect", "m", "--json")
+    assert done.code == 1
+    assert done.document["error"]["type"] == "KeyError"
+    hint = "run again with `TCOMPRESS_TRACEBACK=1` to see where, and report it"
+    assert done.err == error("unexpected `KeyError`: 'lost\\nmore'", hint)
+
+
+def test_traceback_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCOMPRESS_TRACEBACK", "1")
+    done = run("inspect", "./nowhere")
+    assert done.code == 2
+    assert done.err.startswith("Traceback (most recent call last):")
+    assert "error: there is no folder `./nowhere`; " in done.err
+
+
+def test_full_disk_says_what_to_do() -> None:
+    found = describe(OSError(errno.ENOSPC, "No space left on device"))
+    assert found.code == 2
+    assert found.message.startswith("there is no space for `.`: ")
+    assert "free some disk space, then run the same command again" in (found.hint or "")
+
+
+def test_lack_of_memory_says_what_to_do() -> None:
+    found = describe(MemoryError())
+    assert found.message == "unexpected `MemoryError`"
+    assert found.hint == (
+        "give fewer or shorter examples at a time (`--batch-size`, `--max-length`, "
+        "`convert.calibration.batch_size` in a recipe), or another `--device`"
+    )
+
+
+def test_exit_codes_of_errors() -> None:
+    assert describe(TCompressError("x")).code == 1
+    assert describe(FitError("x")).code == 2
+    assert describe(KeyboardInterrupt()).code == 130
+    assert describe(typer.Abort()).code == 130
+
+
+@pytest.mark.parametrize("arguments", [["recipes", "list"], ["--help"], ["recipes", "list", "-x"]])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_changes_nothing(
+    arguments: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(*arguments).code
+    for closed in (True, False):  # as after `| head -0`, and after `>&-`
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, name, None if closed else stream)
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+        assert ended.value.code == wanted
+
+
+def test_a_disk_that_is_full_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", "list"])
+    assert ended.value.code == 2
+    assert errors.getvalue().count("error: ") == 1
+
+
+def test_commands_to_copy_are_written_for_a_shell() -> None:
+    done = run("recipes", "copy", "encoder/minilm-lprod", "a folder/my recipe.yaml")
+    assert done.lines == [
+        "Wrote `a folder/my recipe.yaml`. Next: `tcompress run 'a folder/my recipe.yaml'`"
+    ]
+
+
+# What is shown while work goes on, and where
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def work(file: io.StringIO, *, quiet: bool = False) -> str:
+    """Two stages, with stderr going to a file; gives what was shown."""
+    with redirect_stderr(file), shown_progress(quiet=quiet) as shown:
+        shown.stage("fitting blocks", 2, "groups")
+        shown.advance(1, "layer.0 q, k, v")
+        shown.advance(1, "layer.0 o")
+        shown.stage("writing", 3_000_000, "bytes")
+        shown.advance(3_000_000)
+    return file.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_files_get_a_line_for_each_stage() -> None:
+    lines = work(io.StringIO()).splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "fitting blocks: 2 of 2 groups",
+        "writing: 3.0 of 3.0 MB",
+    ]
+
+
+def test_files_get_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_SECONDS_BETWEEN_LINES", 0.0)
+    assert work(io.StringIO()).splitlines()[0] == "fitting blocks: 1 of 2 groups"
+
+
+def test_files_get_ten_lines_of_a_stage_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_SECONDS_BETWEEN_LINES", 0.0)
+    file = io.StringIO()
+    with redirect_stderr(file), shown_progress(quiet=False) as shown:
+        shown.stage("writing", 1000, "bytes")
+        for _ in range(1000):
+            shown.advance()
+        assert len(file.getvalue().splitlines()) == 10
+        assert " in " in file.getvalue().splitlines()[-1]  # what follows is no part of it
+    assert len(file.getvalue().splitlines()) == 10
+
+
+def fail() -> None:
+    with shown_progress(quiet=False) as shown:
+        shown.stage("writing", 1, "bytes")
+        raise ValueError("lost")
+
+
+def test_failed_stage_is_not_said_to_be_over() -> None:
+    file = io.StringIO()
+    with redirect_stderr(file), pytest.raises(ValueError, match="lost"):
+        fail()
+    assert file.getvalue() == ""
+
+
+def test_quiet_shows_nothing() -> None:
+    assert work(io.StringIO(), quiet=True) == ""
+    assert work(Terminal(), quiet=True) == ""
+
+
+def test_terminals_get_bars() -> None:
+    shown = work(Terminal())
+    assert "fitting blocks" in shown
+    assert "2 of 2 groups" in shown
+    assert "3.0 of 3.0 MB" in shown
+    assert "\x1b[" in shown
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_color_leaves_out_colours(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setenv("NO_COLOR", "1")
+    file = Terminal()
+    with redirect_stderr(file):
+        terminal.notices().print("warning", style="yellow")
+    assert ("\x1b[33m" in file.getvalue()) is not plain
+
+
+def test_libraries_are_silenced_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"HF_HUB_VERBOSITY": "debug"})
+    terminal.silence_libraries(verbose=True)
+    assert os.environ == {"HF_HUB_VERBOSITY": "debug"}
+    terminal.silence_libraries(verbose=False, downloads=True)
+    assert os.environ["HF_HUB_VERBOSITY"] == "debug"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+
+
+def test_tables_in_files_are_100_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with redirect_stdout(io.StringIO()):
+        assert terminal.results().width == 100

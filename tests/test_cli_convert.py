@@ -53,10 +53,6 @@ def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
     return conversion(options, recipe).model_dump(exclude_defaults=True)
 
 
-def test_default_is_lprod() -> None:
-    assert conversion({}).method.name == "lprod"
-
-
 def test_every_option_reaches_the_recipe() -> None:
     made = settings(
         p=8, transform="dct", block=4, stages=3, tubal_rank=2, target=0.5, residual_rank=4,
@@ -78,21 +74,18 @@ def test_every_option_reaches_the_recipe() -> None:
     }  # fmt: skip
 
 
-def test_every_option_of_a_tensor_train_reaches_the_recipe() -> None:
+def test_every_option_of_other_methods_reaches_the_recipe() -> None:
     made = settings(method="tt", rank="4, 8", order=3, apply="rebuild")
     assert made["method"] == {"order": 3, "rank": (4, 8), "apply": "rebuild"}
     assert settings(method="tt", rank="12")["method"] == {"rank": 12}
     assert settings(method="qtt")["method"] == {"name": "qtt"}  # its rank is 2
+    assert settings(method="tucker", share="model", cores=72, rank="384,256")["method"] == {
+        "share": "model", "cores": 72, "rank": (384, 256),
+    }  # fmt: skip
     text = RECIPE.replace(
         "{name: lprod, p: 2, transform: haar}", "{name: tt, modes: {32: [4, 8]}, rank: 3}"
     )
     assert settings(text, rank="5")["method"] == {"modes": {32: (4, 8)}, "rank": 5}
-
-
-def test_every_option_of_a_tucker_form_reaches_the_recipe() -> None:
-    made = settings(method="tucker", share="model", cores=72, rank="384,256")
-    assert made["method"] == {"share": "model", "cores": 72, "rank": (384, 256)}
-    assert settings(method="tucker", rank="12")["method"] == {"rank": 12}
 
 
 def test_options_override_a_recipe() -> None:

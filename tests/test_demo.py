@@ -129,12 +129,8 @@ def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "stories that the dense model wrote" in " ".join(done.out.split())
     assert done.out.count("Once upon a time there was") == 4
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
-        "block",
-        "block-healed",
-        "lessons.txt",
-        "lprod-p4-dct",
-        "stories.txt",
-    ]
+        "block", "block-healed", "lessons.txt", "lprod-p4-dct", "stories.txt",
+    ]  # fmt: skip
     monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED[:1])
     document = run("demo", "--json", "--quiet").document
     labels = [row["label"] for row in document["rows"]]

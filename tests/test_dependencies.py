@@ -15,24 +15,11 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
-    "errors",
-    "files",
-    "progress",
-    "linalg",
-    "structures",
-    "attention",
-    "models",
-    "roles",
+    "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
     "options",
     "fields",
-}
-APPLICATION = FOUNDATION | {
-    "planning",
-    "data",
-    "artifact",
-    "hf",
-    "conversion",
-}
+}  # fmt: skip
+APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -50,13 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {"errors", "files", "structures", "models", "options", "planning"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
-        "errors",
-        "linalg",
-        "structures",
-        "attention",
-        "models",
-        "planning",
-        "artifact",
+        "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
         "own_models",
     },
     "conversion": APPLICATION - {"conversion"},
@@ -64,16 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "reporting": {
-        "errors",
-        "files",
-        "structures",
-        "attention",
-        "models",
-        "roles",
-        "options",
-        "planning",
-        "artifact",
-        "conversion",
+        "errors", "files", "structures", "attention", "models", "roles", "options", "planning",
+        "artifact", "conversion",
     },
     "exports": FOUNDATION | {"planning", "artifact", "hf", "conversion"},
     "inspection": APPLICATION | {"reporting"},
@@ -84,23 +57,18 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},
-}
+}  # fmt: skip
 
 # Where a package may use a part of another one only.
 ONLY = {
-    ("hf", "artifact"): {
-        "tcompress.artifact.format",
-        "tcompress.artifact.manifest",
-    },
+    ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exports", "conversion"): {"tcompress.conversion.converter"},
     ("__init__", "hf"): {"tcompress.hf.autoload"},
     ("hf", "own_models"): {
-        "tcompress.own_models.configs",
-        "tcompress.own_models.grid",
-        "tcompress.own_models.text",
+        "tcompress.own_models.configs", "tcompress.own_models.grid", "tcompress.own_models.text",
     },
-}
+}  # fmt: skip
 
 
 def _modules() -> dict[str, Path]:

@@ -49,8 +49,6 @@ def cut(source: str, output: Path, **changes: Any) -> Path:
 
 
 # What is asked
-
-
 @pytest.mark.parametrize(
     ("options", "made"),
     [
@@ -90,31 +88,6 @@ def test_options_take_the_place_of_a_recipe_s() -> None:
     assert default_output("bert-base", conversion({"keep_layers": ["t:1,2"]})) == "bert-base-keep2"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep_layers": ["a"]}, "`--keep-layers` is `a`, allowed are block numbers"),
-        ({"keep_layers": ["5-1"]}, "`--keep-layers` is `5-1`, allowed are block numbers"),
-        ({"keep_layers": [":1"]}, "`--keep-layers` is `:1`, allowed are block numbers"),
-        ({"drop_layers": ["-1"]}, "`--drop-layers` is `-1`, allowed is a number of blocks of 1"),
-        ({"drop_layers": ["0"]}, "`--drop-layers` is `0`, allowed is a number of blocks of 1 or m"),
-        ({"drop_layers": ["x"]}, "`auto`, or `STACK:N` where a model has several stacks"),
-        ({"keep_layers": ["x"]}, "for one stack of several `STACK:1,3,5`"),
-        ({"drop_layers": ["a:1", "a:2"]}, "given twice for one stack: join them"),
-        ({"drop_layers": ["a:1", "2"]}, "given with a stack and without: name"),
-        ({"keep_layers": ["1"], "drop_layers": ["1"]}, "are both given"),
-        ({"keep_layers": ["1"], "method": "none", "p": 4}, "`--p` needs a method"),
-        ({"keep_layers": ["1"], "method": "none", "target": 0.5}, "`target` needs a `method`"),
-        ({"method": "none"}, "there is nothing to do"),
-        ({"method": "nano"}, "unknown method `nano`"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        conversion(options)
-    assert message in str(caught.value)
-
-
 def test_in_python(bert: str) -> None:
     assert tcompress.plan(bert, keep_layers=[1, 3]).method == "depth"
     assert tcompress.plan(bert, keep_layers=[1, 3], target=0.9).method == "lprod + depth"
@@ -124,30 +97,6 @@ def test_in_python(bert: str) -> None:
 
 
 # What the model says
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (
-            {"keep_layers": [1, 9, 9]},
-            "there is no block 9: `bert.encoder.layer` has 0 to 3; "
-            "`keep_layers` is 1, 9, 9, expected are different blocks in ascending order",
-        ),
-        ({"keep_layers": [3, 1]}, "`keep_layers` is 3, 1, expected are different blocks"),
-        ({"keep_layers": []}, "`keep_layers` keeps none of the 4 blocks"),
-        ({"keep_layers": [0, 1, 2, 3]}, "`keep_layers` keeps all of the 4 blocks"),
-        ({"drop_layers": 4}, "4 blocks of `bert.encoder.layer` are to be dropped, allowed are 1"),
-        ({"drop_layers": {"decoder": 1}}, "there is no stack `decoder`"),
-    ],
-)
-def test_refusals(asked: dict[str, Any], message: str, bert: str) -> None:
-    for method in ({}, SVD):
-        with pytest.raises(PlanError) as caught:
-            make_plan(Convert.model_validate({**NONE, **method, **asked}), SourceModel.open(bert))
-        assert message in str(caught.value)
-
-
 def test_all_stacks_are_checked_at_once(tmp_path: Path) -> None:
     source = SourceModel.open(saved("bart", tmp_path))
     asked = {"keep_layers": {"encoder": [7], "decoder": [], "tower": [1]}}
@@ -240,8 +189,6 @@ def test_a_damaged_tensor_is_named_as_in_its_file(tmp_path: Path) -> None:
 
 
 # The command line
-
-
 def test_dry_run_reads_no_weight(
     bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,8 +217,6 @@ def test_commands(bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # What follows
-
-
 @pytest.mark.parametrize("method", ["none", "svd"])
 def test_reports_compare_with_the_whole_model(method: str, bert: str, tmp_path: Path) -> None:
     more = {"target": 0.5} if method == "svd" else {}

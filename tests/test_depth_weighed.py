@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.output_sampler import probe_of
-from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
 from tests.support.conversions import calibration
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import contents, convert_until_killed
-from tests.support.tiny import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,8 +30,6 @@ def _recipe(**changes: Any) -> Convert:
 
 
 # Real conversions
-
-
 def _without_effect(model: Any, index: int) -> None:
     block = model.model.layers[index]
     for layer in (block.self_attn.o_proj, block.mlp.down_proj):
@@ -129,30 +124,7 @@ def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"target": None}, "shares a budget between blocks and layers"),
-        ({"method": None, "target": None}, "shares a budget between blocks and layers"),
-        ({"target": None, "max_error": 0.1}, "shares a budget between blocks and layers"),
-        ({"calibration": {"source": "none"}}, "measures on data"),
-    ],
-)
-def test_what_it_needs(changes: Any, words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        _recipe(**changes)
-
-
-def test_several_stacks(tmp_path: Path) -> None:
-    build("t5").save_pretrained(tmp_path)  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match="weighs one stack of blocks, and this model has") as error:
-        tcompress.plan(str(tmp_path), method="svd", target=0.5, drop_layers="auto")
-    assert "--drop-layers decoder:2" in str(error.value)
-
-
 # Going on after a kill
-
-
 @pytest.fixture(scope="module")
 def whole(
     tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [path.stem for path in PAGES]
-
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -29,7 +28,6 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 PROGRAMS = re.compile(r"(python|pytest|mkdocs|pip|ruff|torchrun|accelerate|benchmarks/)")
 FOLDERS = tuple({f"{name.partition('/')[0]}/" for name in recipe_names()})
-
 ROOT_COMMAND: Any = typer.main.get_command(program())
 
 

@@ -17,21 +17,27 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 import tcompress
 from tcompress.artifact.reader import Artifact
+from tcompress.cli.convert import default_output
 from tcompress.conversion.converter import convert
 from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
-from tcompress.errors import SourceError
+from tcompress.errors import PlanError, SourceError
 from tcompress.exports import export_dense
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
+from tcompress.reporting.model_report import report_of
 from tcompress.structures import structure
 from tcompress.structures.capabilities import LooksUp, lookup_macs
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
+from tests.support.cli import run
 from tests.support.conversions import assert_wired, calibration, distance, make, outputs
 from tests.support.embeddings import ALONE, METHODS, made
+from tests.support.model_folders import save_tokenizer
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import make_layer, randn, reference_of
 from tests.support.tiny import TINY, VOCAB, build
+from tests.support.training import texts, train
+from tests.support.typed import conversion
 
 # What each family ties to its table: a head with a bias, without one, none, other tables.
 TABLES = {
@@ -52,8 +58,6 @@ def tables(model: nn.Module) -> list[StructuredEmbedding]:
 
 
 # ---------------------------------------------------------------- the module
-
-
 def _looks_up(case: Case) -> bool:
     layout = case.layout()
     kind = structure(layout.structure)
@@ -143,8 +147,6 @@ def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
 
 
 # ---------------------------------------------------------------- whole models
-
-
 @pytest.mark.parametrize(("family", "method"), ROWS)
 def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, method)
@@ -232,8 +234,6 @@ def test_disk_offload_gives_the_same(on_disk: str, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- the fit
-
-
 def test_words_that_occur_count_more(tmp_path: Path) -> None:
     """Only a third of the words occur; their vectors are kept better than without data."""
     data = calibration("bert")
@@ -339,8 +339,6 @@ def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: 
 
 
 # ---------------------------------------------------------------- heads that are stored twice
-
-
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("aware", [True, False])
 def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path) -> None:
@@ -364,3 +362,119 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
         convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=data)
     assert "tie_word_embeddings" in (failed.value.hint or "")
     assert not (tmp_path / "out").exists()
+
+
+# Rewritten word embeddings: refusals, options, reports, the command line, healing
+@pytest.mark.parametrize(
+    ("family", "embeddings", "message"),
+    [
+        ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
+        ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
+    ],
+)
+def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path)
+    chosen = Convert.model_validate({"method": None, "embeddings": embeddings})
+    with pytest.raises(PlanError) as failed:
+        make_plan(chosen, SourceModel.open(str(tmp_path)))
+    assert message in failed.value.message
+    assert "leave `embeddings` out" in (failed.value.hint or "")
+
+
+def test_an_embedding_that_computes_more_is_refused(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+
+    class Normed(nn.Embedding):
+        pass
+
+    source.keymap.model.get_submodule("bert.embeddings.word_embeddings").__class__ = Normed
+    chosen = Convert.model_validate({"method": None, "embeddings": METHODS["svd"]})
+    with pytest.raises(PlanError, match="`Normed` computes more than a table does"):
+        make_plan(chosen, source)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"embeddings": "svd"}, ("svd", 0.25, None)),
+        ({"embeddings": "svd", "target": 0.4}, ("svd", 0.4, "lprod")),
+        ({"embeddings": "tt", "embedding_target": 0.3, "method": "svd", "target": 0.5},
+         ("tt", 0.3, "svd")),
+    ],
+)  # fmt: skip
+def test_options(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    made = conversion(given)
+    assert made.embeddings is not None
+    method = None if made.method is None else made.method.name
+    assert (made.embeddings.method.name, made.embeddings.target, method) == wanted
+
+
+def test_names_and_labels() -> None:
+    made = conversion({"embeddings": "svd", "target": 0.4, "method": "svd"})
+    assert made.label == "svd + embeddings"
+    assert default_output("models/tiny", made) == "tiny-svd-40-words40"
+
+
+def test_none_takes_a_recipe_back() -> None:
+    recipe: Any = type("R", (), {"convert": Convert(embeddings=METHODS["svd"])})()
+    assert (
+        conversion({"embeddings": "none", "method": "svd", "target": 0.5}, recipe).embeddings
+        is None
+    )
+
+
+def test_a_target_takes_the_place_of_a_recipes_rank() -> None:
+    table = {"method": {"name": "svd", "rank": 4}}
+    recipe: Any = type("R", (), {"convert": Convert(embeddings=table)})()
+    found = conversion({"embedding_target": 0.3}, recipe).embeddings
+    assert found is not None
+    assert (found.target, found.method.rank) == (0.3, None)
+
+
+def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
+    found = made("opt", tmp_path, method={"name": "svd"}, target=0.5)
+    parts = report_of(str(found.folder)).parameters
+    (entry,) = found.plan.embeddings
+    assert (
+        parts.embeddings.dense - parts.embeddings.now == entry.dense_parameters - entry.parameters
+    )
+    assert parts.rewritten.now == found.plan.structured_rewritten
+    assert parts.total.now == sum(p.numel() for p in found.load().parameters())
+    macs = report_of(str(found.folder), length=8).macs_per_token
+    other = make("opt", tmp_path / "other", "svd", target=0.5)
+    plain = report_of(str(other.folder), length=8).macs_per_token
+    assert macs.dense == plain.dense
+    head = entry.dense_parameters - entry.macs(8) // 8
+    assert plain.now - macs.now == head - entry.row_macs  # the tied head, and a lookup
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    command = ["convert", tmp_path / "dense", "--embeddings", "svd", "--calib", "none"]
+    planned = run(*command, "--dry-run")
+    assert planned.code == 0
+    assert "word embedding" in planned.out
+    done = run(*command, "-o", tmp_path / "out")
+    assert done.code == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "word embedding" in card
+    assert "import tcompress" in card
+    wrong = run("convert", tmp_path / "dense", "--embeddings", "lprod", "-o", tmp_path / "not")
+    assert wrong.code == 2
+    assert not (tmp_path / "not").exists()
+
+
+def test_healing_trains_the_table(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    chosen = Convert.model_validate(
+        {**ALONE, "embeddings": METHODS["svd"], "calibration": {"source": "none"}}
+    )
+    folder = convert(str(tmp_path / "dense"), chosen, tmp_path / "small").folder
+    done = train(folder, tmp_path / "healed", data=texts(tmp_path), steps=12, learning_rate=3e-3)
+    curve = [point.validation for point in done.facts.curve]
+    assert min(curve[1:]) < curve[0]
+    one, two = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "healed"))
+    assert any("word_embeddings.tc_" in key and not torch.equal(one[key], two[key]) for key in one)

@@ -1,11 +1,13 @@
-"""Measuring several models: comparisons, protocols, and what is kept in manifests."""
+"""Measuring models by function and by command: comparisons, protocols, what manifests keep."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.scores import Threshold, document, ratio_of
 from tcompress.evaluation.task_base import Task
+from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.evaluation import (
     classifier,
@@ -94,20 +97,11 @@ def test_the_protocol_tells_how_it_was_measured() -> None:
         "tcompress", "python", "torch", "transformers", "machine"
     }  # fmt: skip
     assert protocol == {
-        "task": "sts",
-        "data": "pairs.jsonl:sentence1,sentence2,score",
-        "split": None,
-        "examples": 20,
-        "max_length": 64,
-        "batch_size": 4,
-        "dtype": "float32",
-        "device": "cpu",
-        "seed": 3,
-        "bootstrap": 100,
-        "scoring": "cosine of embeddings",
-        "pooling": "mean (default)",
+        "task": "sts", "data": "pairs.jsonl:sentence1,sentence2,score", "split": None,
+        "examples": 20, "max_length": 64, "batch_size": 4, "dtype": "float32", "device": "cpu",
+        "seed": 3, "bootstrap": 100, "scoring": "cosine of embeddings", "pooling": "mean (default)",
         "truncated": 0,
-    }
+    }  # fmt: skip
 
 
 def test_numbers_are_kept_in_the_manifest_of_a_converted_model() -> None:
@@ -117,7 +111,12 @@ def test_numbers_are_kept_in_the_manifest_of_a_converted_model() -> None:
 
     assert kept() == []
     sts("bert-small")
+    run("evaluate", "bert-small", *STS, "--no-save")
     assert kept() == []
+    done = run("evaluate", "bert", "bert-small", *STS, "--verbose")
+    assert [metric.name for metric in kept()] == ["spearman", "pearson"]
+    assert "bert: its numbers were not stored\n" in done.err
+    assert "bert-small: its numbers" not in done.err
     dense, small = sts("bert", "bert-small", save=True)
     assert (dense.stored, small.stored) == (False, True)
     assert kept() == list(small.metrics)
@@ -225,3 +224,80 @@ def test_unknown_tasks_and_options() -> None:
         sts("bert", pack="eos")
     with pytest.raises(InputError, match="`pack` is `all`, allowed is one of `eos`, `newline`"):
         evaluate(["bert"], "perplexity", "pairs.jsonl", pack="all")
+
+
+# `tcompress evaluate` and `tcompress lm-eval`
+
+
+STS = ("--task", "sts", "--data", "pairs.jsonl", "--bootstrap", "50", "--device", "cpu")
+
+
+def test_table() -> None:
+    done = run("evaluate", "./bert", "./bert-small", *STS, "--no-save")
+    assert done.code == 0
+    assert done.lines[0] == (
+        "sts on pairs.jsonl:sentence1,sentence2,score: 30 examples, at most 64 tokens, "
+        "float32 on cpu; in brackets 95 % intervals of 50 bootstrap resamples"
+    )
+    assert done.lines[1].split() == [
+        "model", "metric", "value", "difference", "ratio", "examples/s",
+    ]  # fmt: skip
+    rows = [line.split() for line in done.lines[3:]]
+    assert [row[0] for row in rows] == ["bert", "pearson", "bert-small", "pearson"]
+    assert "bert: 60 of 60 inputs in " in done.err
+    assert run("evaluate", "bert", *STS, "--quiet").err == ""
+
+
+def test_json() -> None:
+    document = run("evaluate", "bert", "bert-small", *STS, "--no-save", "--json").document
+    assert list(document) == [
+        "schema", "task", "data", "protocol", "models", "threshold", "missed"
+    ]  # fmt: skip
+    dense, small = document["models"]
+    assert list(small) == [
+        "name", "metrics", "examples_per_second", "stored", "notes", "protocol"
+    ]  # fmt: skip
+    assert list(small["metrics"][0]) == [
+        "name", "value", "higher_is_better", "interval", "difference", "ratio"
+    ]  # fmt: skip
+    assert [metric["name"] for metric in small["metrics"]] == ["spearman", "pearson"]
+    assert list(small["metrics"][0]["difference"]) == [
+        "baseline", "baseline_value", "value", "interval"
+    ]  # fmt: skip
+    assert dense["metrics"][0]["difference"] is None
+    assert document["protocol"]["bootstrap"] == 50
+
+
+def test_threshold() -> None:
+    assert run("evaluate", "bert", *STS, "--threshold", "-1").code == 0
+    done = run("evaluate", "bert", *STS, "--threshold", "0.999", "--quiet")
+    assert done.code == 3
+    assert done.err == "bert: misses the threshold 0.999 on `spearman`\n"
+    document = run("evaluate", "bert", *STS, "--threshold", "0.999", "--json").document
+    assert (document["threshold"], document["missed"]) == ("0.999", ["bert"])
+
+
+def test_columns() -> None:
+    rows_file(Path("odd.jsonl"), one=["a fox", "w30"], stars=[0, 1], two=["w31", "w32"])
+    options = ("--task", "classification", "--data", "odd.jsonl", "--quiet", "--json")
+    document = run("evaluate", "classifier", *options, "--columns", "text=two,label=stars").document
+    assert document["data"] == "odd.jsonl:two,stars"
+
+
+def test_lm_eval_is_passed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    package, module = ModuleType("lm_eval"), ModuleType("lm_eval.__main__")
+    package.__path__ = []
+    package.__spec__ = module.__spec__ = sys.__spec__
+    module.__dict__["cli_evaluate"] = lambda: calls.append(list(sys.argv))
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", module)
+    for arguments in (
+        ["run", "--model", "hf", "--model_args", "pretrained=x,dtype=float32", "-h"],
+        ["--model", "hf", "--tasks=a,b", "--limit", "3"],
+        [],
+    ):
+        before = list(sys.argv)
+        assert run("lm-eval", *arguments).code == 0
+        assert calls.pop() == ["lm-eval", *arguments]
+        assert sys.argv == before

@@ -14,7 +14,7 @@ import transformers
 
 from tcompress import exports
 from tcompress.artifact.reader import Artifact
-from tcompress.errors import ArtifactError, FitError, InputError, WriteError
+from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense_weight, export_dense
 from tcompress.planning.entries import LayerPlan
 from tests.support.conversions import few_steps
@@ -92,14 +92,9 @@ def test_an_export_is_an_ordinary_folder(tmp_path: Path) -> None:
     written = export_dense(folder, tmp_path / "plain")
     assert written == tmp_path / "plain"
     assert sorted(path.name for path in written.iterdir()) == [
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "preprocessor_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
+        "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
     config = json.loads((written / "config.json").read_text())
     source = json.loads((tmp_path / "llama" / "config.json").read_text())
     assert config == source
@@ -171,12 +166,6 @@ def test_an_output_that_is_not_empty_is_refused_unless_forced(tmp_path: Path) ->
     assert not (output / "old.txt").exists()
     with pytest.raises(InputError, match="is the converted model itself"):
         export_dense(folder, tmp_path / "." / folder.name, force=True)
-
-
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    converted("gpt2", tmp_path)
-    with pytest.raises(ArtifactError, match="was not converted by tcompress"):
-        export_dense(tmp_path / "gpt2", tmp_path / "plain")
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,6 @@ def _products(x: Tensor, new: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------- moments
-
-
 @pytest.mark.parametrize("centred", [False, True])
 def test_moments_equal_direct_sums(centred: bool) -> None:
     x, new = _rows()
@@ -218,8 +216,6 @@ def test_cholesky_refuses_what_is_no_moment_matrix(gram: Tensor, reason: str) ->
 
 
 # ---------------------------------------------------------------- low rank
-
-
 def _reduced_rank(x: Tensor, y: Tensor, rank: int) -> Tensor:
     """Best weight of a rank: least squares, then the leading directions of what it predicts."""
     full = torch.linalg.lstsq(x, y).solution  # (in, out)
@@ -255,8 +251,6 @@ def test_balanced_factors_have_one_scale() -> None:
 
 
 # ---------------------------------------------------------------- slices
-
-
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_slices_are_regressions_on_raw_rows(p: int) -> None:
     (x, new), weight = _rows(), randn(OUTPUTS, WIDTH, seed=9)
@@ -273,14 +267,6 @@ def test_truncated_slices_are_reduced_rank_regressions() -> None:
     targets = (x @ weight.T).chunk(2, 1)
     for found, inputs, outputs in zip(left @ right, new.chunk(2, 1), targets, strict=True):
         assert_close(found, _reduced_rank(inputs, outputs, 2), rtol=1e-6, atol=1e-6)
-
-
-def test_diagonal_blocks_are_views_of_the_grid() -> None:
-    matrix = randn(6, 9)
-    blocks = diagonal_blocks(matrix, 3)
-    for k in range(3):
-        assert_close(blocks[k], matrix[2 * k : 2 * k + 2, 3 * k : 3 * k + 3])
-    assert blocks.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
@@ -321,8 +307,6 @@ def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
 
 
 # ---------------------------------------------------------------- staged rotations
-
-
 @pytest.mark.parametrize("block", [1, 2, 5, 16])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
 def test_blocks_are_exponentials(block: int, scale: float) -> None:
@@ -376,8 +360,6 @@ def test_nearest_block_divides_and_is_closest(features: int, wanted: int) -> Non
 
 
 # ---------------------------------------------------------------- the fitted transform
-
-
 def _explained(problems: list[Problem], turn: Tensor, p: int, *, output: bool) -> list[float]:
     """Share of every output's variance that slices explain after x -> T x, one slice at a time."""
     shares = []

@@ -22,7 +22,6 @@ from tcompress.structures.modules.linear import PartLayout, StructuredLinear, te
 from tests.support.structures import make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
-
 LOW = ("lowrank", {"rank": 3})
 DCT = ("lprod", {"transform": "dct"})
 DFT = ("lprod", {"transform": "dft"})
@@ -99,8 +98,6 @@ class Rows:
 
 
 # ---------------------------------------------------------------- results
-
-
 @pytest.mark.parametrize("terms", SUMS.values(), ids=SUMS)
 def test_errors_are_those_on_rows(terms: list[Method]) -> None:
     bias = len(terms) == 1
@@ -192,8 +189,6 @@ def test_damping_counts_rows_for_every_regressor() -> None:
 
 
 # ---------------------------------------------------------------- sharing
-
-
 def test_layers_that_share_an_input_are_fitted_together() -> None:
     owner = _plan([FITTED, LOW], readers=2)
     other = _plan([FITTED, LOW], (8, 8), name="b.k", input_of="b.q")
@@ -215,8 +210,6 @@ def test_layers_that_share_an_input_are_fitted_together() -> None:
 
 
 # ---------------------------------------------------------------- stored precision
-
-
 @pytest.mark.parametrize("terms", [[FITTED], [OUT]], ids=["in", "out"])
 def test_the_fit_knows_that_tensors_are_rounded(terms: list[Method]) -> None:
     entry, weight = _plan(terms), randn(OUTPUTS, WIDTH)
@@ -239,8 +232,6 @@ def test_values_beyond_the_stored_dtype_are_refused() -> None:
 
 
 # ---------------------------------------------------------------- bad and scarce data
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
     weight = randn(OUTPUTS, WIDTH)
@@ -292,8 +283,6 @@ def test_inputs_that_are_always_zero_give_the_data_free_fit(terms: list[Method])
 
 
 # ---------------------------------------------------------------- experts
-
-
 EXPERTS = {"kind": "experts", "experts": 3, "parameter": "gate_up_proj"}
 
 

@@ -17,7 +17,6 @@ from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exports import export_dense
 from tcompress.hf.build import SliceNorm, slice_positions, slice_scales
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.own_models.architecture import open_architecture
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 
@@ -140,19 +139,6 @@ def test_slices_must_divide_the_features() -> None:
     source = open_architecture(architecture(), 0)
     with pytest.raises(PlanError, match="has 32 features, which p=5 does not divide"):
         scratch(Path("never"), source, **recipe)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"positions": "linear", "method": LPROD},
-        {"norm": "tensor", "init": "random"},
-        {"norm": "tensor", "init": "random", "method": {"name": "svd"}, "target": 0.5},
-    ],
-)
-def test_they_belong_to_slices_from_scratch(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs `init: random` and the method `lprod`"):
-        Convert.model_validate(wrong)
 
 
 def test_a_damaged_plan_is_named(tmp_path: Path) -> None:

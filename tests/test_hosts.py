@@ -232,13 +232,11 @@ def test_kronecker_attention_sees_the_grid(name: str, grid: tuple[int, ...]) -> 
 
 
 FIRST = (
-    "import tcompress.own_models.grid",
-    "import transformers.modeling_layers, tcompress",
-    "import tcompress; from transformers import AutoModel",
-    "import tcompress, transformers",
+    "import tcompress.own_models.grid", "import transformers.modeling_layers, tcompress",
+    "import tcompress; from transformers import AutoModel", "import tcompress, transformers",
     "import tcompress, transformers.modeling_layers",
     "from transformers import AutoConfig; import tcompress",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("first", tiered(FIRST, lambda row: row in FIRST[:3]))

@@ -29,7 +29,6 @@ from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
 SVD = {"method": {"name": "svd"}, "target": 0.5}
 
 

@@ -1,6 +1,8 @@
-"""Fits with output moments, against dense least squares and gradients."""
+"""Fixed transforms, and fits with output moments, against definitions and dense algebra."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from tcompress.linalg.fits import (
     lowrank_spectrum,
 )
 from tcompress.linalg.moments import conjugate_gradients, fit_lowrank
+from tcompress.linalg.transforms import FIXED_TRANSFORMS, check_transform, fixed_transform
 from tests.support.numerics import quick
-from tests.support.structures import randn
+from tests.support.structures import TUBES, randn
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
 
@@ -52,8 +55,6 @@ def _naive(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> 
 
 
 # ---------------------------------------------------------------- the loss
-
-
 def test_ridge_is_relative_to_the_mean_diagonal_of_each() -> None:
     singular = _moment(OUTPUTS, 3, 0)
     zero = torch.zeros_like(singular)
@@ -75,8 +76,6 @@ def test_loss_and_constant_are_those_of_rows() -> None:
 
 
 # ---------------------------------------------------------------- low rank
-
-
 @pytest.mark.parametrize("rank", [1, 3, 7, 8])
 def test_factors_are_the_optimum_by_other_square_roots(rank: int) -> None:
     product, gram, curvature = _problem()
@@ -132,8 +131,6 @@ def test_bad_curvature_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- slices
-
-
 def _brute_slices(product: Tensor, gram: Tensor, p: int, curvature: Tensor) -> Tensor:
     """Least squares over the entries of the diagonal blocks, the Kronecker product written out."""
     design = torch.kron(_root(curvature), _root(gram))  # of the row-major entries of V
@@ -212,8 +209,6 @@ def test_a_start_is_used() -> None:
 
 
 # ---------------------------------------------------------------- conjugate gradients
-
-
 def test_gradients_stop_at_the_solution() -> None:
     matrix, wanted = _moment(WIDTH, ROWS, 0), randn(WIDTH)
     applied = []
@@ -257,3 +252,74 @@ def test_coarse_arithmetic_never_leads_uphill() -> None:
         assert loss(found) <= loss(solution)
         left += found is solution
     assert 0 < left < 20  # both ends were seen
+
+
+# The fixed transforms Z: orthonormality, definitions, independence of global state, refusals
+
+
+POWER_OF_TWO = ("haar", "hadamard")
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@quick
+@given(kind=st.sampled_from(FIXED_TRANSFORMS), size=st.integers(1, 40), seed=st.integers(0, 2**40))
+def test_orthonormal_at_every_possible_size(kind: str, size: int, seed: int) -> None:
+    if check_transform(kind, size) is not None:
+        return
+    z = fixed_transform(kind, size, seed)
+    assert (z.shape, z.dtype, z.device.type) == ((size, size), torch.float64, "cpu")
+    near(z @ z.T, torch.eye(size, dtype=torch.float64))
+
+
+@quick
+@given(size=st.integers(1, 70))
+def test_only_haar_and_hadamard_ask_for_a_power_of_two(size: int) -> None:
+    for kind in FIXED_TRANSFORMS:
+        possible = math.log2(size).is_integer() or kind not in POWER_OF_TWO
+        assert (check_transform(kind, size) is None) == possible
+
+
+def test_reasons_name_kind_and_size() -> None:
+    reason = "transform `haar` needs a power of two as number of slices, found 6"
+    assert check_transform("haar", 6) == reason
+    assert check_transform("dct", 6) is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12, 16, 64])
+@pytest.mark.parametrize("kind", TUBES)
+def test_definitions(kind: str, size: int) -> None:
+    if check_transform(kind, size) is None:
+        near(fixed_transform(kind, size, 3), TUBES[kind](size, 3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 9])
+def test_dft_rows_are_cosines_and_sines_in_order(size: int) -> None:
+    rows = [[math.sqrt(1 / size)] * size]
+    for k in range(1, size):
+        angles = [2 * math.pi * j * k / size for j in range(size)]
+        if 2 * k < size:
+            rows.append([math.sqrt(2 / size) * math.cos(angle) for angle in angles])
+            rows.append([math.sqrt(2 / size) * math.sin(angle) for angle in angles])
+        elif 2 * k == size:
+            rows.append([math.sqrt(1 / size) * math.cos(angle) for angle in angles])
+    near(fixed_transform("dft", size), torch.tensor(rows, dtype=torch.float64))
+
+
+def test_random_depends_on_its_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = fixed_transform("random", 6, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(fixed_transform("random", 6, seed=3), first)
+    assert not torch.allclose(fixed_transform("random", 6, seed=4), first)
+
+
+@pytest.mark.parametrize("kind", FIXED_TRANSFORMS)
+def test_default_device_and_dtype_do_not_matter(kind: str) -> None:
+    expected = fixed_transform(kind, 4)
+    with torch.device("meta"):
+        assert torch.equal(fixed_transform(kind, 4), expected)

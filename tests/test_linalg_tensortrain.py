@@ -73,8 +73,6 @@ def literal(cores: list[Tensor]) -> Tensor:
 
 
 # ---------------------------------------------------------------- modes
-
-
 @pytest.mark.parametrize(
     ("size", "order", "wanted"),
     [
@@ -128,8 +126,6 @@ def test_modes_of_both_sides_agree_in_number() -> None:
 
 
 # ---------------------------------------------------------------- ranks
-
-
 def test_ranks_are_clipped_to_what_the_shape_admits() -> None:
     in_modes, out_modes = (2, 3, 2), (3, 2, 1)  # cores of 6, 6 and 2
     assert clip_ranks([99, 99], in_modes, out_modes) == (6, 2)
@@ -169,8 +165,6 @@ def test_parameters_are_those_of_the_cores(shape: tuple[tuple[int, ...], ...]) -
 
 
 # ---------------------------------------------------------------- apply and rebuild
-
-
 @shapes
 def test_rebuilt_matrix_is_the_definition(shape: tuple[tuple[int, ...], ...]) -> None:
     cores = random_cores(shape)
@@ -286,8 +280,6 @@ def test_contraction_starts_at_the_cheaper_end() -> None:
 
 
 # ---------------------------------------------------------------- decomposition
-
-
 @pytest.mark.parametrize("rank", [1, 4, 9])
 def test_two_cores_miss_the_tail_of_the_rearranged_matrix(rank: int) -> None:
     in_modes, out_modes = (4, 5), (3, 4)

@@ -57,24 +57,7 @@ def _loss(found: Tucker, products: Tensor, grams: Tensor | None) -> float:
     return float((seen - 2 * products).mul(dense).sum())
 
 
-def _solutions(design: Tensor, grams: Tensor, products: Tensor) -> Tensor:
-    """Least squares over v, vec(W'_l) = design_l v, by roots written out."""
-    values, vectors = torch.linalg.eigh(grams)
-    roots = vectors * values.sqrt()[:, None] @ vectors.mT
-    left = [
-        torch.kron(torch.eye(ROWS).double(), root) @ d
-        for root, d in zip(roots, design, strict=True)
-    ]
-    right = [
-        torch.linalg.solve(root, p.T).T.flatten() for root, p in zip(roots, products, strict=True)
-    ]
-    system, wanted = torch.cat(left), torch.cat(right)[:, None]
-    return torch.linalg.lstsq(system, wanted, driver="gelsd").solution[:, 0]
-
-
 # ---------------------------------------------------------------- sizes
-
-
 def test_published_size() -> None:
     assert tucker_parameters(144, 768, 768, (72, 384, 384)) == 11_217_024
 
@@ -104,8 +87,6 @@ def test_ranks_are_clipped_to_the_shape(ranks: Ranks, wanted: Ranks) -> None:
 
 
 # ---------------------------------------------------------------- fits
-
-
 @pytest.mark.parametrize("moments", ["none", "shared", "own"])
 def test_full_ranks_give_the_matrices_back(moments: str) -> None:
     weights, _, grams = _problem()
@@ -170,39 +151,6 @@ def test_no_update_costs_loss(
         assert_close(now.mixing.mT @ now.mixing, eye)
     steps = torch.tensor(trace).double().diff()
     assert bool((steps <= 1e-9 * abs(trace[-1])).all()), trace
-
-
-def test_updates_are_least_squares() -> None:
-    _, products, grams = _problem()
-    problem, _, _ = _whitened(products, grams)
-    products, grams = problem.products, problem.grams
-    assert_close(grams.mean(0), torch.eye(COLS).double())
-    now = _started(problem, (2, 3, 4), 0)
-    eye_rows, eye_cols = torch.eye(ROWS).double(), torch.eye(COLS).double()
-
-    halves = now.middles() @ now.right.T  # W' = U H
-    design = torch.stack([torch.kron(eye_rows, half.T.contiguous()) for half in halves])
-    left = _solutions(design, grams, products).reshape(ROWS, 3)
-    found = _update_left(problem, now)
-    assert_close(found.matrices(), left @ halves, rtol=1e-6, atol=1e-6)
-
-    halves = now.left @ now.middles()  # W' = H V^T
-    design = torch.stack([torch.kron(half, eye_cols) for half in halves])
-    right_t = _solutions(design, grams, products).reshape(4, COLS)
-    found = _update_right(problem, now, 500)
-    assert_close(found.matrices(), halves @ right_t, rtol=1e-6, atol=1e-6)
-
-    sides = torch.kron(now.left.contiguous(), now.right.contiguous())
-    design = torch.stack([torch.kron(mix[None].contiguous(), sides) for mix in now.mixing])
-    cores = _solutions(design, grams, products).reshape(2, 3, 4)
-    seen = _Projected.of(problem, now)
-    assert_close(_update_cores(seen, now, 500).cores, cores, rtol=1e-6, atol=1e-6)
-
-    flat = sides @ now.cores.flatten(1).T  # (out * d, r1)
-    each = [_solutions(flat[None], grams[i : i + 1], products[i : i + 1]) for i in range(COUNT)]
-    wanted = now.left @ (torch.stack(each) @ now.cores.flatten(1)).reshape(COUNT, 3, 4)
-    found = _update_mixing(seen, now, 500)
-    assert_close(found.matrices(), wanted @ now.right.T, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [(2, 3, 4), (1, 2, 2), (3, 2, 5)])
@@ -286,8 +234,6 @@ def test_the_backend_of_tensorly_is_changed_for_one_call_and_thread(
 
 
 # ---------------------------------------------------------------- mixing weights of one layer
-
-
 @pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("moments", [False, True])
 def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: bool) -> None:
@@ -325,8 +271,6 @@ def test_mixing_agrees_with_the_joint_fit() -> None:
 
 
 # ---------------------------------------------------------------- moments of both sides
-
-
 def _curves(seed: int = 20) -> Tensor:
     half = randn(COUNT, ROWS, ROWS, seed=seed)
     return half @ half.mT + 0.1 * torch.eye(ROWS).double()

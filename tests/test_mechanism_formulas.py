@@ -49,8 +49,6 @@ def test_multiply_adds_are_those_of_a_real_pass(name: str) -> None:
 
 
 # ---------------------------------------------------------------- graph
-
-
 @pytest.mark.parametrize("name", ["tga", "tga-causal", "tsa", "tsa-causal"])
 def test_graph_filters_equal_powers_written_out(name: str) -> None:
     q, k, v = inputs_of(name)
@@ -87,8 +85,6 @@ def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
 
 
 # ---------------------------------------------------------------- Kronecker
-
-
 @pytest.mark.parametrize("pool", ["mean", "sum"])
 @pytest.mark.parametrize("grid", [(6,), (2, 3), (2, 3, 2)])
 def test_kronecker_equals_the_explicit_product(grid: tuple[int, ...], pool: Any) -> None:
@@ -205,8 +201,6 @@ def test_hosts_that_do_not_suit_are_refused(spec: MechanismSpec, host: Host, rea
 
 
 # ---------------------------------------------------------------- TAM and multilinear
-
-
 def _tam(core: Any, **options: Any) -> TamLayout:
     return TamLayout(heads=1, key_heads=1, head_dim=3, core=core, **options)
 

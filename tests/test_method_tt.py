@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.conversion.estimate import estimate
-from tcompress.errors import RecipeError
 from tcompress.linalg.ttfit import fit_bytes, fit_macs
 from tcompress.models import SourceModel
-from tcompress.options import Convert, parse_recipe
+from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_layout
 from tcompress.reporting.model_report import layer_report
@@ -89,24 +87,6 @@ def test_a_budget_is_spent_and_not_exceeded() -> None:
         assert 1000 < parameters(layout) <= 1500
 
 
-@pytest.mark.parametrize("options", [{"order": 3}, {"modes": {16: [4, 4]}}])
-def test_qtt_has_modes_of_its_own(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="the modes of `qtt` are 2"):
-        TTSpec(name="qtt", **options)
-
-
-def test_a_recipe_with_wrong_modes_is_explained() -> None:
-    text = "recipe_version: 1\nconvert:\n  method: {name: tt, modes: {768: [24, 0]}}\n"
-    with pytest.raises(RecipeError) as error:
-        parse_recipe(text, "my.yaml")
-    assert (
-        "my.yaml:3: `convert.method.modes.768[1]`: found `0`; allowed is a whole number, at least 1"
-    ) in str(error.value)
-    text = "recipe_version: 1\nconvert:\n  method: {name: qtt, order: 3}\n"
-    with pytest.raises(RecipeError, match="the modes of `qtt` are 2"):
-        parse_recipe(text, "my.yaml")
-
-
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
@@ -121,8 +101,6 @@ def test_layouts_are_described(layout: TTLayout, text: str) -> None:
 
 
 # ---------------------------------------------------------------- work
-
-
 def test_what_is_done_once_per_pass_is_shared_out_among_tokens() -> None:
     layout = layout_of(16, 24, rank=6, apply="rebuild")
     assert macs_of(layout, 10).apply == 6 * 16 * 24 + 10 * 16 * 24
@@ -179,8 +157,6 @@ def test_a_rank_leaves_the_rest_of_a_target_to_a_low_rank_term(bert: SourceModel
 
 
 # ---------------------------------------------------------------- estimates
-
-
 def test_a_fit_costs_what_its_normal_equations_do() -> None:
     shape = ((32, 24), (24, 32), (96,))
     # The first core's normal matrix, its factor, and what it is made from.

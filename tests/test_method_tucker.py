@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM
 
@@ -46,8 +45,6 @@ def parameters(layout: TuckerLayout) -> int:
 
 
 # ---------------------------------------------------------------- one weight
-
-
 def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
     layout, weight, half = layout_of(16, 24, rank=5), randn(24, 16), randn(24, 24, seed=1)
     gram, curvature = make_moments(16, 40).gram, half @ half.T
@@ -66,21 +63,7 @@ def test_a_budget_is_spent_and_not_exceeded(budget: int) -> None:
     assert parameters(layout) <= budget < (rank + 1) * (64 + 96 + rank + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"cores": 3}, "`cores` are shared: choose `share` heads, layers or model"),
-        ({"rank": (3, 4)}, "with `share: none` both factors have one rank: give one number"),
-    ],
-)
-def test_options_of_banks_alone(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text):
-        TuckerSpec(**options)
-
-
 # ---------------------------------------------------------------- sizes of banks
-
-
 @pytest.mark.parametrize("share", ["heads", "layers", "model"])
 @pytest.mark.parametrize("target", [0.1, 0.25, 0.6])
 def test_a_bank_and_what_uses_it_fill_a_budget(share: str, target: float) -> None:
@@ -109,7 +92,6 @@ def test_two_weights_at_least_share_a_bank() -> None:
 
 
 # ---------------------------------------------------------------- fits of banks
-
 LAYOUTS = {
     "layers": [layout_of(8, 12, 3, share="layers", rank=(4, 5), cores=2)] * 3,
     "grid": [
@@ -204,8 +186,6 @@ def test_data_matter_to_a_bank() -> None:
 
 
 # ---------------------------------------------------------------- plans
-
-
 @pytest.fixture(scope="module")
 def bert(tiny: Callable[[str], Path]) -> SourceModel:
     return SourceModel.open(str(tiny("bert")))
@@ -295,8 +275,6 @@ def test_predicted_loss_sizes_weights_that_share_nothing_only() -> None:
 
 
 # ---------------------------------------------------------------- the published arrangement
-
-
 def test_the_arrangement_of_bert_base(tmp_path: Path) -> None:
     """144 blocks of 768 x 768 over 72 cores: 11,217,024 weights, known from the config alone."""
     text, name = find_recipe("encoder/bert-tucker-model")

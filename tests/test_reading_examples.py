@@ -19,6 +19,7 @@ from tests.support.model_folders import sentences
 from tests.support.training import picture_rows
 
 CLASSES, SCORES = Needs((1, 2), target="class"), Needs((2, 2), target="score")
+WORLD = datasets.ClassLabel(names=["world", "sport", "business"])
 A, B, C = sentences(3), sentences(6)[3:], sentences(9)[6:]
 
 
@@ -114,27 +115,23 @@ def test_columns_that_do_not_fit(
     assert failed.value.hint
 
 
-def test_labels_are_strings(tmp_path: Path) -> None:
-    read = _read(tmp_path, CLASSES, text=A, label=["no", "yes", "maybe"])
-    assert read.classes == ("maybe", "no", "yes")
-    assert read.targets == [1, 2, 0]
-
-
-def test_labels_are_numbers_with_a_gap(tmp_path: Path) -> None:
-    read = _read(tmp_path, CLASSES, text=A, label=[0, 2, 2])
-    assert (read.targets, read.classes) == ([0, 2, 2], ("0", "1", "2"))
-
-
-def test_labels_are_truth_values(tmp_path: Path) -> None:
-    read = _read(tmp_path, CLASSES, text=A, label=[True, False, True])
-    assert (read.targets, read.classes) == ([1, 0, 1], ("0", "1"))
-
-
-def test_labels_with_names(tmp_path: Path) -> None:
-    kind = datasets.ClassLabel(names=["world", "sport", "business"])
-    path = _saved(tmp_path, {"label": kind}, text=A, label=[2, 0, 2])
+@pytest.mark.parametrize(
+    ("kind", "labels", "targets", "classes"),
+    [
+        (None, ["no", "yes", "maybe"], [1, 2, 0], ("maybe", "no", "yes")),
+        (None, [0, 2, 2], [0, 2, 2], ("0", "1", "2")),
+        (None, [True, False, True], [1, 0, 1], ("0", "1")),
+        (WORLD, [2, 0, 2], [2, 0, 2], ("world", "sport", "business")),
+    ],
+)
+def test_labels(
+    kind: Any, labels: list[Any], targets: list[int], classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = str(rows_file(tmp_path / "rows.jsonl", text=A, label=labels))
+    if kind is not None:
+        path = _saved(tmp_path, {"label": kind}, text=A, label=labels)
     read = load_examples(path, "train", CLASSES)
-    assert (read.targets, read.classes) == ([2, 0, 2], ("world", "sport", "business"))
+    assert (read.targets, read.classes) == (targets, classes)
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tcompress.options
 from tcompress.errors import InputError
 from tcompress.models import ALIASES
 from tcompress.options import (
+    change_recipe,
+    choose_variants,
     copy_recipe,
     dump_recipe,
     find_recipe,
+    json_schema,
     library,
+    method_names,
     parse_recipe,
     recipe_names,
     recipe_text,
 )
+from tcompress.options.words import describe
+from tcompress.reporting.reference import reference_markdown
+from tests.support.cli import run
+from tests.support.tiny import build
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
@@ -102,9 +111,137 @@ def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
         copy_recipe("vision/vit-lprod", tmp_path / "pipe", force=True)
 
 
-def test_listing_does_not_import_torch() -> None:
-    code = (
-        "import sys; from tcompress.options import recipe_names; "
-        "assert recipe_names(); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+# The generated reference and JSON schema of recipes
+
+
+def objects() -> list[dict[str, Any]]:
+    schema = json_schema()
+    return [schema, *schema["$defs"].values()]
+
+
+def test_objects_of_the_schema_are_closed_and_every_key_is_described() -> None:
+    for item in objects():
+        # Configurations of models have whatever keys their family has.
+        assert item["additionalProperties"] is (item["title"] == "Architecture")
+        assert set(item.get("required", ())) <= set(item["properties"])
+        assert item["description"]
+        assert [name for name, key in item["properties"].items() if not key["description"]] == []
+
+
+def test_reference_has_every_key_once() -> None:
+    page = reference_markdown()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(item["properties"]) for item in objects())
+    assert {row.replace("\\|", "").count("|") for row in rows} == {5}
+    for name in method_names():
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize(
+    ("fragment", "words"),
+    [
+        ({"type": "string", "pattern": "^[0-9]+GB$"}, "text"),
+        ({"type": "array"}, "a list"),
+        ({"type": "object"}, "a mapping"),
+        ({}, "anything"),
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+            "a whole number or text",
+        ),
+        (
+            {"type": "integer", "exclusiveMaximum": 5, "minimum": 2},
+            "a whole number, at least 2 and at most 4",
+        ),
+        ({"type": "number", "maximum": 2.5}, "a number, at most 2.5"),
+    ],
+)
+def test_words_for_types_that_future_keys_may_have(fragment: dict[str, Any], words: str) -> None:
+    assert describe(fragment, {}) == words
+
+
+def test_package_exports_what_it_names() -> None:
+    for name in tcompress.options.__all__:
+        assert getattr(tcompress.options, name) is not None
+
+
+# Variants of recipes: named changes
+
+
+TEXT = """
+recipe_version: 1
+name: small
+output: made
+convert: {method: svd, target: 0.5}
+evaluate:
+  - {task: classification, data: test.csv}
+report: pages/small.html
+variants:
+  smoke: {evaluate.0.limit: 10, convert.target: 0.25}
+  sliced: {convert.method: {name: lprod, p: 2}, convert.target: null, output: elsewhere}
+  wrong: {evaluate.1.limit: 10}
+  senseless: {convert.target: high}
+"""
+
+
+def test_a_variant_changes_values_and_names() -> None:
+    made = choose_variants(parse_recipe(TEXT, "a"), ["smoke"])
+    assert (made.convert.target, made.evaluate[0].limit) == (0.25, 10)
+    assert (made.name, made.output, made.report) == (
+        "small-smoke", "made-smoke", "pages/small-smoke.html",
+    )  # fmt: skip
+
+
+def test_variants_add_up_and_may_name_their_own_output() -> None:
+    recipe = parse_recipe(TEXT, "a")
+    made = choose_variants(recipe, ["sliced", "smoke"])
+    assert (made.convert.method.name, made.convert.target) == ("lprod", 0.25)
+    assert (made.name, made.output) == ("small-sliced-smoke", "elsewhere-smoke")
+    assert choose_variants(recipe, []) is recipe
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_variant_that_ships_is_a_recipe(name: str) -> None:
+    recipe = parse_recipe(recipe_text(name), name)
+    assert ("smoke" in recipe.variants) == name.startswith("scratch/")
+    for variant in recipe.variants:
+        made = choose_variants(recipe, [variant])
+        assert made.output == f"{recipe.output}-{variant}"
+        own = [row for row in made.paper if row.ours]
+        assert len({row.row for row in own}) <= 1  # a recipe makes one model
+
+
+def test_variants_of_a_wrong_recipe_are_tried_too(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(TEXT.replace("target: 0.5}", "target: 5, max_erorr: 1}"))
+    done = run("recipes", "validate", file)
+    assert done.code == 2
+    assert f"2 problems in `{file}`:\n  {file}:5: `convert." in done.err
+    assert f"  {file}:5: `convert.target`: found `5`" in done.err
+    assert done.err.count("`convert.max_erorr`: unknown key") == 1
+    assert "`--variant wrong`, `evaluate.1.limit`: there is no `1`" in done.err
+    assert f"1 problem in `{file}` with `--variant senseless`:\n" in done.err
+    assert "--variant smoke" not in done.err  # which is wrong only where the recipe is
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    build("bert").save_pretrained(model)
+    monkeypatch.chdir(tmp_path)
+    said = "recipe_version: 1\noutput: made\nconvert: {method: svd, target: 0.5, calibration: "
+    said += "{source: none}}\nvariants:\n  tiny: {convert.target: 0.25}\n"
+    (tmp_path / "r.yaml").write_text(said)
+    done = run("run", "r.yaml", "--model", model, "--variant", "tiny")
+    assert done.code == 0, done.err
+    assert "Wrote `made-tiny`" in done.out
+    assert not (tmp_path / "made").exists()
+
+
+# `tcompress recipes reference`, and the commands in comments of recipes
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_changes_in_comments_fit_the_recipe(name: str) -> None:
+    text = recipe_text(name)
+    comments = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
+    changes = re.findall(r"--set (\S+=\S+)", comments)
+    assert change_recipe(parse_recipe(text, name), changes)

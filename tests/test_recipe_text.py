@@ -41,7 +41,6 @@ TRICKY = [
     "<<",
     "\x85\u2028",
 ]
-
 texts = st.text(max_size=20) | st.sampled_from(TRICKY)
 lists = st.lists(texts, max_size=3).map(tuple)
 positive = st.integers(1, 10**6)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tcompress.artifact.manifest import Metric
-from tcompress.reporting.console import render, speed_table
-from tcompress.reporting.formatting import metric_labels, speed_words, value_text
+from tcompress.options.steps import PaperRow
+from tcompress.reporting.console import render
+from tcompress.reporting.formatting import metric_labels, value_text
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.page import verdict
-from tcompress.reporting.table_rows import healed_text, rows_of
+from tcompress.reporting.page import render_html
+from tcompress.reporting.table_rows import healed_text, published, rows_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, metric_key
+from tests.support.cli import run, shown
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training
 
@@ -29,12 +29,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> ModelReport:
 def full(bare: ModelReport) -> ModelReport:
     records = {"metrics": (metric(),), "training": (training(),), "speed": (speed(),)}
     return bare.model_copy(update=records)
-
-
-def shown(what: object) -> list[list[str]]:
-    out = io.StringIO()
-    Console(file=out, width=110, no_color=True, force_terminal=False).print(what)
-    return [line.split() for line in out.getvalue().splitlines() if line.strip()]
 
 
 def test_the_manifest_is_in_the_report(tmp_path: Path) -> None:
@@ -58,68 +52,12 @@ def test_a_dense_model_with_records(tmp_path: Path) -> None:
     assert (report.method, report.source, report.layers) == ("dense", "the-base", ())
     assert report.metrics[0].value == 0.9
     assert healed_text(report) == "400 steps, 2 min"
-    assert ["trained", "400", "steps,", "2", "min"] in shown(render([report]))
+    assert "trained 400 steps, 2 min" in " ".join(shown(render([report])).split())
 
 
 def test_bytes_of_layers(tmp_path: Path) -> None:
     layer = report_of(converted("bert", tmp_path, dtype="bfloat16").folder).layers[0]
     assert (layer.bytes.dense, layer.bytes.now) == (2 * 32 * 32, 2 * 32 * 32 // 4)
-
-
-def test_the_table_of_one_model(bare: ModelReport) -> None:
-    lines = shown(render([full(bare)]))
-    assert ["healed", "yes,", "400", "steps,", "2", "min"] in lines
-    assert ["accuracy", "0.9000", "0.8500", "0.944×"] in lines
-    assert ["95%", "interval", "of", "accuracy", "0.8300", "…", "0.8700"] in lines
-    assert ["time", "B=8", "T=32", "10.0", "ms", "5.00", "ms", "2.00×"] in lines
-
-
-def test_the_tables_of_models_side_by_side(bare: ModelReport) -> None:
-    other = bare.model_copy(update={"name": "other", "speed": (speed(mode="compiled"),)})
-    lines = shown(render([full(bare), other]))
-    assert ["healed", "yes,", "400", "steps,", "2", "min", "no"] in lines
-    assert ["compiled", "B=8", "T=32", "5.00", "ms", "2.00×"] in lines
-
-
-def test_machines_are_told_apart(bare: ModelReport) -> None:
-    gpu = speed(protocol={"device": "cuda", "dtype": "float16"})
-    lines = shown(render([bare.model_copy(update={"speed": (speed(), gpu)})]))
-    starts = [" ".join(line) for line in lines if line[0] == "time"]
-    assert starts[0].startswith("time B=8 T=32, cpu, 2 threads, float32")
-    assert starts[1].startswith("time B=8 T=32, cuda, float16")
-
-
-def test_the_table_of_times() -> None:
-    lines = shown(speed_table([speed(), speed(32, mode="compiled", baseline_peak_bytes=3_000)]))
-    assert [
-        "8",
-        "32",
-        "eager",
-        "5.00",
-        "ms",
-        "10.0",
-        "ms",
-        "2.00×",
-        "51,200",
-        "2.0",
-        "MB",
-        "(pass)",
-        "unknown",
-    ] in lines
-    assert lines[-3][-6:] == ["2.0", "MB", "(pass)", "3.0", "kB", "(pass)"]
-    assert lines[-2] == ["cpu,", "2", "threads,", "float32"]
-    assert lines[-1][:3] == ["(pass)", "memory", "is"]
-
-
-def test_times_have_a_spread_and_memory_counts_weights() -> None:
-    known = {"weight_bytes": 4_000_000, "baseline_weight_bytes": 8_000_000}
-    calm = speed(spread=0.04, baseline_spread=0.1, **known)
-    noisy = speed(32, spread=0.04, baseline_spread=0.5, **known)
-    lines = [" ".join(line) for line in shown(speed_table([calm, noisy]))]
-    assert any("5.00 ms ±2% 10.0 ms ±5% 2.00× 51,200 6.0 MB 8.0 MB" in line for line in lines)
-    assert any("±25% 2.00× ?" in line for line in lines)
-    assert "? the machine was busy" in " ".join(lines)
-    assert "? the machine" not in " ".join(" ".join(line) for line in shown(speed_table([calm])))
 
 
 def test_metrics_of_one_name_are_told_apart() -> None:
@@ -147,51 +85,6 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
     assert main_speeds([one, two, bare]) == [speed(8), speed(8), None]
 
 
-def test_the_verdict_of_one_model(bare: ModelReport) -> None:
-    assert verdict([full(bare)], ["small"]) == (
-        "keeps 45.1% of the parameters (25.0% of those rewritten; embeddings, 23% of the dense "
-        "model, stay as they are), has accuracy 0.8500 (dense 0.9000, 0.944×; difference −0.0500, "
-        "95% interval −0.0600 … −0.0400) and runs at 2.00× the dense speed (batch 8, length 32)."
-    )
-
-
-@pytest.mark.parametrize(
-    ("ratios", "text"),
-    [
-        ([0.42], "is slower than the dense model: it runs at 0.42× the dense speed (batch 1"),
-        ([0.42, 0.5], "is slower than the dense model: it runs at 0.42× to 0.50× the dense speed"),
-        ([0.42, 1.5], "runs at 0.42× to 1.50× the dense speed (batch 1, length 32 and batch 2"),
-    ],
-)
-def test_a_slower_model_is_said_to_be_slower(ratios: list[float], text: str) -> None:
-    speeds = [speed(batch, ratio=ratio) for batch, ratio in enumerate(ratios, 1)]
-    assert speed_words(speeds).startswith(text)
-
-
-def test_one_measured_model_comes_closest_to_nothing(bare: ModelReport) -> None:
-    dense = bare.model_copy(update={"method": "dense", "layers": (), "attention": ()})
-    measured = bare.model_copy(update={"metrics": (metric(),)})
-    other = bare.model_copy(update={"name": "other"})
-    assert verdict([dense, measured], ["big", "small"]).startswith("small keeps 45.1%")
-    assert verdict([measured, other], ["small", "other"]).startswith(
-        "small, of 2 conversions the only one measured, keeps 45.1%"
-    )
-
-
-def test_the_verdict_without_measurements(bare: ModelReport) -> None:
-    report = bare.model_copy(update={"errors": {"held_out": 0.25}})
-    assert verdict([report], ["small"]).endswith(
-        "has a mean held-out error of 0.2500 and its quality on a task was not measured."
-    )
-
-
-def test_the_verdict_of_several_models(bare: ModelReport) -> None:
-    close = bare.model_copy(update={"metrics": (metric(0.895),)})
-    text = verdict([full(bare), close], ["one", "two"])
-    assert text.startswith("Of 2 models, two comes closest to the dense quality: it keeps 45.1%")
-    assert "the interval of the difference, −0.0150 … +0.0050, holds 0" in text
-
-
 def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:
     own = metric()
     other = own.model_copy(
@@ -199,7 +92,6 @@ def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> N
     )
     shown = bare.model_copy(update={"metrics": (other,)})
     assert "accuracy, against rival" in [row.label for row in rows_of(shown)]
-    assert "(rival 0.9000" in verdict([shown], ["gpt2-small"])
 
 
 def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
@@ -214,3 +106,62 @@ def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
             for item in shown
         )
         assert one_label != two_label
+
+
+# Published numbers, beside those of the model that they are about
+
+
+STD = {"row": "Std", "metric": "accuracy", "value": 91.4, "source": "Table 8", "why": "fewer rows"}
+SLICED = {**STD, "row": "T4", "value": 90.76}
+
+
+def cites(report: ModelReport, *rows: dict[str, object], **more: object) -> ModelReport:
+    paper = tuple(PaperRow.model_validate(row) for row in rows)
+    return report.model_copy(update={"paper": paper, **more})
+
+
+def test_only_a_recipes_own_rows_get_its_number(bare: ModelReport) -> None:
+    model = cites(bare, {**STD, "ours": False}, SLICED, metrics=(metric(0.85),))
+    std, sliced = published([model])
+    assert (std.row, std.paper, std.ours) == ("Std", "91.4", "")
+    assert (sliced.row, sliced.paper, sliced.ours) == ("T4", "90.76", "85.00")
+    assert std.comparable == "no: fewer rows"
+
+
+def test_models_side_by_side_share_a_table(bare: ModelReport) -> None:
+    sliced = cites(bare, {**STD, "ours": False}, SLICED, metrics=(metric(0.85),))
+    dense = cites(bare, STD, {**SLICED, "ours": False}, metrics=(metric(0.9),))
+    for order in ([sliced, dense], [dense, sliced]):
+        assert {row.row: row.ours for row in published(order)} == {"Std": "90.00", "T4": "85.00"}
+
+
+def test_several_models_of_a_row_are_named_or_averaged(bare: ModelReport) -> None:
+    mse = {**STD, "metric": "mse", "value": 0.25}
+    for mean, ours in ((False, "one 0.2000; two 0.4000"), (True, "0.3000, mean of 2")):
+        row = {**mse, "mean": mean}
+        one = cites(bare, row, name="runs/one", metrics=(metric(0.2, name="mse"),))
+        two = cites(bare, row, name="runs/two", metrics=(metric(0.4, name="mse"),))
+        alone = cites(bare, row, name="runs/three")
+        (found,) = published([one, two, alone])
+        assert found.ours == ours
+
+
+def test_fractions_stay_fractions_and_unmeasured_rows_empty(bare: ModelReport) -> None:
+    mse = {**STD, "metric": "mse", "value": 0.25, "comparable": True, "why": None}
+    model = cites(bare, mse, STD, metrics=(metric(0.3, name="mse"),))
+    assert [(row.ours, row.comparable) for row in published([model])] == [
+        ("0.3000", "yes"),
+        ("", "no: fewer rows"),
+    ]
+
+
+def test_the_page_has_them(bare: ModelReport) -> None:
+    page = render_html([cites(bare, SLICED, metrics=(metric(0.85),))])
+    assert "Published numbers" in page
+    assert '<td class="number">90.76</td><td class="number">85.00</td>' in page
+    assert "Published numbers" not in render_html([bare])
+
+
+def test_a_number_of_another_model_is_said_so_in_a_recipe() -> None:
+    shown = run("recipes", "show", "scratch/ag-news-lprod").out
+    assert "ours: false" in shown.split('row: "Std, d=256"')[1].split("row:")[0]

@@ -224,13 +224,10 @@ def _assert_filled(model: nn.Module, made: Made) -> None:
 
 
 HEADS = {
-    "bert": AutoModelForMaskedLM,
-    "gpt2": AutoModelForCausalLM,
-    "llama": AutoModelForCausalLM,
-    "mixtral": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM,
+    "bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM,
+    "mixtral": AutoModelForCausalLM, "t5": AutoModelForSeq2SeqLM,
     "vit": AutoModelForImageClassification,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

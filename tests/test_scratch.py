@@ -14,7 +14,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import MechanismModule
-from tcompress.conversion import converter as conversion
 from tcompress.conversion.start import generator_of, scaled
 from tcompress.errors import SourceError
 from tcompress.models import SourceModel
@@ -94,8 +93,6 @@ def test_sizes_that_do_not_go_together_are_refused() -> None:
 
 
 # ------------------------------------------------------------- first values of structures
-
-
 @pytest.mark.parametrize("case", marked_cases(), ids=str)
 def test_a_weight_is_linear_in_each_tensor_that_is_scaled(case: Case) -> None:
     layout, kind = case.layout(), case.kind
@@ -249,8 +246,6 @@ def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path
 
 
 # ------------------------------------------------------------- what is written
-
-
 def test_without_a_method_the_dense_model_is_written(tmp_path: Path) -> None:
     made = scratch(tmp_path / "made")
     source = open_architecture(architecture(), 0)
@@ -297,23 +292,3 @@ def test_budgets_are_shared_out_alike(budget: dict[str, Any], tmp_path: Path) ->
     assert plan.budget.chosen == "uniform"
     assert 0.2 < plan.kept <= 0.5
     assert plan.parameters - plan.saved <= budget.get("target_params", plan.parameters)
-
-
-def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    original = conversion.write_shard
-
-    def once(folder: Path, shard: Any, *rest: Any) -> str:
-        calls.append(shard.file)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(folder, shard, *rest)
-
-    monkeypatch.setattr(conversion, "write_shard", once)
-    with pytest.raises(KeyboardInterrupt):
-        scratch(tmp_path / "made", method=LPROD, max_shard_size="20KB")
-    monkeypatch.setattr(conversion, "write_shard", original)
-    resumed = scratch(tmp_path / "made", method=LPROD, max_shard_size="20KB")
-    assert resumed.resumed
-    fresh = scratch(tmp_path / "fresh", method=LPROD, max_shard_size="20KB")
-    assert resumed.manifest.checksums == fresh.manifest.checksums

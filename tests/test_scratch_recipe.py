@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -18,12 +19,22 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tcompress.errors import DataError, RecipeError, SourceError
-from tcompress.options import Convert, dump_recipe, parse_recipe
+from tcompress.artifact.manifest import read_manifest
+from tcompress.errors import DataError, InputError, RecipeError, SourceError
+from tcompress.latency.benchmark import bench
+from tcompress.models.store import WeightStore
+from tcompress.options import Bench, Convert, Finetune, dump_recipe, parse_recipe
 from tcompress.options.steps import Words
 from tcompress.own_models.architecture import open_architecture, word_tokenizer
+from tcompress.pipeline import run_recipe
+from tcompress.reporting.model_report import report_of
+from tcompress.training.finetuning import finetune
+from tcompress.training.setup import SCRATCH_RATE, TASK_RATE, highest_rate
+from tests.support.cli import run
+from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer
-from tests.support.scratch import LPROD, architecture
+from tests.support.scratch import BERT, LPROD, architecture, scratch
+from tests.support.typed import settings_of
 
 RECIPE = """\
 recipe_version: 1
@@ -49,45 +60,6 @@ def test_a_recipe_comes_back_as_it_was() -> None:
     assert "class: BertForSequenceClassification" in dump_recipe(recipe)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "wanted"),
-    [
-        ("model_type: bert", "model_typ: bert", "`architecture.model_type`: missing"),
-        ("init: random", "init: pretrained", "`positions: linear` is for models that are trained"),
-        (
-            "init: random\n  method: {name: lprod, p: 4}\n  positions: linear",
-            "method: {name: lprod, p: 4}",
-            "it needs `convert.init: random`",
-        ),
-        ("size: 500", "size: 5", "`architecture.tokenizer"),
-        ("architecture:", "model: minilm\narchitecture:", "`model` and `architecture` are both"),
-        ("paper:", "sweep: {}\npaper:", "`sweep` compares conversions of one trained model"),
-        ("positions: linear", "positions: round", "allowed is one of `host`, `standard`, `linear`"),
-        ("value: 91.4", "value: high", "`paper[0].value`"),
-    ],
-)
-def test_what_is_wrong_is_named(old: str, new: str, wanted: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(RECIPE.replace(old, new), "a")
-    assert wanted in caught.value.message
-
-
-def test_what_needs_data_is_refused_all_at_once() -> None:
-    wrong = {
-        "init": "random",
-        "method": {"name": "auto"},
-        "calibration": {"source": "builtin"},
-        "max_error": 0.1,
-        "drop_layers": 1,
-    }
-    with pytest.raises(ValueError, match="nothing is fitted") as caught:
-        Convert.model_validate(wrong)
-    for name in ("`calibration`", "`auto`", "`drop_layers`", "`max_error`"):
-        assert name in str(caught.value)
-    with pytest.raises(ValueError, match="`tol` limits an error"):
-        Convert.model_validate({"init": "random", "method": {"name": "svd", "tol": 0.1}})
-
-
 def test_without_a_word_on_data_there_is_none() -> None:
     convert = Convert.model_validate({"init": "random", "method": LPROD, "target": 0.5})
     assert convert.calibration.source == "none"
@@ -96,8 +68,6 @@ def test_without_a_word_on_data_there_is_none() -> None:
 
 
 # ------------------------------------------------------------- configurations
-
-
 def test_the_architecture_becomes_a_model_with_its_tokenizer() -> None:
     words = {"words": "builtin", "size": 300}
     source = open_architecture(
@@ -203,8 +173,6 @@ def test_registered_classes_are_found(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------- words
-
-
 def _text_file(folder: Path, lines: list[str]) -> str:
     path = folder / "texts.txt"
     path.write_text("\n".join(lines))
@@ -262,10 +230,6 @@ def test_options_become_a_conversion() -> None:
     assert made.calibration.source == "none"
     assert _options(init="random", p=2).method.name == "lprod"
     assert _options(method="lprod", seed=4).seed == 0  # that of the calibration
-    with pytest.raises(RecipeError, match="nothing is fitted"):
-        _options(init="random", method="lprod", calib="builtin")
-    with pytest.raises(RecipeError, match="`--init` is `rnd`, allowed is"):
-        _options(init="rnd", method="lprod")
 
 
 def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
@@ -274,3 +238,146 @@ def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
     text = "recipe_version: 1\nconvert: {method: {name: lprod}, calibration: {source: builtin}}\n"
     made = conversion({"init": "random"}, parse_recipe(text, "a"))
     assert (made.init, made.calibration.source) == ("random", "none")
+
+
+# Training, reporting and timing models that began at random
+WORDS = {"words": "builtin", "size": 100}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained model and labelled texts."""
+    folder = tmp_path_factory.mktemp("scratch")
+    labelled_file(folder / "rows.jsonl")
+    source = open_architecture(architecture(tokenizer=WORDS), 0)
+    scratch(folder / "made", source, method=LPROD, positions="linear", norm="tensor")
+    return folder
+
+
+def _short(place: Path, **changes: Any) -> Finetune:
+    data = {"source": [str(place / "rows.jsonl")], "max_length": 16, "holdout": 0.2}
+    short = {"task": "classification", "steps": 3, "batch_size": 4, "device": "cpu", "data": data}
+    return Finetune.model_validate({**short, **changes})
+
+
+def test_training_begins_from_scratch(place: Path, tmp_path: Path) -> None:
+    done = finetune(str(place / "made"), _short(place), tmp_path / "trained")
+    assert done.facts.teacher is None
+    assert done.facts.objectives == {"task": 1.0}
+    assert max(point.learning_rate or 0 for point in done.facts.curve) > TASK_RATE
+    before, after = WeightStore.open(place / "made"), WeightStore.open(tmp_path / "trained")
+    table = "bert.embeddings.position_embeddings.weight"
+    assert torch.equal(before.tensor(table), after.tensor(table))  # fixed, and still there
+    for key in ("bert.embeddings.word_embeddings.weight", "classifier.weight"):
+        assert not torch.equal(before.tensor(key), after.tensor(key))
+    manifest = read_manifest(tmp_path / "trained")
+    assert manifest.source.init == "random"
+    assert not manifest.is_untrained
+    assert "Fine-tuned for classification" in (tmp_path / "trained" / "README.md").read_text()
+    again = finetune(str(tmp_path / "trained"), _short(place, steps=2), tmp_path / "again")
+    assert again.facts.teacher is None
+    assert max(point.learning_rate or 0 for point in again.facts.curve) <= TASK_RATE
+
+
+def test_without_a_task_there_is_nothing_to_learn(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        finetune(str(place / "made"), _short(place, task=None), tmp_path / "never")
+    assert caught.value.message.endswith(
+        "began at random, so that there is no dense model to imitate: it needs a task"
+    )
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_teacher_can_be_named_and_all_is_trained(place: Path, tmp_path: Path) -> None:
+    source = open_architecture(architecture(tokenizer=WORDS), 1)
+    dense = scratch(tmp_path / "dense", source, seed=1).folder
+    options = _short(place, task=None, teacher=str(dense))
+    done = finetune(str(place / "made"), options, tmp_path / "taught")
+    assert done.facts.teacher == str(dense)
+    before, after = WeightStore.open(place / "made"), WeightStore.open(tmp_path / "taught")
+    key = "bert.embeddings.word_embeddings.weight"  # which healing would leave as it is
+    assert not torch.equal(before.tensor(key), after.tensor(key))
+
+
+def test_the_learning_rate_depends_on_the_start() -> None:
+    options = settings_of({"task": "classification"})
+    assert highest_rate(options) == TASK_RATE
+    assert highest_rate(options, untrained=True) == SCRATCH_RATE
+    given = options.model_copy(update={"learning_rate": 0.5})
+    assert highest_rate(given, untrained=True) == 0.5
+
+
+def test_times_are_compared_with_the_dense_model_of_the_same_sizes(place: Path) -> None:
+    settings = Bench(batch=(1,), length=(8,), repeats=1, device="cpu")
+    found = bench([str(place / "made")], settings=settings, save=False)[0]
+    assert found.baseline == "dense, at random"
+    assert found.speed[0].baseline_milliseconds > 0
+
+
+def test_the_report_says_how_it_began(place: Path) -> None:
+    report = report_of(place / "made")
+    assert (report.init, report.seed, report.errors) == ("random", 0, {})
+    assert report.parameters.rewritten.kept == 0.25
+    shown = run("report", place / "made").out
+    assert "weights at random, seed 0 · no teacher" in shown
+    assert "calibration" not in shown
+    assert "error" not in shown
+
+
+def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
+    folder = open_architecture(architecture(), 0)
+    path = folder.folder / "config.json"
+    done = run("convert", path, "--init", "random", "--seed", "3", "-o", tmp_path / "plain", "-q")
+    assert done.code == 0, done.err
+    assert done.lines[-2] == "Not trained yet: all weights are as they were drawn at random."
+    assert done.lines[-1].startswith("Next: `tcompress finetune ")
+    assert done.lines[-1].endswith(" --task ... --data ...`")
+    assert "bert · dense · weights at random, seed 3 · no teacher" in done.out
+    planned = run("convert", path, "--init", "random", "--method", "lprod", "--dry-run")
+    assert planned.code == 0, planned.err
+    assert "Weights will be drawn at random, with seed 0; none are read." in planned.lines
+    wrong = run("convert", path, "--init", "random", "--method", "auto", "--target", "0.5")
+    assert wrong.code == 2
+    assert "with `init: random` name one" in wrong.err
+
+
+def test_a_recipe_runs_from_nothing_to_a_comparison(place: Path, tmp_path: Path) -> None:
+    rows = str(place / "rows.jsonl")
+    said = {
+        "recipe_version": 1,
+        "architecture": {**BERT, "vocab_size": 100, "tokenizer": WORDS},
+        "convert": {"init": "random", "method": LPROD},
+        "finetune": _short(place).model_dump(mode="json", exclude_defaults=True),
+        "evaluate": [{"task": "classification", "data": rows, "bootstrap": 0}],
+        "paper": [
+            {"row": "Std", "metric": "accuracy", "value": 91.4, "source": "Table 8", "why": "x"}
+        ],
+    }
+    recipe = parse_recipe(yaml.safe_dump(said), "a")
+    assert recipe.architecture is not None
+    source = open_architecture(recipe.architecture, recipe.convert.seed)
+    done = run_recipe(recipe, source, tmp_path / "out")
+    assert [Path(report.name).name for report in done.reports] == ["out"]
+    assert len(done.scores[0]) == 1
+    assert [row.value for row in done.reports[0].paper] == [91.4]
+    lines = run("report", tmp_path / "out").lines
+    row = next(line for line in lines if line.startswith("Std "))
+    ours = 100 * done.scores[0][0].metrics[0].value
+    assert "Table 8" in row
+    assert "no: x" in row
+    assert float(row.split()[-1]) == pytest.approx(ours, abs=0.05)
+    again = run_recipe(recipe, open_architecture(recipe.architecture, 0), tmp_path / "out")
+    assert again.skipped == ["convert", "finetune"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("architecture:", "model: minilm\narchitecture:", "`model` and `architecture` are both"),
+        ("paper:", "sweep: {}\npaper:", "`sweep` compares conversions of one trained model"),
+    ],
+)
+def test_what_is_wrong_is_named(old: str, new: str, wanted: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(RECIPE.replace(old, new), "a")
+    assert wanted in caught.value.message

@@ -45,13 +45,9 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
 
 
 # ---------------------------------------------------------------- computed once
-
-
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "grad": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
+    "grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode,
+}  # fmt: skip
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
@@ -70,9 +66,7 @@ def test_every_input_is_encoded_once(
             encodings[:] = encodings[: step + 1]
 
 
-def test_parts_of_a_fused_layer_share_one_encoding(
-    encodings: list[weakref.ref[Tensor]],
-) -> None:
+def test_parts_of_a_fused_layer_share_one_encoding(encodings: list[weakref.ref[Tensor]]) -> None:
     parts = [PartLayout(name=f"p{n}", terms=terms_of("fitted", n)) for n in OUTPUTS]
     layer = StructuredLinear(parts, dtype=torch.float64)
     fill_random(layer)
@@ -147,8 +141,6 @@ def test_autocast_between_readers() -> None:
 
 
 # ---------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize("residual", [0, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_equal_the_sum_of_unshared_ones(method: str, residual: int) -> None:
@@ -204,8 +196,6 @@ def test_one_reader_sees_a_change_of_the_side() -> None:
 
 
 # ---------------------------------------------------------------- threads
-
-
 @pytest.fixture
 def often_switched() -> Any:
     interval = sys.getswitchinterval()

@@ -104,11 +104,7 @@ def test_heads_and_bare_models_read_each_others_checkpoints(
             "bert.encoder.layer.0.attention.self.query",
             "bert.encoder.layer.0.attention.self.query",
         ),
-        (
-            "vit",
-            "vit.layers.1.attention.q_proj",
-            "vit.encoder.layer.1.attention.attention.query",
-        ),
+        ("vit", "vit.layers.1.attention.q_proj", "vit.encoder.layer.1.attention.attention.query"),
         ("vit", "vit.layers.1.mlp.fc2", "vit.encoder.layer.1.output.dense"),
         ("vit", "vit.layers.1.attention", "vit.encoder.layer.1.attention"),
         ("mixtral", "model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts"),

@@ -14,7 +14,7 @@ import transformers
 from transformers import dynamic_module_utils
 
 from tcompress.errors import SourceError, check_counts
-from tcompress.models import SourceModel, WeightStore
+from tcompress.models import SourceModel
 from tcompress.models.names import companion_files, stray_links
 from tests.support.checkpoints import save
 from tests.support.tiny import build
@@ -63,16 +63,6 @@ def test_a_local_model_is_opened(folder: Path) -> None:
     assert model.keymap is model.keymap
 
 
-def test_opening_and_mapping_read_no_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(WeightStore, "tensor", refuse)
-    model = SourceModel.open(str(folder))
-    assert model.keymap.missing == ()
-    assert model.store.fingerprint()
-
-
 def test_meta_models_are_new_and_have_the_type_of_the_config(folder: Path) -> None:
     edit_config(folder, dtype="bfloat16")
     model = SourceModel.open(str(folder))
@@ -104,13 +94,11 @@ def test_companions_are_listed_and_the_rest_is_not(folder: Path) -> None:
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
+            "idx": 1, "name": "1", "path": "1_Pooling",
             "type": "sentence_transformers.models.Pooling",
         },
         {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
-    ]
+    ]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(modules))
     carried = [
         *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "LICENSE"),
@@ -164,21 +152,6 @@ def test_links_out_of_the_folder_are_not_followed(folder: Path, tmp_path: Path) 
     found = SourceModel.open(str(folder)).companion_files()
     assert [str(path) for path in found] == ["merges.txt", "modules.json", "vocab.txt"]
     assert stray_links(folder) == ["1_Pooling/config.json", "LICENSE"]
-
-
-def test_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
-    """Into its own model's files, not those of others."""
-    cache = tmp_path / "models--a--b"
-    (cache / "blobs").mkdir(parents=True)
-    other = tmp_path / "models--c--d" / "blobs"
-    other.mkdir(parents=True)
-    snapshot = cache / "snapshots" / "abc"
-    shutil.copytree(folder, snapshot)
-    for name, blobs in (("tokenizer.json", cache / "blobs"), ("LICENSE", other)):
-        (blobs / name).touch()
-        (snapshot / name).symlink_to(os.path.relpath(blobs / name, snapshot))
-    found = SourceModel.open(str(snapshot)).companion_files()
-    assert [str(path) for path in found] == ["tokenizer.json"]
 
 
 def _linked(folder: Path, names: tuple[str, ...], blobs: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from tcompress.errors import RecipeError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.structures import Refusal, structure, structures
+from tcompress.structures import Layout, Refusal, Spec, Structure, register, structure, structures
 from tcompress.structures.base import predicted_loss
 from tcompress.structures.capabilities import (
     SIDES,
@@ -56,7 +57,6 @@ from tests.support.structures import (
 )
 
 SLACK = 1e-9  # of relative errors: what is left of rounding in float64
-
 few = settings(deadline=None, derandomize=True, max_examples=4)
 every_case = pytest.mark.parametrize("case", marked_cases(), ids=str)
 some_cases = pytest.mark.parametrize("case", six_cases(), ids=str)
@@ -68,8 +68,6 @@ def test_every_registered_structure_has_cases() -> None:
 
 
 # ---------------------------------------------------------------- application
-
-
 @every_case
 def test_layer_and_dense_weight_equal_the_reference(case: Case) -> None:
     layer = make_layer(case.layout(), bias=True)
@@ -163,8 +161,6 @@ def test_no_bias_unless_asked_for() -> None:
 
 
 # ---------------------------------------------------------------- sizes and cost
-
-
 @every_case
 def test_sizes_equal_what_is_stored(case: Case) -> None:
     layout, kind = case.layout(), case.kind
@@ -229,9 +225,7 @@ def test_meta_device_forward(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
-    [pair for kind in structures() for pair in REFUSALS[kind.name]],
-    ids=str,
+    ("case", "reason"), [pair for kind in structures() for pair in REFUSALS[kind.name]], ids=str
 )
 def test_refusals_say_why(case: Case, reason: str) -> None:
     with pytest.raises(Refusal) as refusal:
@@ -250,8 +244,6 @@ def test_layouts_are_read_back_from_json(case: Case) -> None:
 
 
 # ---------------------------------------------------------------- fits
-
-
 @pytest.mark.parametrize("case", marked_cases(lambda case: case.exact), ids=str)
 def test_full_capacity_reproduces_every_weight(case: Case) -> None:
     layout, weight = case.layout(), randn(case.outputs, case.inputs)
@@ -356,8 +348,6 @@ def test_start_keeps_the_scale(case: Case) -> None:
 
 
 # ---------------------------------------------------------------- copies and dtypes
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     "deepcopy": copy.deepcopy,
@@ -425,3 +415,33 @@ def test_autocast(case: Case) -> None:
         assert parameter.grad.dtype == torch.float32
     assert layer(x).dtype == torch.float32  # nothing cached in the dtype of autocast is left
     assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+# The registry of structures refuses what would be ambiguous, and helps with names
+class _Other(Spec):
+    """Options of nothing."""
+
+
+def test_registry_refuses_names_and_specs_that_are_taken() -> None:
+    class Fake(Structure[Any, Any]):
+        name: ClassVar[str] = "lowrank"
+        spec = _Other
+        layout_type = Layout
+
+    Fake.__abstractmethods__ = frozenset()
+    with pytest.raises(ValueError, match="already registered"):
+        register(Fake())  # type: ignore[abstract]
+    Fake.name, Fake.spec = "other", structure("lowrank").spec
+    with pytest.raises(ValueError, match="already registered"):
+        register(Fake())  # type: ignore[abstract]
+    Fake.name, Fake.spec = "Other-One", _Other
+    with pytest.raises(ValueError, match="not lower snake case"):
+        register(Fake())  # type: ignore[abstract]
+    assert {kind.name for kind in structures()} == set(CASES)
+
+
+def test_unknown_structures_are_refused_with_the_closest_name() -> None:
+    with pytest.raises(RecipeError) as error:
+        structure("lowrnk")
+    assert error.value.message.startswith("unknown structure `lowrnk`; known structures are `lowr")
+    assert error.value.hint == "did you mean `lowrank`?"

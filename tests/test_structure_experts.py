@@ -29,7 +29,6 @@ from tests.support.structures import fill_random, randn
 
 WIDTH, UNITS, EXPERTS, TOKENS = 16, 24, 5, 12
 BOTH = ("gate_up_proj", "down_proj")
-
 METHODS = {
     "lowrank": [("lowrank", {"rank": 3})],
     "dct": [("lprod", {"transform": "dct"})],
@@ -42,7 +41,6 @@ METHODS = {
     "tt rebuilt": [("tt", {"order": 3, "rank": 3, "apply": "rebuild"})],
     "residual": [("lprod", {"transform": "fitted", "block": 4}), ("lowrank", {"rank": 2})],
 }
-
 ROUTINGS = {
     "balanced": [[t % EXPERTS, (t + 1) % EXPERTS] for t in range(TOKENS)],
     "all to one": [[2, 4]] * TOKENS,
@@ -136,15 +134,6 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
             weight = stack.kept_weight()
             weight.zero_()
         assert not bool(experts(*call).any())  # they are what is applied
-
-
-@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
-def test_equals_the_transformers_module(routing: str) -> None:
-    experts, host, call = _structured("fitted"), _host(), _call(routing)
-    with torch.no_grad():
-        for name, weight in _weights(experts).items():
-            getattr(host, name).copy_(weight)
-    assert_close(experts(*call), host(*call))
 
 
 @pytest.mark.parametrize("rewritten", [(), ("gate_up_proj",), ("down_proj",)], ids=str)

@@ -21,8 +21,6 @@ from tests.support.tiny import TINY, build
 
 SVD = {"method": {"name": "svd"}, "target": 0.4}
 MIXED = {"method": {"name": "lprod", "p": 8, "transform": "dct"}, "target": 0.5}
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -114,10 +112,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
-    source: Path,
-    whole: Callable[[], Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: Path, whole: Callable[[], Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})

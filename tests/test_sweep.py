@@ -36,8 +36,6 @@ def named(said: Recipe) -> list[Cell]:
 
 
 # Cells
-
-
 def test_cells_are_every_method_with_every_target() -> None:
     cells = named(recipe(["svd", {"name": "lprod", "p": 16}, "lprod"], [0.25, 0.5]))
     assert [cell.name for cell in cells] == [
@@ -73,10 +71,8 @@ def test_names_differ_where_conversions_do() -> None:
     chains = [{"name": "tt", **more} for more in ({"apply": "rebuild"}, {"modes": {64: [8, 8]}})]
     cells = named(recipe([*chains, {"name": "lprod", "pad": True}], [0.5]))
     assert [cell.name for cell in cells] == [
-        "tt-rebuild-50",
-        "tt-modes64x8x8-50",
-        "lprod-p4-pad-50",
-    ]
+        "tt-rebuild-50", "tt-modes64x8x8-50", "lprod-p4-pad-50",
+    ]  # fmt: skip
     close = named(recipe(["svd"], [0.5, 0.5 + 1e-9]))
     assert [cell.name for cell in close] == ["svd-50", "svd-50-2"]
 
@@ -91,8 +87,6 @@ def test_refused_cells_say_why() -> None:
 
 
 # Results
-
-
 def test_numbers_are_those_of_models_measured_side_by_side() -> None:
     found = run(recipe())
     side_by_side = evaluate(
@@ -158,8 +152,6 @@ def test_healed_models_need_a_task() -> None:
 
 
 # What is not done again
-
-
 @pytest.mark.usefixtures("quick")
 def test_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     counting, told = Counting(monkeypatch), []
@@ -274,8 +266,6 @@ def test_force_does_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # From Python
-
-
 @pytest.mark.usefixtures("quick")
 def test_from_python() -> None:
     found = tcompress.sweep(

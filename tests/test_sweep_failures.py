@@ -65,8 +65,6 @@ def test_interrupt_loses_the_cell_in_work_at_most(
 
 
 # What does not stop the others
-
-
 @pytest.mark.usefixtures("quick")
 def test_failed_cells_do_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: SourceModel, said: Any, *args: Any, **options: Any) -> Any:
@@ -133,10 +131,7 @@ def test_output_that_is_no_sweep_is_left_alone() -> None:
 @pytest.mark.usefixtures("quick")
 def test_two_sweeps_do_not_share_an_output() -> None:
     Path("out/.sweep").mkdir(parents=True)
-    with (
-        FileLock("out/.sweep/lock"),
-        pytest.raises(InputError, match="another sweep is writing"),
-    ):
+    with FileLock("out/.sweep/lock"), pytest.raises(InputError, match="another sweep is writing"):
         run(recipe(targets=[0.5]))
 
 

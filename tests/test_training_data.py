@@ -266,8 +266,7 @@ def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [(["one text"], "leaves nothing to train on"), ([], "holds no rows")],
+    ("texts", "message"), [(["one text"], "leaves nothing to train on"), ([], "holds no rows")]
 )
 def test_too_little_data(texts: list[str], message: str, place: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):

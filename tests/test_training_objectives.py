@@ -18,7 +18,6 @@ from tcompress.training.tasks import TASKS
 
 LENGTHS, WIDTH, TOKENS, CLASSES = (5, 3, 4, 1), 8, 5, 7
 HEADS, SOFT = 2, 3.0
-
 CASES = ("hidden", "logits", "logits of tokens", "embedding", "attention", "attention causal")
 
 
@@ -217,8 +216,7 @@ def test_without_a_mask_an_example_counts_as_one_token() -> None:
     whole = {"attention_mask": torch.ones(len(LENGTHS), TOKENS)}
     objective = _objective("hidden")
     assert_close(
-        objective.loss(batch, student, teacher),
-        objective.loss(whole, student, teacher) / TOKENS,
+        objective.loss(batch, student, teacher), objective.loss(whole, student, teacher) / TOKENS
     )
 
 

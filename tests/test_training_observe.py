@@ -15,14 +15,7 @@ from tcompress.models import SourceModel
 from tcompress.training.objectives import Observer, fed_with, loaded_roles, token_mask
 from tests.support.converted import converted
 from tests.support.tiny import TINY
-from tests.support.training import (
-    batch_of,
-    gradients,
-    losses_of,
-    small,
-    small_encoder,
-    texts,
-)
+from tests.support.training import batch_of, gradients, losses_of, small, small_encoder, texts
 
 # Norms behind the last block of each stack, which `output_hidden_states` includes.
 NORMS: dict[str, tuple[str | None, ...]] = {
@@ -38,8 +31,6 @@ NORMS: dict[str, tuple[str | None, ...]] = {
     "t5": ("encoder.final_layer_norm", "decoder.final_layer_norm"),
 }
 STATES = ("encoder_hidden_states", "decoder_hidden_states", "hidden_states")
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

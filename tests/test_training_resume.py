@@ -35,8 +35,6 @@ from tests.support.training import (
 OPTIONS: dict[str, Any] = {
     "steps": 11, "evaluate_every": 3, "checkpoint_every": 2, "learning_rate": 3e-3
 }  # fmt: skip
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -239,10 +237,7 @@ def test_full_disk_at_a_checkpoint(
 
 
 def test_full_disk_at_the_best_weights(
-    place: Path,
-    whole: Callable[[str], Finetuned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tcompress.training import checkpoints
 
@@ -264,10 +259,7 @@ def test_full_disk_at_the_best_weights(
 
 
 def test_full_disk_at_the_end(
-    place: Path,
-    whole: Callable[[str], Finetuned],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

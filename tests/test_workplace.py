@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
+import tcompress
 from tcompress import files
 from tcompress.artifact import workplace
-from tcompress.artifact.workplace import (
-    Workplace,
-    check_output,
-    check_place,
-    partial_folder,
-    tidy,
-)
-from tcompress.errors import DiskError, InputError, WriteError
+from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
+from tcompress.errors import DiskError, InputError, RecipeError, TCompressError, WriteError
+from tcompress.evaluation.measuring import find_task
 from tcompress.files import beside, write_text
+from tcompress.hf.opening import pick_dtype
+from tcompress.models import resolve
+from tcompress.options import Convert, Finetune
+from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
+from tests.support.tiny import build
 
 
 def model(folder: Path, text: str) -> Path:
@@ -49,8 +50,6 @@ def left(folder: Path) -> list[str]:
 
 
 # Outputs
-
-
 def listen(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
@@ -119,7 +118,6 @@ def test_checking_leaves_no_trace(tmp_path: Path) -> None:
 
 
 # --force
-
 FOREIGN: dict[str, tuple[list[str], str]] = {
     "documents": (["a.txt", "b.txt", "c.txt", "thesis.pdf"], "`c.txt` and 1 more and no model"),
     "config alone": (["config.json"], "holds `config.json` and no model"),
@@ -190,8 +188,6 @@ def test_systems_that_rename_in_two_steps(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # What runs of earlier versions left behind when they were killed
-
-
 def test_the_old_model_is_put_back(tmp_path: Path) -> None:
     output = tmp_path / "out"
     model(partial_folder(output) / "replaced", "old")
@@ -212,8 +208,6 @@ def test_a_clean_up_that_was_cut_short(tmp_path: Path) -> None:
 
 
 # The working folder
-
-
 def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, refused = workplace.remove, []
 
@@ -382,8 +376,6 @@ def test_damaged_notes_are_no_obstacle(name: str, damage: bytes, tmp_path: Path)
 
 
 # Files and disks
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     write_text(path, "old")
@@ -450,3 +442,61 @@ def test_a_disk_that_becomes_full(
     with pytest.raises(DiskError, match=words), place.working():
         raise error
     assert Workplace(tmp_path / "out", "x").resumed
+
+
+# The Python interface: what it refuses, and how it names what it writes
+
+
+@pytest.fixture
+def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    model: Any = build("bert")
+    model.save_pretrained("dense")
+    return "dense"
+
+
+def test_options_beside_a_recipe_are_not_forgotten(dense: str) -> None:
+    recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.5})
+    with pytest.raises(RecipeError, match="`method`, `target` cannot be given beside a recipe"):
+        tcompress.convert(dense, recipe=recipe, method="svd", target=0.25)
+    with pytest.raises(RecipeError, match="`steps` cannot be given beside a recipe"):
+        tcompress.finetune(dense, recipe=Finetune(), steps=5)
+
+
+def test_what_is_finished_is_not_thrown_away(tmp_path: Path) -> None:
+    place = Workplace(tmp_path / "out", "same")
+    (place.model / "weights").write_text("made")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "note.txt").write_text("put there meanwhile")
+    with pytest.raises(InputError, match="is not empty"):
+        place.publish(force=False)
+    place.discard()
+    (tmp_path / "out" / "note.txt").unlink()
+    again = Workplace(tmp_path / "out", "same")
+    assert (again.model / "weights").read_text() == "made"
+    again.close()
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(InputError, match="is where another disk is mounted"):
+        check_output(tmp_path / "out", force=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: find_task("perplexty"), "unknown task `perplexty`"),
+        (lambda: find_task("sts", pack="eos"), "the task `sts` has no option `--pack`"),
+        (lambda: find_task("perplexity", pack="all"), "`--pack all` is not known; it can be `eos`"),
+        (lambda: pick_dtype("int8"), "unknown dtype `int8`; known are `float32`"),
+        (lambda: report_of("bert", length=0), "length is 0, expected 1 or more"),
+        (lambda: resolve("  "), "the model name is empty"),
+        (lambda: tcompress.plan("bert", method="hot", fold="x"), "fold"),
+    ],
+)
+def test_functions_refuse_what_commands_do(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(TCompressError) as caught:
+        call()
+    assert said in caught.value.message

@@ -31,7 +31,6 @@ architecture: {model_type: bert, class: BertForMaskedLM, vocab_size: 100, hidden
   num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64, max_position_embeddings: 64}
 convert: {init: random, method: {name: lprod, p: 4}, positions: harmonic, norm: tensor}
 """
-
 STRUCTURES = {
     "svd": "--method svd --rank 6",
     "lprod-dct": "--method lprod --p 4 --transform dct",

@@ -12,12 +12,15 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.console import layer_table, render, render_plan
+from tcompress.reporting.console import layer_table, render, render_plan, speed_table
+from tcompress.reporting.formatting import speed_words
 from tcompress.reporting.model_report import report_of
+from tcompress.reporting.page import verdict
 from tcompress.reporting.tree import ModelReport, mean_errors
 from tests.support.cli import shown
 from tests.support.converted import converted, recipe
 from tests.support.golden import Golden
+from tests.support.records import metric, speed, training
 from tests.support.tiny import build
 
 SUM = {"name": "lprod", "p": 8}
@@ -130,3 +133,58 @@ def test_times_are_rough(tmp_path: Path, seconds: float, words: str) -> None:
     assert words in text
     assert "about 5 B" in text
     assert "3.00 TB" in text
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> ModelReport:
+    """A converted model that nobody trained or measured."""
+    folder = converted("gpt2", tmp_path_factory.mktemp("models")).folder
+    names = {"name": "gpt2-small", "source": "tests/gpt2"}
+    return report_of(folder, 16).model_copy(update=names)
+
+
+def with_records(bare: ModelReport, **records: Any) -> ModelReport:
+    full = {"metrics": (metric(),), "training": (training(),), "speed": (speed(),)}
+    return bare.model_copy(update=records or full)
+
+
+def test_what_was_measured(bare: ModelReport, golden: Golden) -> None:
+    full, other = (
+        with_records(bare),
+        with_records(bare, name="other", speed=(speed(mode="compiled"),)),
+    )
+    gpu = speed(protocol={"device": "cuda", "dtype": "float16"})
+    machines = with_records(bare, speed=(speed(), gpu))
+    for name, models in {"one": [full], "two": [full, other], "machines": [machines]}.items():
+        golden.text(f"console/measured-{name}.txt", shown(render(models), width=110))
+
+
+def test_times(golden: Golden) -> None:
+    """With a spread; a ratio is in doubt where the machine was busy. Memory counts weights."""
+    plain = [speed(), speed(32, mode="compiled", baseline_peak_bytes=3_000)]
+    known = {"weight_bytes": 4_000_000, "baseline_weight_bytes": 8_000_000}
+    calm = speed(spread=0.04, baseline_spread=0.1, **known)
+    noisy = speed(32, spread=0.04, baseline_spread=0.5, **known)
+    tables = [shown(speed_table(speeds), 110) for speeds in (plain, [calm], [calm, noisy])]
+    golden.text("console/times.txt", "\n".join(tables))
+
+
+def test_verdicts(bare: ModelReport, golden: Golden) -> None:
+    """The sentence that reports begin with."""
+    full, measured = with_records(bare), with_records(bare, metrics=(metric(),))
+    gap = metric().difference
+    assert gap is not None
+    rival = metric().model_copy(update={"difference": gap.model_copy(update={"baseline": "a/b"})})
+    models = {
+        "one": [full],
+        "not measured": [bare.model_copy(update={"errors": {"held_out": 0.25}})],
+        "against b": [with_records(bare, metrics=(rival,))],
+        "dense, small": [with_records(bare, method="dense", layers=(), attention=()), measured],
+        "small, other": [measured, bare],
+        "far, near": [full, with_records(bare, metrics=(metric(0.895),))],
+    }
+    said = [f"{names}: {verdict(of, names.split(', '))}" for names, of in models.items()]
+    for ratios in ([0.42], [0.42, 0.5], [0.42, 1.5]):
+        speeds = [speed(batch, ratio=ratio) for batch, ratio in enumerate(ratios, 1)]
+        said.append(f"{ratios}: {speed_words(speeds)}")
+    golden.text("console/verdicts.txt", "\n".join(said))

@@ -21,7 +21,6 @@ from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.training import small, small_encoder
 
 COMMANDS = Path(__file__).with_name("wrong_commands.txt").read_text("utf-8").splitlines()
-
 SVD = "recipe_version: 1\nconvert: {method: {name: svd, rank: 2}}\n"
 VARIANTS = """\
 recipe_version: 1
@@ -69,6 +68,15 @@ convert: {init: random, method: {name: auto}, max_error: 0.1, positions: round}
 sweep: {}
 paper: [{row: Std, metric: accuracy, value: high}]
 """,
+    "recipe_version: 1\narchitecture: {model_type: bert}\nconvert: {method: {name: lprod, p: 4}}\n",
+    """\
+recipe_version: 1
+convert: {method: {name: svd, rank: 3}, layers: [{match: q, target: 0.5}]}
+""",
+    """\
+recipe_version: 1
+convert: {init: random, method: auto, max_error: 0.1, drop_layers: 1, calibration: {source: a}}
+""",
 ]
 METHODS = """
 name: svd, rnak: 3
@@ -87,6 +95,13 @@ name: lprod, stages: 9
 name: lprod, p:
 name: lprod, placement: inn
 name: lprod, transform: ''
+name: tt, modes: {768: [24, 0]}
+name: qtt, order: 3
+name: qtt, modes: {16: [4, 4]}
+name: tucker, cores: 3
+name: tucker, rank: [3, 4]
+name: svd, tol: 0.1, rank: 3
+name: tucker, share: layers, tol: 0.1
 """
 CONVERSIONS = """
 target: .inf
@@ -103,6 +118,13 @@ layers: {match: q}
 calibration: []
 calibration: {samples: many words that go on and on for ever and a day}
 calibration: {holdout: 0.9}
+target_params: '0.1'
+layers: [{match: q, method: {name: svd, rank: 3}, target: 0.5}]
+layers: [{match: q, method: {name: svd, tol: 0.1}}]
+embeddings: {method: {name: tt, rank: 3}, target: 0.5}
+attention_layers: [1]
+positions: linear
+norm: tensor
 """
 SWEEPS = """
 [{name: lprodd}]

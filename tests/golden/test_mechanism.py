@@ -32,18 +32,10 @@ def test_a_difference_is_shown_with_what_to_do(golden: Golden, update: Golden) -
     update.text("a/b.txt", "one\ntwo  \nthree\n")
     golden.text("a/b.txt", "one\ntwo\nthree")
     assert _refusal(golden.text, "a/b.txt", "one\n2\nthree").splitlines() == [
-        "not as in tests/golden/files/a/b.txt:",
-        "",
-        "--- golden",
-        "+++ found",
-        "@@ -1,3 +1,3 @@",
-        " one",
-        "-two",
-        "+2",
-        " three",
-        "",
+        "not as in tests/golden/files/a/b.txt:", "", "--- golden", "+++ found", "@@ -1,3 +1,3 @@",
+        " one", "-two", "+2", " three", "",
         "If this is meant: pytest tests/golden --update-golden, then look at `git diff`.",
-    ]
+    ]  # fmt: skip
     assert "+one" in _refusal(golden.text, "new.txt", "one")
 
 
@@ -72,11 +64,9 @@ def test_tensors(golden: Golden, update: Golden) -> None:
     golden.tensors("a.safetensors", {"x": torch.tensor([1.0, 4.0001]), "y": torch.ones(2)})
     wrong = {"x": torch.tensor([1.0, 4.1]), "y": torch.ones(3), "z": torch.ones(1)}
     assert _refusal(golden.tensors, "a.safetensors", wrong).splitlines()[2:6] == [
-        "! x: 2.5e-02 of its largest number away, 1e-04 are allowed",
-        "- y: torch.float32 (2,)",
-        "+ y: torch.float32 (3,)",
-        "+ z",
-    ]
+        "! x: 2.5e-02 of its largest number away, 1e-04 are allowed", "- y: torch.float32 (2,)",
+        "+ y: torch.float32 (3,)", "+ z",
+    ]  # fmt: skip
     nan = {"x": torch.tensor([1.0, torch.nan]), "y": torch.ones(2)}
     assert "! x: nan" in _refusal(golden.tensors, "a.safetensors", nan)
 

@@ -13,22 +13,14 @@ from tcompress.errors import SourceError
 from tcompress.models import WeightStore
 
 _TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 99,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 99, "max_position_embeddings": 64,
+}  # fmt: skip
 _GROUPED = {**_TEXT, "num_key_value_heads": 2}
 _IMAGE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 16,
-    "patch_size": 8,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
 
 # More than ten experts, so that the order of their names is not the order of their numbers.

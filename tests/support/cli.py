@@ -41,12 +41,7 @@ class Ran:
 
 
 def run(*arguments: object, columns: int | None = None) -> Ran:
-    """Runs a command that prints to files, not to a terminal.
-
-    Args:
-        *arguments: What is typed after `tcompress`.
-        columns: Width of help and tables; without it the usual ones.
-    """
+    """Runs a command that prints to files; `columns` is the width of help and tables."""
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.dict(os.environ),  # commands set variables for the libraries that they import

@@ -15,10 +15,7 @@ import transformers
 from tests.support.model_folders import save_tokenizer, sentences
 from tests.support.tiny import TINY, TinyModel
 
-_CLASSIFIERS = {
-    "bert": "BertForSequenceClassification",
-    "gpt2": "GPT2ForSequenceClassification",
-}
+_CLASSIFIERS = {"bert": "BertForSequenceClassification", "gpt2": "GPT2ForSequenceClassification"}
 
 
 def headed(family: str, folder: Path, model: str, seed: int = 0, **options: Any) -> Path:

@@ -23,7 +23,6 @@ import tcompress
 
 FOLDER = Path(__file__).parents[1] / "golden" / "files"
 UPDATE = "--update-golden"
-
 _WIDTH, _MOST = 100, 300  # columns of documents, lines of a difference
 _DIGITS = 6  # of floats in documents
 _PATTERNS = {
@@ -36,12 +35,7 @@ _VARYING = {"created", "seconds", "fingerprint", "tool_version", "environment"}
 
 
 class Golden:
-    """Compares with golden files, or writes them.
-
-    Args:
-        folder: Where the files are.
-        update: Whether they are written.
-    """
+    """Compares with golden files in a folder, or writes them if they are to be updated."""
 
     def __init__(self, folder: Path = FOLDER, *, update: bool = False) -> None:
         self._folder, self._update = folder, update
@@ -54,13 +48,9 @@ class Golden:
     def document(
         self, name: str, found: Any, *, hide: Collection[str] = (), within: float = 1e-4
     ) -> None:
-        """Compares what JSON can hold.
+        """Compares what JSON can hold, but not what keys to `hide` have beside those that vary.
 
-        Args:
-            name: File below the folder.
-            found: The document.
-            hide: Keys whose values vary, besides those that always do.
-            within: Relative difference of floats that does not count: kernels round differently.
+        Floats may differ by `within` of them: kernels round differently.
         """
         path = self._folder / name
         wanted = json.loads(path.read_text("utf-8")) if path.exists() else None
@@ -68,13 +58,7 @@ class Golden:
         self._same(path, dumped(_settled(shown, wanted, within)) + "\n")
 
     def tensors(self, name: str, found: Mapping[str, Tensor], *, within: float = 1e-4) -> None:
-        """Compares tensors.
-
-        Args:
-            name: File below the folder.
-            found: The tensors.
-            within: Difference, relative to the largest number of a tensor, that does not count.
-        """
+        """Compares tensors, which may differ by `within` of their largest numbers."""
         from safetensors.torch import load_file, save_file
 
         path = self._folder / name
@@ -122,13 +106,7 @@ def masked(text: str) -> str:
 
 
 def dumped(value: Any, indent: str = "", taken: int = 0) -> str:
-    """Writes JSON with as much on a line as fits.
-
-    Args:
-        value: The document.
-        indent: Spaces before its lines.
-        taken: Columns of the first line that are taken.
-    """
+    """Writes JSON with as much on a line as fits; `taken` columns of the first are taken."""
     line = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or len(indent) + taken + len(line) <= _WIDTH:
         return line

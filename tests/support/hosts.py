@@ -44,7 +44,6 @@ bert distilbert mpnet deberta-v2 modernbert gpt2 gpt_neox opt llama qwen3 gemma3
 vit deit clip whisper videomae tcompress_text tcompress_grid tcompress_grid-series
 """
 FAMILIES = {name: HOSTS[name] for name in _NAMES.split()}
-
 _DECODERS = ("gpt2", "gpt_neox", "opt", "llama", "qwen3", "gemma3", "mixtral")
 REASONS: dict[tuple[str, str], str] = {
     ("t5", "tga"): "bias of positions",
@@ -88,11 +87,7 @@ class Hosted:
 
 
 class Workshop:
-    """Makes tiny models and converts them, each once.
-
-    Args:
-        root: Folder to work in.
-    """
+    """Makes tiny models below a folder and converts them, each once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -187,12 +187,8 @@ def convert_until_killed(
 ) -> None:
     """Run a conversion in another process, which must die.
 
-    Args:
-        source: The dense model.
-        recipe: How to convert it.
-        output: Folder to write.
-        family: Whose inputs to calibrate on, if any.
-        moment: A stage and a number of steps in it, or a function at whose call to die.
+    The moment is a stage and a number of steps in it, or a function at whose call to die; if a
+    family is given, its inputs are calibrated on.
     """
     # A process that forks from a fresh one inherits no threads, and imports only once.
     context = multiprocessing.get_context("forkserver")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.attention import Host, MechanismLayout, MechanismSpec, Visible, mechanism_of
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
+from tests.support.numerics import randn
 
 HEADS, WIDTH = 2, 4
 TEXT = Host(heads=HEADS, key_heads=HEADS, head_dim=WIDTH)
@@ -42,10 +43,6 @@ CASES: Mapping[str, tuple[MechanismSpec, Host, int]] = {
     "multilinear": (MultilinearSpec(length=6), TEXT, 6),
 }
 TEXT_CASES = tuple(name for name, (_, host, _) in CASES.items() if host.tokens is None)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layout_of(name: str) -> MechanismLayout:
@@ -83,8 +80,6 @@ def run(
 
 
 # ---------------------------------------------------------------- written out
-
-
 def explicit_kronecker(
     q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], scale: Tensor, *, pool: str
 ) -> Tensor:

@@ -15,15 +15,10 @@ from tcompress.own_models.architecture import open_architecture
 from tests.support.tiny import TINY
 
 BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "class": "BertForSequenceClassification",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
+    "model_type": "bert", "class": "BertForSequenceClassification", "vocab_size": 100,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 LPROD = {"name": "lprod", "p": 4}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -59,14 +60,20 @@ class Case:
 
 KINDS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 PLACES: tuple[Literal["in", "out", "both"], ...] = ("in", "out", "both")
+_OWN = ("inputs", "outputs", "side", "budget", "peers", "exact", "optimal")
 
 
-def _lprod(name: str, kind: str, **rest: Any) -> Case:
-    fields = ("inputs", "outputs", "side", "exact", "optimal")
-    own = {key: rest.pop(key) for key in fields if key in rest}
-    return Case("lprod", name, {"p": 4, "transform": kind, **rest}, **own)
+def _case(structure: str, label: str, **rest: Any) -> Case:
+    """A row from fields of `Case` and options of the structure."""
+    own = {key: rest.pop(key) for key in _OWN if key in rest}
+    return Case(structure, label, rest, **own)
 
 
+def _lprod(label: str, kind: str, **rest: Any) -> Case:
+    return _case("lprod", label, transform=kind, **{"p": 4, **rest})
+
+
+_tucker = partial(_case, "tucker")
 ALIKE = (("identity", "in"), ("haar", "in"), ("hadamard", "out"), ("random", "both"))
 """Transforms that differ in their numbers only: each is tried in one place."""
 
@@ -122,57 +129,48 @@ def _padded_cases() -> list[Case]:
     ]
 
 
-def _tt(label: str, **rest: Any) -> Case:
-    """A tensor train; beyond two cores, and with padding, a fit only comes near an optimum."""
-    fields = ("inputs", "outputs", "side", "budget", "exact", "optimal")
-    own = {key: rest.pop(key) for key in fields if key in rest}
-    return Case("tt", label, rest, **own)
+# Beyond two cores, and with padding, a fit of a tensor train only comes near an optimum.
+_tt = partial(_case, "tt")
+_NEAR: dict[str, Any] = {"optimal": False}
 
 
 def _tt_cases() -> list[Case]:
-    near: dict[str, Any] = {"optimal": False}
     return [
-        _tt("2-cores", rank=3, **near),
-        _tt("3-cores", order=3, rank=4, **near),
-        _tt("contract", rank=3, apply="contract", side="out", **near),
-        _tt("rebuild", rank=3, apply="rebuild", **near),
+        _tt("2-cores", rank=3, **_NEAR),
+        _tt("3-cores", order=3, rank=4, **_NEAR),
+        _tt("contract", rank=3, apply="contract", side="out", **_NEAR),
+        _tt("rebuild", rank=3, apply="rebuild", **_NEAR),
         # An outer product is no product of matrices to torch's counter: not rebuilt.
-        _tt("rank-1", rank=1, apply="contract", **near),
-        _tt("budget", budget=200, side="both", **near),
-        _tt("prime", inputs=17, outputs=23, rank=3, **near),
-        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **near),
-        _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **near),
+        _tt("rank-1", rank=1, apply="contract", **_NEAR),
+        _tt("budget", budget=200, side="both", **_NEAR),
+        _tt("prime", inputs=17, outputs=23, rank=3, **_NEAR),
+        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **_NEAR),
+        _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **_NEAR),
         _tt("full", rank=99, exact=True),
         _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
     ]  # fmt: skip
 
 
 def _more_tt_cases() -> list[Case]:
-    near: dict[str, Any] = {"optimal": False}
     return [
-        _tt("4-cores", order=4, rank=2, **near),
-        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **near),
-        _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **near),
-        _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **near),
-        _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **near),
-        _tt("ranks", order=3, rank=[2, 5], **near),
-        _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **near),
-        _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **near,
+        _tt("4-cores", order=4, rank=2, **_NEAR),
+        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **_NEAR),
+        _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **_NEAR),
+        _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **_NEAR),
+        _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **_NEAR),
+        _tt("ranks", order=3, rank=[2, 5], **_NEAR),
+        _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **_NEAR),
+        _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **_NEAR,
             apply="contract"),
-        _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **near),
-        _tt("qtt-rank", name="qtt", rank=4, **near),
-        _tt("qtt-budget", name="qtt", budget=250, **near),
+        _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **_NEAR),
+        _tt("qtt-rank", name="qtt", rank=4, **_NEAR),
+        _tt("qtt-budget", name="qtt", budget=250, **_NEAR),
         _tt("full-3-cores", order=3, rank=999, exact=True),
         _tt("full-prime", inputs=7, outputs=11, rank=99, exact=True),
     ]  # fmt: skip
 
 
-def _tucker(label: str, **rest: Any) -> Case:
-    fields = ("inputs", "outputs", "side", "budget", "peers", "exact", "optimal")
-    own = {key: rest.pop(key) for key in fields if key in rest}
-    return Case("tucker", label, rest, **own)
-
-
+_TURNED: dict[str, Any] = {"inputs": 24, "outputs": 16, "side": "out"}
 CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
@@ -186,21 +184,12 @@ CASES: dict[str, list[Case]] = {
     "tt": _tt_cases(),
     "tucker": [
         _tucker("tall", rank=3),
-        _tucker("wide", rank=3, inputs=24, outputs=16, side="out"),
+        _tucker("wide", rank=3, **_TURNED),
         _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
         _tucker("full", rank=99, exact=True),
         _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
         _tucker("heads", share="heads", cores=3, rank=[3, 5], peers=2),
-        _tucker(
-            "heads-out",
-            share="heads",
-            cores=3,
-            rank=[3, 5],
-            inputs=24,
-            outputs=16,
-            side="out",
-            peers=2,
-        ),
+        _tucker("heads-out", share="heads", cores=3, rank=[3, 5], peers=2, **_TURNED),
         _tucker("layers", share="layers", cores=2, rank=5, peers=3),
         _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, peers=2),
         _tucker(
@@ -212,7 +201,6 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
 }
-
 LADDERS: dict[str, list[list[Case]]] = {
     # Options by growing capacity, each class inside the next.
     "lowrank": [[Case("lowrank", f"{rank}", {"rank": rank}) for rank in (1, 2, 4, 8, 12, 16)]],
@@ -231,82 +219,51 @@ LADDERS: dict[str, list[list[Case]]] = {
     "tt": [[_tt(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16, 24)]],
     "tucker": [[_tucker(f"{rank}", rank=rank) for rank in (1, 2, 4, 8, 16)]],
 }
+_NO_RANK = "no rank is given: set `rank` or `target`"
+_TWO = "transform `{}` needs a power of two as number of slices, found 6"
+_UNEQUAL = "the input 16 has 3 modes and the output 24 has 2: give both equally many"
+
+
+def _too_small(budget: int, what: str) -> str:
+    return f"the budget of {budget} parameters does not pay for {what}"
+
 
 REFUSALS: dict[str, list[tuple[Case, str]]] = {
     "lowrank": [
-        (Case("lowrank", "no-rank"), "no rank is given: set `rank` or `target`"),
-        (
-            Case("lowrank", "small-budget", budget=39),
-            "the budget of 39 parameters does not pay for rank 1",
-        ),
+        (Case("lowrank", "no-rank"), _NO_RANK),
+        (Case("lowrank", "small-budget", budget=39), _too_small(39, "rank 1")),
     ],
     "lprod": [
         (_lprod("input", "dct", p=3, outputs=24), "p=3 does not divide the input 16"),
         (_lprod("output", "dct", p=16), "p=16 does not divide the output 24"),
-        (
-            _lprod("both", "fitted", p=7),
-            "p=7 does not divide the input 16 and the output 24",
-        ),
-        (
-            _lprod("haar", "haar", p=6, inputs=12),
-            "transform `haar` needs a power of two as number of slices, found 6",
-        ),
-        (
-            _lprod("hadamard-padded", "hadamard", p=6, pad=True),
-            "transform `hadamard` needs a power of two as number of slices, found 6",
-        ),
+        (_lprod("both", "fitted", p=7), "p=7 does not divide the input 16 and the output 24"),
+        (_lprod("haar", "haar", p=6, inputs=12), _TWO.format("haar")),
+        (_lprod("hadamard-padded", "hadamard", p=6, pad=True), _TWO.format("hadamard")),
         (_lprod("dft", "dft", tubal_rank=1), "`tubal_rank` needs a real transform, not `dft`"),
     ],
     "tt": [
-        (_tt("no-rank"), "no rank is given: set `rank` or `target`"),
-        (
-            _tt("small-budget", budget=39),
-            "the budget of 39 parameters does not pay for rank 1, which takes 40",
-        ),
-        (
-            _tt("modes", modes={16: [3, 5]}, rank=2),
-            "modes [3, 5] do not make up 16, or are fewer than two",
-        ),
-        (
-            _tt("one-mode", modes={24: [24]}, rank=2),
-            "modes [24] do not make up 24, or are fewer than two",
-        ),
-        (
-            _tt("unequal", modes={16: [2, 2, 4], 24: [4, 6]}, rank=2),
-            "the input 16 has 3 modes and the output 24 has 2: give both equally many",
-        ),
-        (
-            _tt("modes-against-order", modes={16: [2, 2, 4]}, order=2, rank=2),
-            "the input 16 has 3 modes and the output 24 has 2: give both equally many",
-        ),
+        (_tt("no-rank"), _NO_RANK),
+        (_tt("small-budget", budget=39), _too_small(39, "rank 1, which takes 40")),
+        (_tt("modes", modes={16: [3, 5]}, rank=2),
+         "modes [3, 5] do not make up 16, or are fewer than two"),
+        (_tt("one-mode", modes={24: [24]}, rank=2),
+         "modes [24] do not make up 24, or are fewer than two"),
+        (_tt("unequal", modes={16: [2, 2, 4], 24: [4, 6]}, rank=2), _UNEQUAL),
+        (_tt("modes-against-order", modes={16: [2, 2, 4]}, order=2, rank=2), _UNEQUAL),
         (_tt("ranks", order=3, rank=[4]), "3 cores have 2 inner ranks, not 1"),
     ],
     "tucker": [
-        (_tucker("no-rank"), "no rank is given: set `rank` or `target`"),
-        (
-            _tucker("small-budget", budget=40),
-            "the budget of 40 parameters does not pay for rank 1",
-        ),
-        (
-            _tucker("alone", share="heads", rank=4),
-            "`share: heads` has no bank for it, and no `target` gives it a rank",
-        ),
-        (
-            _tucker("no-shared-rank", share="layers", peers=2),
-            "no rank is given: set `rank` or `target`",
-        ),
-        (
-            _tucker("small-bank", share="layers", peers=2, budget=20),
-            "the budget of 40 parameters does not pay for a bank of rank 1",
-        ),
-        (
-            _tucker("no-core", share="layers", rank=8, peers=2, budget=160),
-            "the budget of 320 parameters does not pay for one core",
-        ),
+        (_tucker("no-rank"), _NO_RANK),
+        (_tucker("small-budget", budget=40), _too_small(40, "rank 1")),
+        (_tucker("alone", share="heads", rank=4),
+         "`share: heads` has no bank for it, and no `target` gives it a rank"),
+        (_tucker("no-shared-rank", share="layers", peers=2), _NO_RANK),
+        (_tucker("small-bank", share="layers", peers=2, budget=20),
+         _too_small(40, "a bank of rank 1")),
+        (_tucker("no-core", share="layers", rank=8, peers=2, budget=160),
+         _too_small(320, "one core")),
     ],
-}
-
-
+}  # fmt: skip
 MORE: dict[str, list[Case]] = {
     "lprod": _placed(rare=True),
     "tt": _more_tt_cases(),

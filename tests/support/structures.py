@@ -14,13 +14,7 @@ from torch import Tensor
 from tcompress.linalg.moments import Moments
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
-from tcompress.structures.capabilities import (
-    NO_OPERATORS,
-    SIDES,
-    dense_of,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.capabilities import NO_OPERATORS, SIDES, dense_of, shared_of, transform_of
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
@@ -37,8 +31,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 # ---------------------------------------------------------------- dense references
-
-
 def dense_reference(layout: Layout, stored: Stored) -> Tensor:
     """Builds the dense weight of one term; differentiable in every stored tensor.
 
@@ -107,11 +99,8 @@ def _outer_sum(u: Tensor, core: Any, v: Tensor) -> Tensor:
 
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
-    "lowrank": _lowrank,
-    "lprod": _lprod,
-    "tt": _tt,
-    "tucker": _tucker,
-}
+    "lowrank": _lowrank, "lprod": _lprod, "tt": _tt, "tucker": _tucker,
+}  # fmt: skip
 
 
 def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:
@@ -218,8 +207,6 @@ TUBES: dict[str, Callable[[int, int], Tensor]] = {
 
 
 # ---------------------------------------------------------------- layers and fits
-
-
 def fill_random(layer: torch.nn.Module, seed: int = 0, scale: float = 0.4) -> None:
     """Draws all parameters; generators of this size turn well away from the identity."""
     generator = torch.Generator().manual_seed(seed)

@@ -200,14 +200,7 @@ def batch_of(losses: Losses, size: int = 6) -> dict[str, Tensor]:
 
 
 def train_until_killed(model: Path, output: Path, moment: int | str, **changes: Any) -> None:
-    """Train in another process, which must die.
-
-    Args:
-        model: What to train.
-        output: Folder to write.
-        moment: The step to die after, or the function at whose call to die.
-        **changes: As for `train`.
-    """
+    """Train in another process, which must die after a step or at the call of a function."""
     # A process that forks from a fresh one inherits no threads, and imports only once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.training"])

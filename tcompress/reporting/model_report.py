@@ -64,35 +64,33 @@ def report_of(
     length = now.usual_tokens(length)
     size = sum((source.store.folder / file).stat().st_size for file in source.store.files)
     macs = dense.macs_per_token(length), now.macs_per_token(length)
-    facts: dict[str, Any] = {
-        "name": str(name),
-        "family": now.anatomy.family,
-        "parameters": _parameters(dense, now),
-        "macs_per_token": Macs.of(*macs, length=length),
-        **_recorded(manifest),
-    }
-    if artifact is None:
-        # A dense model may have been trained by tcompress, or have lost blocks to it.
-        cut = manifest is not None and manifest.plan.depth is not None
-        return ModelReport(
-            method=manifest.plan.method if manifest is not None and cut else "dense",
-            source=source.id if manifest is None else manifest.source.id,
-            bytes_on_disk=Amount.of(manifest.source.bytes if manifest and cut else size, size),
-            **facts,
-        )
-    layers = _layers(artifact, now, length)
-    first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
+    facts: dict[str, Any] = {"method": "dense", "source": source.id, **_recorded(manifest)}
+    before = size
+    if artifact is not None:
+        before = _dense_bytes(artifact)
+        facts |= _converted(artifact, now, length)
+    elif manifest is not None and manifest.plan.depth is not None:
+        # A dense model that lost blocks to tcompress; others may have been trained by it.
+        facts["method"], before = manifest.plan.method, manifest.source.bytes
     return ModelReport(
-        method=first if manifest is None else manifest.plan.method,
-        source=None if manifest is None else manifest.source.id,
-        bytes_on_disk=Amount.of(_dense_bytes(artifact), size),
-        layers=layers,
-        attention=artifact.attention,
-        left=_left(now) if manifest is None else manifest.plan.left,
-        errors=mean_errors(layers),
-        calibration=None if manifest is None else manifest.calibration,
+        name=str(name),
+        family=now.anatomy.family,
+        parameters=_parameters(dense, now),
+        bytes_on_disk=Amount.of(before, size),
+        macs_per_token=Macs.of(*macs, length=length),
         **facts,
     )
+
+
+def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]:
+    """What a dense model does not have; of what a manifest says, only part is known without."""
+    layers = _layers(artifact, now, length)
+    facts = {"layers": layers, "attention": artifact.attention, "errors": mean_errors(layers)}
+    if (manifest := artifact.manifest) is None:
+        first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
+        return {**facts, "method": first, "source": None, "left": _left(now)}
+    known = {"method": manifest.plan.method, "left": manifest.plan.left}
+    return {**facts, **known, "calibration": manifest.calibration}
 
 
 def layer_report(
@@ -136,6 +134,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
     if manifest is None:
         return {"created": None}
     return {
+        "source": manifest.source.id,
         "created": manifest.created,
         "metrics": tuple(manifest.metrics),
         "training": tuple(manifest.training),

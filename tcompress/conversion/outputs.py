@@ -39,8 +39,7 @@ from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
-from tcompress.planning.sites import tied_to
-from tcompress.roles import anatomy_of
+from tcompress.planning.sites import roles_of, tied_to
 from tcompress.structures.modules.linear import StructuredLinear, bank_layouts
 from tcompress.structures.modules.shared import BankModule
 
@@ -184,11 +183,9 @@ class Outputs:
             yield from keymap.sources(f"{self.runtime_name(entry)}.bias").keys
 
     def runtime_name(self, entry: LayerPlan) -> str:
-        """Returns the module path of a planned layer in the source model."""
         return self.source.keymap.runtime_name(entry.name) or entry.name
 
     def dtype_of(self, entry: LayerPlan) -> torch.dtype:
-        """Returns the dtype in which a rewritten layer is stored."""
         return self._cast(next(iter(self._sources(entry))))
 
     def _cast(self, key: str) -> torch.dtype:
@@ -363,7 +360,7 @@ class Proof:
             self.blocks |= {entry.block for entry in self.plan.attention[:1]}
         if not self.blocks:  # a plain model that lost blocks
             source = self.outputs.source
-            for block in anatomy_of(source.keymap.model).blocks[:1]:
+            for block in roles_of(source).blocks[:1]:
                 self.blocks.add(source.keymap.checkpoint_prefix(block.name))
         chosen = [entry for entry in layers if entry.block in self.blocks]
         self.entries = (*self.plan.embeddings[:1], *chosen)

@@ -52,7 +52,6 @@ class Sensitivity:
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
         total = torch.zeros(inputs, dtype=torch.float64, device=device)
@@ -358,7 +357,6 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[_Watch]:
-        """Removes the hooks afterwards."""
         try:
             yield self
         finally:

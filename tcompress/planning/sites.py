@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
-
-from torch import nn
+from weakref import WeakKeyDictionary
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
@@ -57,6 +56,17 @@ def _specs(names: Sequence[str]) -> dict[str, Spec]:
         name: next(item.spec(name=name) for item in structures() if name in item.spec.names())
         for name in names
     }
+
+
+_ROLES: WeakKeyDictionary[SourceModel, Anatomy] = WeakKeyDictionary()
+
+
+def roles_of(source: SourceModel) -> Anatomy:
+    """Returns the roles of a model's layers, found once for each model."""
+    found = _ROLES.get(source)
+    if found is None:
+        found = _ROLES[source] = anatomy_of(source.keymap.model)
+    return found
 
 
 # Patterns that select layers by name or role.
@@ -143,13 +153,13 @@ def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> 
     return bool(only) and not any(matches(pattern, names) for pattern in only)
 
 
-def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
+def check_patterns(recipe: Convert, source: SourceModel) -> None:
     """Makes sure that every pattern of a recipe selects a layer that can be rewritten.
 
     Raises:
         PlanError: Some do not; the message names all of them.
     """
-    anatomy = anatomy_of(model)
+    anatomy = roles_of(source)
     layers = anatomy.layers
     known = {name for layer in layers for name in matched_names(source, layer)}
     known |= {name for layer in anatomy.outside for name in matched_names(source, layer)[:-1]}

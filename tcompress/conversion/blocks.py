@@ -254,10 +254,6 @@ class BlockFitter:
         """Fits all blocks in the order in which the model runs them.
 
         Of a block that an interrupted run finished, `done` returns the stored result.
-
-        Raises:
-            DataError: The model does not run its blocks one after another.
-            FitError: A fit failed, or activations are not finite.
         """
         streams, left = [*self._dense, *self._new], self.unreached
         with self._model.paused(streams):

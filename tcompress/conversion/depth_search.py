@@ -48,12 +48,7 @@ def choose_blocks(
     device: torch.device,
     progress: Progress | None = None,
 ) -> DepthPlan:
-    """Chooses the blocks that stay by what the others change.
-
-    Raises:
-        DataError: The model has no outputs to judge by, or does not run its blocks in turn.
-        FitError: Activations are not finite.
-    """
+    """Chooses the blocks that stay by what the others change."""
     progress = progress or Silent()
     asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
     progress.stage("choosing blocks", sum(asked.values()), "blocks")

@@ -368,11 +368,7 @@ class Proof:
     def check(
         self, folder: Path, fit: Callable[[Cluster], BlockResult], banks: SharedFactors
     ) -> None:
-        """Opens the folder and compares.
-
-        Raises:
-            WriteError: It does not load, or a layer is not what was fitted.
-        """
+        """Opens the folder and compares."""
         source = self.outputs.source
         if self.plan.changes_model:
             with unloadable():

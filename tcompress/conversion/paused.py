@@ -240,7 +240,7 @@ class Branch(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The dense weight, for hosts that ask for its dtype."""
+        """The dense weight, for models that ask for its dtype."""
         return self.dense.weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 def queries_and_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns queries, keys and valid tokens of a call of a mechanism."""
+    """Returns queries, keys and valid tokens of a call of an attention."""
     return q, k, Visible.of(mask, q, k, causal=causal).tokens
 
 

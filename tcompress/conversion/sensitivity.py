@@ -145,12 +145,7 @@ class BackwardWalk:
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
     ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-        """Yields a block's name and the sensitivity of its layers by name, from the last block on.
-
-        Raises:
-            DataError: The model does not run its blocks alike for all batches.
-            FitError: Activations or gradients are not finite.
-        """
+        """Yields a block's name and the sensitivity of its layers, from the last block on."""
         order: list[str] = []
         try:
             with self._model.paused(self._streams):

@@ -62,12 +62,7 @@ def fit_embeddings(
     dtype_of: Callable[[LayerPlan], torch.dtype],
     device: torch.device,
 ) -> BlockResult:
-    """Fits all tables of a plan.
-
-    Raises:
-        FitError: A table is not finite, or a fit failed.
-        SourceError: An output head is stored that is not the table to which the model ties it.
-    """
+    """Fits all tables of a plan."""
     result = BlockResult(EMBEDDINGS, {}, {})
     for entry in entries:
         weight = read_table(source, entry).to(device)

@@ -44,9 +44,6 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     """Plans which blocks stay; no weight is read.
 
     Blocks that data will choose are stood in for by others at equal distances.
-
-    Raises:
-        PlanError: The model has no such blocks; all problems are in one message.
     """
     if not recipe.cuts:
         return None

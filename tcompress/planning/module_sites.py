@@ -36,12 +36,7 @@ class AttentionPlans:
 
 
 def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> AttentionPlans:
-    """Plans which attentions are replaced.
-
-    Raises:
-        PlanError: None can be, or a block is asked for that is not there; all reasons are in one
-            message.
-    """
+    """Plans which attentions are replaced."""
     if recipe.attention is None:
         return AttentionPlans()
     found = attentions_of(source.keymap.model, anatomy)
@@ -161,11 +156,7 @@ def _attention_notes(
 def plan_embeddings(
     options: Embeddings | None, source: SourceModel, anatomy: Anatomy
 ) -> tuple[LayerPlan, ...]:
-    """Plans the tables; one that several modules share is planned once.
-
-    Raises:
-        PlanError: No table can be rewritten. All reasons are in one message.
-    """
+    """Plans the tables; one that several modules share is planned once."""
     if options is None:
         return ()
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
@@ -226,11 +217,7 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 
 
 def plan_forms(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> tuple[FormPlan, ...]:
-    """Plans what `positions` and `norm` ask for.
-
-    Raises:
-        PlanError: The model has nothing of the kind; all problems are in one message.
-    """
+    """Plans what `positions` and `norm` ask for."""
     problems: list[str] = []
     found: list[FormPlan] = []
     p = int(getattr(recipe.method, "p", 1))

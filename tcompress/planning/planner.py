@@ -390,11 +390,8 @@ def resized(
 ) -> Plan:
     """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
 
-    Args:
-        plan: The plan; no layer of it shares factors.
-        chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
-            that would not shrink. Layers that are not named stay as they are.
-        source: The dense model, without blocks that are dropped.
+    Chosen are layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
+    that would not shrink. Layers that are not named stay as they are; none shares factors.
     """
     planned = {_runtime(source, entry): entry for entry in plan.layers}
     blocks = roles_of(source).blocks

@@ -83,9 +83,6 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
         pattern: A name, a name with `*` wildcards, `re:` and a regular expression (searched), or
             the last components of a name, such as `output.dense`.
         names: Names of one layer: in the checkpoint, in the model, its role.
-
-    Raises:
-        PlanError: The regular expression is invalid.
     """
     if pattern.startswith("re:"):
         expression = _compiled(pattern)
@@ -154,11 +151,7 @@ def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> 
 
 
 def check_patterns(recipe: Convert, source: SourceModel) -> None:
-    """Makes sure that every pattern of a recipe selects a layer that can be rewritten.
-
-    Raises:
-        PlanError: Some do not; the message names all of them.
-    """
+    """Makes sure that every pattern of a recipe selects a layer that can be rewritten."""
     anatomy = roles_of(source)
     layers = anatomy.layers
     known = {name for layer in layers for name in matched_names(source, layer)}

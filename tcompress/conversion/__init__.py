@@ -1,5 +1,6 @@
-"""From a plan to a converted model: statistics, the goal, fits, one block at a time.
+"""From a plan to a converted model: statistics, the budget, fits, one block at a time.
 
-`converter` is the whole way and calls the others in order; `blocks` walks through the model, `fit`
-fills what was chosen, `search` and `goal` choose under a budget. Open `converter.py` first.
+`converter` is the whole way and calls the others in order: `decision` spends the budget over the
+`candidates` by their `sensitivity`, `blocks` walks through the model, `fit` fills what was chosen
+and `outputs` lists what is written. Open `converter.py` first.
 """

@@ -34,8 +34,8 @@ from tcompress.hf.build import fill, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
-from tcompress.planning.sites import tied_to
-from tcompress.roles import Anatomy, Block, anatomy_of
+from tcompress.planning.sites import roles_of, tied_to
+from tcompress.roles import Anatomy, Block
 from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import (
     StructuredExperts,
@@ -189,10 +189,7 @@ class _Pair:
 
 
 def _input(
-    stream: Stream,
-    forward: Callable[..., Any],
-    module: nn.Module,
-    arguments: Callable[..., Any],
+    stream: Stream, forward: Callable[..., Any], module: nn.Module, arguments: Callable[..., Any]
 ) -> Any:
     call = stream.waiting
     with torch.no_grad():
@@ -230,7 +227,7 @@ class BlockFitter:
         self.change = None if self.probe is None else 0.0  # of the output, per sample
         self._blocks = {self.source.original_name(b.name): b for b in self.anatomy.blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
-        names = [block.name for block in anatomy_of(self.whole.meta_model()).blocks]
+        names = [block.name for block in roles_of(self.whole).blocks]
         head = self.probe is not None
         self._model = PartialModel(self.whole, names, self.device, head=head)
         for path, table in self.tables.items():
@@ -252,17 +249,11 @@ class BlockFitter:
         self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
 
     def run(
-        self,
-        done: Callable[[str], BlockResult | None],
-        progress: Callable[[str, str], None],
+        self, done: Callable[[str], BlockResult | None], progress: Callable[[str, str], None]
     ) -> Iterator[BlockResult]:
         """Fits all blocks in the order in which the model runs them.
 
         Of a block that an interrupted run finished, `done` returns the stored result.
-
-        Raises:
-            DataError: The model does not run its blocks one after another.
-            FitError: A fit failed, or activations are not finite.
         """
         streams, left = [*self._dense, *self._new], self.unreached
         with self._model.paused(streams):

@@ -172,7 +172,9 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     return FitTarget(left, predicted_loss(dense, target, aim.constant))
 
 
-def aims_of(entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor) -> list[FitTarget]:
+def fit_targets_of(
+    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
+) -> list[FitTarget]:
     """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
 
     The moments of inputs are damped, those of gradients are not.
@@ -230,7 +232,6 @@ class RowMoments:
 
     @classmethod
     def of(cls, sums: Sensitivity, *, centred: bool) -> RowMoments:
-        """Takes the moments of what was seen."""
         return cls(sums.moment(centred=centred), sums.curvature / sums.rows, sums.rows)
 
 
@@ -245,7 +246,6 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        """Makes it of what was seen in a backward pass."""
         whole = RowMoments.of(sums, centred=centred)
         half = sums.half
         if half is None or not 0 < half.rows < sums.rows:
@@ -313,7 +313,6 @@ class CalibrationFits:
                     self._dropped.add((name, item.role))
 
     def keeps(self, method: str, role: str) -> bool:
-        """Tells whether a method is still in question for a role."""
         return (method, role) not in self._dropped
 
     def corrected(self, layer: LayerCandidates, method: str) -> list[Option]:

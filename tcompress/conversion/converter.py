@@ -32,11 +32,11 @@ from tcompress.conversion.outputs import (
     with_unreached,
     write_rest,
 )
-from tcompress.conversion.start import start_banks
+from tcompress.conversion.start import start_shared_factors
 from tcompress.conversion.state import FitWorkplace
 from tcompress.conversion.whole_model_fits import (
     EMBEDDINGS,
-    BankFitter,
+    SharedFactorsFitter,
     fit_embeddings,
     fit_without_data,
     installed,
@@ -51,8 +51,8 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
-from tcompress.roles import anatomy_of
 from tcompress.structures.modules.embedding import StructuredEmbedding
 
 
@@ -283,7 +283,7 @@ class _Job:
         self.proof = Proof(self.outputs, self.plan)
         self.block_of = {
             layer.name: block.name
-            for block in anatomy_of(self.source.meta_model()).blocks
+            for block in roles_of(self.source).blocks
             for layer in block.layers
         } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
 
@@ -334,10 +334,10 @@ class _Job:
         """Fits what layers share, if anything is."""
         if self.source.seed is not None:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
-            self.banks: SharedFactors = start_banks(*own)
+            self.banks: SharedFactors = start_shared_factors(*own)
             return
         parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
-        self.banks = BankFitter(self.source, self.recipe, *parts).run(self.progress)
+        self.banks = SharedFactorsFitter(self.source, self.recipe, *parts).run(self.progress)
 
     def fit_blocks(self, place: FitWorkplace, probe: OutputProbe | None = None) -> float | None:
         """Fits all blocks on calibration data, if there is any.
@@ -348,7 +348,7 @@ class _Job:
         """
         if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
             return None
-        anatomy, depth = anatomy_of(self.source.meta_model()), self.plan.depth
+        anatomy, depth = roles_of(self.source), self.plan.depth
         groups = sum(1 for block in anatomy.blocks for _ in block.groups)
         self.progress.stage("fitting blocks", groups, "groups")
         fitter = BlockFitter(

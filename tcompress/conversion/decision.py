@@ -23,9 +23,9 @@ from tcompress.conversion.candidates import (
     LayerCandidates,
     LayerStatistics,
     RowMoments,
-    aims_of,
     blocks_to_fit,
     fine_fractions,
+    fit_targets_of,
     options_of,
 )
 from tcompress.conversion.output_sampler import probe_of
@@ -56,9 +56,9 @@ from tcompress.planning.planner import (
     resized,
     site_of,
 )
-from tcompress.planning.sites import alone_of, offered_by, structure_of
+from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
-from tcompress.roles import Anatomy, Block, Layer, anatomy_of
+from tcompress.roles import Anatomy, Block, Layer
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25
@@ -384,7 +384,7 @@ class Decision:
         self._offers = self._methods()
         self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
         self._fits = CalibrationFits(self._fraction)
-        anatomy = anatomy_of(self.source.meta_model())
+        anatomy = roles_of(self.source)
         self._fitted = blocks_to_fit(anatomy.blocks)
         walk = self._weights if self.data is None else self._walk
         for block, seen in walk(anatomy, progress):
@@ -544,7 +544,7 @@ class Decision:
             curvature = torch.eye(entry.out_features).to(gram) / energy
         else:
             gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-        aims = aims_of(entry, seen.weight, gram, curvature)
+        aims = fit_targets_of(entry, seen.weight, gram, curvature)
         budget = self.recipe.budget
         found = LayerCandidates(
             key=entry.key,
@@ -614,7 +614,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     planned = {(source.keymap.runtime_name(e.name) or e.name, e.parameter) for e in plan.layers}
     places = {
         (site_of(block, layer, part), len(group), len(layer.parts), layer.experts or 1)
-        for block in anatomy_of(source.meta_model()).blocks
+        for block in roles_of(source).blocks
         for group in block.groups
         for layer in group
         if (layer.name, layer.parameter) in planned

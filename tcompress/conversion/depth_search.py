@@ -16,8 +16,9 @@ from tcompress.errors import FitError
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
+from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
-from tcompress.roles import Anatomy, anatomy_of
+from tcompress.roles import Anatomy
 
 # A block is left out by handing its input on. The change that this makes to what the model puts out
 # is measured on calibration data without labels, in the unit of the losses that a budget predicts
@@ -47,12 +48,7 @@ def choose_blocks(
     device: torch.device,
     progress: Progress | None = None,
 ) -> DepthPlan:
-    """Chooses the blocks that stay by what the others change.
-
-    Raises:
-        DataError: The model has no outputs to judge by, or does not run its blocks in turn.
-        FitError: Activations are not finite.
-    """
+    """Chooses the blocks that stay by what the others change."""
     progress = progress or Silent()
     asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
     progress.stage("choosing blocks", sum(asked.values()), "blocks")
@@ -71,7 +67,7 @@ def dropping(
     Each is the one whose loss, together with those before, changes the output least. How many are
     `asked` for is given by the path of their stack.
     """
-    anatomy = anatomy_of(source.meta_model())
+    anatomy = roles_of(source)
     walk = DepthWalk(source, anatomy, data, device)
     left = dict(asked)
     fixed = {f"{path}.{i}" for path, n in left.items() if n for i in fixed_blocks(source, path)}

@@ -388,10 +388,7 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
 
 
 def _collect(
-    entry: LayerPlan,
-    splits: Sequence[_Split],
-    moments: Sequence[LayerMoments],
-    judge: Judge | None,
+    entry: LayerPlan, splits: Sequence[_Split], moments: Sequence[LayerMoments], judge: Judge | None
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):

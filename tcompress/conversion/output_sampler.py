@@ -24,11 +24,7 @@ Part = tuple[Tensor, Tensor | None]
 
 
 def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
-    """Chooses what to draw by what a model is for.
-
-    Raises:
-        DataError: The model is a sentence encoder that is pooled in an unknown way.
-    """
+    """Chooses what to draw by what a model is for."""
     reads_text = source.model_class.main_input_name == "input_ids"
     encodes = reads_text and not source.config.is_encoder_decoder
     pooling = Pooling.of(source, last=False) if encodes else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,7 @@ from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
-from tcompress.planning.sites import tied_to
-from tcompress.roles import anatomy_of
+from tcompress.planning.sites import roles_of, tied_to
 from tcompress.structures.modules.linear import StructuredLinear, bank_layouts
 from tcompress.structures.modules.shared import BankModule
 
@@ -62,18 +62,15 @@ class Outputs:
 
     source: SourceModel
     dtype: torch.dtype | None  # asked for, or None to keep that of the source
-    # By the name under which they are stored:
-    copied: set[str] = field(default_factory=set)  # carried over
-    made: dict[str, Cluster] = field(default_factory=dict)  # layers that yield them
-    started: dict[str, AttentionPlan] = field(default_factory=dict)  # of attention replacements
-    moved: dict[str, str] = field(default_factory=dict)  # dense; with their old names
-    parts: dict[str, str] = field(default_factory=dict)
-    """Dense parameters that the checkpoint has fused with what is rewritten."""
-    positions: dict[str, FormPlan] = field(default_factory=dict)  # tables made anew
-    adapted: dict[str, Tensor] = field(default_factory=dict)
-    """First values of attention replacements that calibration data told."""
     tensors: list[Stored] = field(default_factory=list)  # everything that will be written
-    begun: tuple[str, dict[str, Tensor]] = ("", {})  # the attention started last, and its values
+    made: dict[str, Cluster] = field(default_factory=dict)  # layers that yield a tensor, by name
+    positions: dict[str, FormPlan] = field(default_factory=dict)  # tables made anew, by name
+    attention: Sequence[AttentionPlan] = ()
+    adapted: dict[str, Tensor] = field(default_factory=dict)
+    """First values of attention replacements that calibration data told, by name."""
+    _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
+    """Makes what is not fitted, by name."""
+    _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
 
     @classmethod
     def of(
@@ -85,75 +82,75 @@ class Outputs:
         forms: Sequence[FormPlan] = (),
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
-        self = cls(source, dtype)
+        self = cls(source, dtype, attention=attention)
         self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
         replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
         for cluster in clusters_of(layers):
             for entry in cluster:
                 for key in self._sources(entry):
                     replaced.setdefault(key, []).append(cluster)
-        done: set[int] = set()
-        self.parts = source.keymap.apart(rewritten_names(source, layers))
-        guarded = {self._key(e.guard.name, "weight"): e for e in attention if e.guard}
+        guarded = {self._key(e.guard.name, "weight"): e.guard for e in attention if e.guard}
         unused = {
             self._key(layer.name, leaf)
             for entry in attention
             for layer in entry.unused
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
-        store = source.store
-        useless = {*source.keymap.stale, *source.keymap.unmatched, *unused}
+        store, keymap = source.store, source.keymap
+        useless = {*keymap.stale, *keymap.unmatched, *unused}
+        done: set[int] = set()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
+            copied = partial(copied_value, source, key)
             if key in useless:
                 continue
             if key in guarded:
-                guard = guarded[key].guard
-                assert guard is not None
-                name = f"{guard.name}.{FACTOR_PREFIX}weight"
-                self.moved[name] = key
-                self.tensors.append(Stored(name, guard.shape, self._cast(key)))
+                name = f"{guarded[key].name}.{FACTOR_PREFIX}weight"
+                self._add(name, guarded[key].shape, key, copied)
+            elif key in self.positions:
+                self._add(key, store.shape(key), key, self._position_table)
             elif key not in replaced:
-                self.copied.add(key)
-                self.tensors.append(Stored(key, tuple(store.shape(key)), self._cast(key)))
+                self._add(key, store.shape(key), key, copied)
             for cluster in replaced.get(key, ()):
                 if id(cluster) not in done:
                     done.add(id(cluster))
                     self._add_cluster(cluster)
-        for name, path in self.parts.items():
-            shape = tuple(source.keymap.model.get_parameter_or_buffer(path).shape)
-            dtype = self._cast(source.keymap.sources(path).keys[0])
-            self.tensors.append(Stored(name, shape, dtype))
+        # Dense parameters that the checkpoint has fused with what is rewritten.
+        for name, path in keymap.apart(rewritten_names(source, layers)).items():
+            shape = keymap.model.get_parameter_or_buffer(path).shape
+            self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
         for other in attention:
-            dtype = self._cast(self._key(other.like, "weight"))
-            for name, shape in (
-                dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
-            ).items():
-                self.started[name] = other
-                self.tensors.append(Stored(name, shape, dtype))
+            shapes = dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
+            for name, shape in shapes.items():
+                self._add(name, shape, self._key(other.like, "weight"), partial(self._start, other))
         return self
+
+    def _add(
+        self, name: str, shape: Sequence[int], like: str, value: Callable[[Stored], Tensor]
+    ) -> None:
+        self._values[name] = value
+        self.tensors.append(Stored(name, tuple(shape), self._cast(like)))
 
     def take(self, block: Callable[[str], BlockResult | None]) -> None:
         """Takes over what calibration data told of the first values of attention replacements."""
-        for name in dict.fromkeys(entry.block for entry in self.started.values()):
+        for name in dict.fromkeys(entry.block for entry in self.attention):
             result = block(self.source.keymap.runtime_name(name) or name)
             self.adapted |= result.attention if result is not None else {}
 
     def given(self, item: Stored) -> Tensor | None:
         """Makes the value of a tensor that is not fitted; None for one that is."""
-        if item.key in self.positions:
-            drawn = self.source.store.tensor(item.key)
-            return first_table(self.positions[item.key], drawn).to(item.dtype)
-        if item.key in self.parts:
-            keymap = self.source.keymap
-            return read_finite(self.source.store, keymap, self.parts[item.key]).to(item.dtype)
-        if item.key in self.copied or item.key in self.moved:
-            return copied_value(self.source, item, self.moved.get(item.key))
-        if item.key in self.started:
-            entry = self.started[item.key]
-            if self.begun[0] != entry.name:  # tensors of one attention follow each other
-                self.begun = entry.name, started_values(self.source, entry)
-            return self.adapted.get(item.key, self.begun[1][item.key]).to(item.dtype)
-        return None
+        make = self._values.get(item.key)
+        return None if make is None else make(item).to(item.dtype)
+
+    def _position_table(self, item: Stored) -> Tensor:
+        return first_table(self.positions[item.key], self.source.store.tensor(item.key))
+
+    def _read(self, path: str, _: Stored) -> Tensor:
+        return read_finite(self.source.store, self.source.keymap, path)
+
+    def _start(self, entry: AttentionPlan, item: Stored) -> Tensor:
+        if self._started[0] != entry.name:  # tensors of one attention follow each other
+            self._started = entry.name, started_values(self.source, entry)
+        return self.adapted.get(item.key, self._started[1][item.key])
 
     def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
         """Gives a tensor of a rewritten layer as it is stored."""
@@ -186,11 +183,9 @@ class Outputs:
             yield from keymap.sources(f"{self.runtime_name(entry)}.bias").keys
 
     def runtime_name(self, entry: LayerPlan) -> str:
-        """Returns the module path of a planned layer in the source model."""
         return self.source.keymap.runtime_name(entry.name) or entry.name
 
     def dtype_of(self, entry: LayerPlan) -> torch.dtype:
-        """Returns the dtype in which a rewritten layer is stored."""
         return self._cast(next(iter(self._sources(entry))))
 
     def _cast(self, key: str) -> torch.dtype:
@@ -210,13 +205,12 @@ class Outputs:
                 self.tensors.append(Stored(key, shape, dtype))
 
 
-def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> Tensor:
-    """Reads a tensor that is carried over, under another name in the source where one is given.
+def copied_value(source: SourceModel, key: str, item: Stored) -> Tensor:
+    """Reads a tensor that is carried over; the source may have it under another name.
 
     It has to be finite and fit into the dtype; but what is no weight may hold minus infinity, as
     masks do, and a single number infinity, as bounds do.
     """
-    key = item.key if key is None else key
     tensor = source.store.tensor(key)
     if tensor.is_floating_point() and tensor.numel():
         low, high = map(float, torch.aminmax(tensor))
@@ -230,7 +224,7 @@ def copied_value(source: SourceModel, item: Stored, key: str | None = None) -> T
             )
         if largest > torch.finfo(item.dtype).max and not bound:
             raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
-    return tensor.to(item.dtype)
+    return tensor
 
 
 # What a conversion writes beside the weights, and what it depends on.
@@ -366,7 +360,7 @@ class Proof:
             self.blocks |= {entry.block for entry in self.plan.attention[:1]}
         if not self.blocks:  # a plain model that lost blocks
             source = self.outputs.source
-            for block in anatomy_of(source.keymap.model).blocks[:1]:
+            for block in roles_of(source).blocks[:1]:
                 self.blocks.add(source.keymap.checkpoint_prefix(block.name))
         chosen = [entry for entry in layers if entry.block in self.blocks]
         self.entries = (*self.plan.embeddings[:1], *chosen)
@@ -374,11 +368,7 @@ class Proof:
     def check(
         self, folder: Path, fit: Callable[[Cluster], BlockResult], banks: SharedFactors
     ) -> None:
-        """Opens the folder and compares.
-
-        Raises:
-            WriteError: It does not load, or a layer is not what was fitted.
-        """
+        """Opens the folder and compares."""
         source = self.outputs.source
         if self.plan.changes_model:
             with unloadable():

@@ -183,12 +183,10 @@ class Stream:
 
     @property
     def waiting(self) -> Call:
-        """The call that waits to be answered."""
         assert self.call is not None
         return self.call
 
     def start(self) -> None:
-        """Runs up to the first block."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._wait()
@@ -200,7 +198,6 @@ class Stream:
         self._wait()
 
     def close(self) -> None:
-        """Ends the pass where it is."""
         if self.call is not None:
             self.answer(_Stop())
         if self._thread is not None:
@@ -243,7 +240,7 @@ class Branch(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The dense weight, for hosts that ask for its dtype."""
+        """The dense weight, for models that ask for its dtype."""
         return self.dense.weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +317,7 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 def queries_and_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns queries, keys and valid tokens of a call of a mechanism."""
+    """Returns queries, keys and valid tokens of a call of an attention."""
     return q, k, Visible.of(mask, q, k, causal=causal).tokens
 
 
@@ -419,7 +416,6 @@ class TokenRows:
         return rows, own if own is not None and len(own) == len(rows) else mask
 
     def close(self) -> None:
-        """Asks no more."""
         for handle in self._handles:
             handle.remove()
 

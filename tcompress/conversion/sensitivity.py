@@ -52,7 +52,6 @@ class Sensitivity:
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        """Starts with nothing seen."""
         gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
         curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
         total = torch.zeros(inputs, dtype=torch.float64, device=device)
@@ -146,12 +145,7 @@ class BackwardWalk:
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
     ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-        """Yields a block's name and the sensitivity of its layers by name, from the last block on.
-
-        Raises:
-            DataError: The model does not run its blocks alike for all batches.
-            FitError: Activations or gradients are not finite.
-        """
+        """Yields a block's name and the sensitivity of its layers, from the last block on."""
         order: list[str] = []
         try:
             with self._model.paused(self._streams):
@@ -358,7 +352,6 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[_Watch]:
-        """Removes the hooks afterwards."""
         try:
             yield self
         finally:

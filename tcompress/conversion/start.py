@@ -17,7 +17,8 @@ from tcompress.errors import FitError
 from tcompress.hf.attention_hooks import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
-from tcompress.roles import anatomy_of, attentions_of
+from tcompress.planning.sites import roles_of
+from tcompress.roles import attentions_of
 from tcompress.structures import Layout, structure
 from tcompress.structures.capabilities import (
     SIDES,
@@ -57,7 +58,7 @@ def scaled(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     return {name: tensor * each for name, tensor in tensors.items()}
 
 
-def start_banks(
+def start_shared_factors(
     layers: Sequence[LayerPlan], dtype_of: Callable[[LayerPlan], torch.dtype], seed: int
 ) -> SharedFactors:
     """Draws the factors that layers share."""
@@ -187,9 +188,10 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
     centred = mechanism(entry.layout.mechanism).centres_keys(entry.layout)
     if centred is None:
         return None
-    model = source.meta_model()
     path = source.keymap.runtime_name(entry.name)
-    found = [item for item in attentions_of(model, anatomy_of(model)) if item.name == path]
+    found = [
+        item for item in attentions_of(source.keymap.model, roles_of(source)) if item.name == path
+    ]
     if not found:
         return None
     squares = []

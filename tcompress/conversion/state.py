@@ -39,7 +39,6 @@ class FitWorkplace(Workplace):
         self._blocks.mkdir(exist_ok=True)
 
     def keep_block(self, result: BlockResult) -> None:
-        """Stores the fits of one block."""
         tensors: dict[str, Tensor] = {}
         for name, fitted in result.layers.items():
             tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
@@ -50,7 +49,6 @@ class FitWorkplace(Workplace):
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
-        """Reads the fits of a finished block."""
         path = self._path_of(name)
         if not path.is_file():
             return None
@@ -99,7 +97,6 @@ class FitWorkplace(Workplace):
         _save(tensors, self.folder / kind / f"{block}.safetensors")
 
     def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
-        """Stores what layers share."""
         tensors = {
             f"{owner}/{bank}/{name}": tensor
             for (owner, bank), tensors in banks.items()
@@ -136,7 +133,6 @@ class FitWorkplace(Workplace):
         return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 
     def keep_depth(self, depth: DepthPlan) -> None:
-        """Stores which blocks stay."""
         write_text(self.folder / "depth.json", depth.model_dump_json())
         self.note("depth")
 

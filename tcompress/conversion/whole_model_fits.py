@@ -29,9 +29,8 @@ from tcompress.linalg.moments import relative_error
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.planning.entries import BankKey, LayerPlan
-from tcompress.planning.sites import tied_to
+from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
-from tcompress.roles import anatomy_of
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
 from tcompress.structures.modules.embedding import StructuredEmbedding
@@ -63,12 +62,7 @@ def fit_embeddings(
     dtype_of: Callable[[LayerPlan], torch.dtype],
     device: torch.device,
 ) -> BlockResult:
-    """Fits all tables of a plan.
-
-    Raises:
-        FitError: A table is not finite, or a fit failed.
-        SourceError: An output head is stored that is not the table to which the model ties it.
-    """
+    """Fits all tables of a plan."""
     result = BlockResult(EMBEDDINGS, {}, {})
     for entry in entries:
         weight = read_table(source, entry).to(device)
@@ -206,7 +200,7 @@ class _Use:
 
 
 @dataclass
-class BankFitter:
+class SharedFactorsFitter:
     """Fits the factors that layers of a plan share."""
 
     source: SourceModel
@@ -249,7 +243,7 @@ class BankFitter:
 
     def _measure(self, data: CalibrationData, progress: Progress) -> None:
         """Keeps the input moments of all layers that use shared factors."""
-        anatomy = anatomy_of(self.source.meta_model())
+        anatomy = roles_of(self.source)
         batches = [batch for i, batch in enumerate(data.batches) if i not in data.holdout]
         own = (entry for entry in self.layers if bank_layouts(entry.parts))
         entries = {self.outputs.runtime_name(entry): entry for entry in own}
@@ -307,8 +301,7 @@ def damped_inputs(
     """
     return {
         entries[name].name: damped_curvature(
-            own.moment(centred=entries[name].bias),
-            damping * entries[name].in_features / own.rows,
+            own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows
         )
         for name, own in measured.items()
         if own.rows and name in entries and bank_layouts(entries[name].parts)

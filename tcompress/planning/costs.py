@@ -214,16 +214,7 @@ PlanOf = Callable[[float | None], Plan]
 
 
 def plan_within(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
-    """Plans the same kept fraction for all layers: the largest that a budget allows.
-
-    Args:
-        recipe: What was asked for.
-        source: The dense model, without blocks that are dropped.
-        plan_of: Makes plans.
-
-    Raises:
-        PlanError: The budget is below what the smallest sizes take, or the model is within it.
-    """
+    """Plans the same kept fraction for all layers: the largest that a budget allows."""
     budget = recipe.budget
     if budget is None:
         return plan_of(None)

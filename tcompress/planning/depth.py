@@ -11,7 +11,8 @@ from tcompress.models.fewer_layers import cut_blocks, fixed_blocks
 from tcompress.options import Convert
 from tcompress.planning.costs import size_of
 from tcompress.planning.entries import DepthPlan, Plan, StackPlan
-from tcompress.roles import Anatomy, anatomy_of
+from tcompress.planning.sites import roles_of
+from tcompress.roles import Anatomy
 
 Stacks = tuple[StackPlan, ...]
 
@@ -43,13 +44,10 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     """Plans which blocks stay; no weight is read.
 
     Blocks that data will choose are stood in for by others at equal distances.
-
-    Raises:
-        PlanError: The model has no such blocks; all problems are in one message.
     """
     if not recipe.cuts:
         return None
-    whole = stacks_of(anatomy_of(source.keymap.model))
+    whole = stacks_of(roles_of(source))
     if not whole:
         raise PlanError("no blocks were found in this model, so none can be dropped")
     each = ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in whole)
@@ -169,7 +167,7 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
     if budget.kind == "target":
         before, after = (
             sum(i.in_features * i.out_features * (i.experts or 1) for i in anatomy.layers)
-            for anatomy in (anatomy_of(source.keymap.model), anatomy_of(cut.keymap.model))
+            for anatomy in (roles_of(source), roles_of(cut))
         )
         fraction = budget.limit * before / after
         return inner.without_method if fraction >= 1 else inner.at(fraction)
@@ -190,7 +188,7 @@ def with_depth(plan: Plan, depth: DepthPlan | None, source: SourceModel) -> Plan
     if depth is None:
         return plan
     model = source.keymap.model
-    blocks = [model.get_submodule(block.name) for block in anatomy_of(model).blocks]
+    blocks = [model.get_submodule(block.name) for block in roles_of(source).blocks]
     total = sum(item.numel() for item in model.parameters())
     gone = plan.dropped_parameters or total - plan.parameters
     return plan.model_copy(

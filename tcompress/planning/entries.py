@@ -39,7 +39,6 @@ class FormPlan(_Entry):
 
     @property
     def is_trained(self) -> bool:
-        """Whether its tensors are parameters."""
         return self.kind == "norm" or self.form == "learned"
 
 
@@ -81,12 +80,10 @@ class DepthPlan(_Entry):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the dense model."""
         return sum(stack.blocks for stack in self.stacks)
 
     @property
     def kept(self) -> int:
-        """Number of blocks that stay."""
         return sum(len(stack.kept) for stack in self.stacks)
 
     @property
@@ -148,7 +145,6 @@ class LayerPlan(_Entry):
 
     @property
     def in_features(self) -> int:
-        """Width of the input."""
         return self.parts[0].terms[0].in_features
 
     @property
@@ -170,7 +166,6 @@ class LayerPlan(_Entry):
 
     @property
     def out_features(self) -> int:
-        """Width of the output."""
         return sum(part.out_features for part in self.parts)
 
     @property
@@ -241,13 +236,11 @@ class DenseLayer(_Entry):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the weight as it is stored."""
         shape = (self.out_features, self.in_features)
         return shape[::-1] if self.transposed else shape
 
     @property
     def parameters(self) -> int:
-        """Parameters of the weight and the bias."""
         return self.out_features * (self.in_features + self.bias)
 
 
@@ -277,7 +270,6 @@ class AttentionPlan(_Entry):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the replacement."""
         return sum(prod(shape) for shape in self.tensor_shapes.values())
 
     @property
@@ -363,7 +355,6 @@ class Plan(_Entry):
     warnings: tuple[str, ...] = Field(default=())
 
     def warned(self, note: str) -> Plan:
-        """The same with one more warning."""
         return self.model_copy(update={"warnings": (*self.warnings, note)})
 
     @property

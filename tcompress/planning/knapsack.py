@@ -52,11 +52,7 @@ class Allocation:
 
 
 def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
-    """Chooses options of the smallest total loss that fit into a budget of total cost.
-
-    Raises:
-        PlanError: Even the cheapest options cost more, or a site has no usable option.
-    """
+    """Chooses options of the smallest total loss that fit into a budget of total cost."""
     ladders = [_Ladder.of(site) for site in sites]
     places = [0] * len(ladders)
     left = budget - sum(int(ladder.costs[0]) for ladder in ladders)
@@ -78,11 +74,7 @@ def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
 
 
 def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocation:
-    """Chooses options of the smallest total cost that lose no more than allowed, up to rounding.
-
-    Raises:
-        PlanError: Even the best options lose more, or a site has no usable option.
-    """
+    """Chooses options of the smallest total cost that lose no more than allowed, up to rounding."""
     ladders = [_Ladder.of(site) for site in sites]
     places = [0] * len(ladders)
     least = fsum(float(ladder.losses[-1]) for ladder in ladders)
@@ -106,11 +98,7 @@ def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocatio
 
 
 def uniform(sites: Sequence[BudgetSite], fraction: float) -> Allocation:
-    """Gives every site the best option within the same fraction of its dense cost.
-
-    Raises:
-        PlanError: A site has no option that small, or no usable option.
-    """
+    """Gives every site the best option within the same fraction of its dense cost."""
     ladders = [_Ladder.of(site) for site in sites]
     places = []
     for site, ladder in zip(sites, ladders, strict=True):

@@ -36,15 +36,10 @@ class AttentionPlans:
 
 
 def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> AttentionPlans:
-    """Plans which attentions are replaced.
-
-    Raises:
-        PlanError: None can be, or a block is asked for that is not there; all reasons are in one
-            message.
-    """
+    """Plans which attentions are replaced."""
     if recipe.attention is None:
         return AttentionPlans()
-    found = attentions_of(source.meta_model(), anatomy)
+    found = attentions_of(source.keymap.model, anatomy)
     # Blocks are numbered as in the whole model.
     numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in found]
     asked = numbers if recipe.attention_layers is None else recipe.attention_layers
@@ -161,11 +156,7 @@ def _attention_notes(
 def plan_embeddings(
     options: Embeddings | None, source: SourceModel, anatomy: Anatomy
 ) -> tuple[LayerPlan, ...]:
-    """Plans the tables; one that several modules share is planned once.
-
-    Raises:
-        PlanError: No table can be rewritten. All reasons are in one message.
-    """
+    """Plans the tables; one that several modules share is planned once."""
     if options is None:
         return ()
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
@@ -225,26 +216,20 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 # Tables of positions, and layer norms.
 
 
-def plan_forms(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy
-) -> tuple[FormPlan, ...]:
-    """Plans what `positions` and `norm` ask for.
-
-    Raises:
-        PlanError: The model has nothing of the kind; all problems are in one message.
-    """
+def plan_forms(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> tuple[FormPlan, ...]:
+    """Plans what `positions` and `norm` ask for."""
     problems: list[str] = []
     found: list[FormPlan] = []
     p = int(getattr(recipe.method, "p", 1))
     if recipe.positions != "host":
-        found += _positions(recipe, source, model, anatomy, p)
+        found += _positions(recipe, source, anatomy, p)
         if not found:
             problems.append(
                 f"`positions: {recipe.positions}` is about a table of positions for tokens of "
                 f"text, and this `{anatomy.family}` model has none"
             )
     if recipe.norm != "host":
-        norms = list(_norms(recipe, source, model, anatomy, p))
+        norms = list(_norms(recipe, source, anatomy, p))
         if not norms:
             problems.append(
                 f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
@@ -262,10 +247,10 @@ def plan_forms(
 
 
 def _positions(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy, p: int
+    recipe: Convert, source: SourceModel, anatomy: Anatomy, p: int
 ) -> Iterator[FormPlan]:
     inside = tuple(f"{block.name}." for block in anatomy.blocks)
-    for path, table, offset in position_tables(model):
+    for path, table, offset in position_tables(source.keymap.model):
         if path.startswith(inside):
             continue
         try:
@@ -276,12 +261,10 @@ def _positions(
         yield FormPlan(name=name, kind="positions", form=form, p=p, shape=shape, offset=offset)
 
 
-def _norms(
-    recipe: Convert, source: SourceModel, model: nn.Module, anatomy: Anatomy, p: int
-) -> Iterator[FormPlan]:
+def _norms(recipe: Convert, source: SourceModel, anatomy: Anatomy, p: int) -> Iterator[FormPlan]:
     for block in anatomy.blocks:
         shape = (block.layers[0].in_features,)
-        for path, module in model.get_submodule(block.name).named_modules():
+        for path, module in source.keymap.model.get_submodule(block.name).named_modules():
             if type(module) is nn.LayerNorm and tuple(module.normalized_shape) == shape:
                 name = source.keymap.checkpoint_prefix(f"{block.name}.{path}")
                 yield FormPlan(name=name, kind="norm", form=recipe.norm, p=p, shape=shape)

@@ -15,12 +15,7 @@ from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
-from tcompress.planning.module_sites import (
-    plan_attention,
-    plan_embeddings,
-    plan_forms,
-    with_guard,
-)
+from tcompress.planning.module_sites import plan_attention, plan_embeddings, plan_forms, with_guard
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
@@ -28,9 +23,10 @@ from tcompress.planning.sites import (
     matches,
     named_outside,
     offered_by,
+    roles_of,
     structure_of,
 )
-from tcompress.roles import Anatomy, Block, Layer, Part, anatomy_of
+from tcompress.roles import Anatomy, Block, Layer, Part
 from tcompress.structures import Refusal, Site
 from tcompress.structures.capabilities import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import PartLayout, bank_layouts
@@ -38,8 +34,9 @@ from tcompress.structures.modules.linear import PartLayout, bank_layouts
 # How much of a whole model a plan rewrites, and what the rest of it is.
 
 
-def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
-    """Counts every parameter of a model, on the meta device, once; tied ones are one."""
+def covered(plan: Plan, source: SourceModel) -> Plan:
+    """Counts what becomes of all parameters, each once; tied ones are one."""
+    model = source.keymap.model
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -79,7 +76,8 @@ def coverage_of(plan: Plan, source: SourceModel, model: nn.Module) -> Coverage:
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
     left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    return Coverage(total=sum(item.numel() for item in tensors.values()), left=left, **counts)
+    total = sum(item.numel() for item in tensors.values())
+    return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
 
 
 def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
@@ -370,21 +368,18 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
         PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
             one message.
     """
-    model = source.meta_model()
     depth = plan_depth(recipe, source)
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
-        check_patterns(recipe, model, source)
+        check_patterns(recipe, source)
     label = method_label or recipe.label
     if depth is not None:
         cut = cut_to(source, depth)
         if deeper:
-            check_patterns(recipe, cut.meta_model(), cut)
+            check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
-    plan = plan_within(
-        recipe, source, lambda target: _plan(recipe.at(target), source, model, label)
-    )
+    plan = plan_within(recipe, source, lambda target: _plan(recipe.at(target), source, label))
     plan = covered(plan, source)
     notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
@@ -393,7 +388,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
     """Lists the layers of a plan, those together that read one input."""
     planned = {_runtime(source, entry): entry for entry in plan.layers}
-    groups = [group for block in anatomy_of(source.keymap.model).blocks for group in block.groups]
+    groups = [group for block in roles_of(source).blocks for group in block.groups]
     inside = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
     found = [[entry for entry in group if entry is not None] for group in inside]
     return [*filter(None, found), *([entry] for entry in planned.values())]
@@ -428,11 +423,6 @@ def resized(
     return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
 
 
-def covered(plan: Plan, source: SourceModel) -> Plan:
-    """Counts anew what becomes of all parameters; see `Coverage`."""
-    return plan.model_copy(update={"coverage": coverage_of(plan, source, source.meta_model())})
-
-
 def _runtime(source: SourceModel, entry: LayerPlan) -> str:
     return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
 
@@ -465,8 +455,8 @@ def regrouped(
         own = [item for item in own if item not in large]
 
 
-def _plan(recipe: Convert, source: SourceModel, model: nn.Module, label: str) -> Plan:
-    anatomy = anatomy_of(model)
+def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
+    model, anatomy = source.keymap.model, roles_of(source)
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
     anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
@@ -488,7 +478,7 @@ def _plan(recipe: Convert, source: SourceModel, model: nn.Module, label: str) ->
         layers=tuple(planner.layers),
         attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
-        forms=plan_forms(recipe, source, model, anatomy),
+        forms=plan_forms(recipe, source, anatomy),
         left=(*attention.left, *planner.left, *refused),
         source=source.id,
         family=anatomy.family,

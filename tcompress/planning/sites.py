@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
-
-from torch import nn
+from weakref import WeakKeyDictionary
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
@@ -59,6 +58,17 @@ def _specs(names: Sequence[str]) -> dict[str, Spec]:
     }
 
 
+_ROLES: WeakKeyDictionary[SourceModel, Anatomy] = WeakKeyDictionary()
+
+
+def roles_of(source: SourceModel) -> Anatomy:
+    """Returns the roles of a model's layers, found once for each model."""
+    found = _ROLES.get(source)
+    if found is None:
+        found = _ROLES[source] = anatomy_of(source.keymap.model)
+    return found
+
+
 # Patterns that select layers by name or role.
 
 
@@ -73,9 +83,6 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
         pattern: A name, a name with `*` wildcards, `re:` and a regular expression (searched), or
             the last components of a name, such as `output.dense`.
         names: Names of one layer: in the checkpoint, in the model, its role.
-
-    Raises:
-        PlanError: The regular expression is invalid.
     """
     if pattern.startswith("re:"):
         expression = _compiled(pattern)
@@ -143,13 +150,9 @@ def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> 
     return bool(only) and not any(matches(pattern, names) for pattern in only)
 
 
-def check_patterns(recipe: Convert, model: nn.Module, source: SourceModel) -> None:
-    """Makes sure that every pattern of a recipe selects a layer that can be rewritten.
-
-    Raises:
-        PlanError: Some do not; the message names all of them.
-    """
-    anatomy = anatomy_of(model)
+def check_patterns(recipe: Convert, source: SourceModel) -> None:
+    """Makes sure that every pattern of a recipe selects a layer that can be rewritten."""
+    anatomy = roles_of(source)
     layers = anatomy.layers
     known = {name for layer in layers for name in matched_names(source, layer)}
     known |= {name for layer in anatomy.outside for name in matched_names(source, layer)[:-1]}

@@ -50,7 +50,7 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     whole = stacks_of(roles_of(source))
     if not whole:
         raise PlanError("no blocks were found in this model, so none can be dropped")
-    each = ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in whole)
+    each = _listed(whole)
     if recipe.append_layers is not None:
         if len(whole) > 1:
             raise PlanError(
@@ -68,6 +68,13 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
             )
         _check_droppable(whole[0], source)
         return DepthPlan(stacks=whole, chosen="later")
+    stacks = _as_asked(recipe, whole, source)
+    spread_out = "spread" if recipe.calibration.source == "none" else "later"
+    return DepthPlan(stacks=stacks, chosen=spread_out if recipe.keep_layers is None else "asked")
+
+
+def _as_asked(recipe: Convert, whole: Stacks, source: SourceModel) -> Stacks:
+    """What stays of every stack, where blocks or a number of them are named."""
     keeps = recipe.keep_layers is not None
     asked: Any = recipe.keep_layers if keeps else recipe.drop_layers
     if not isinstance(asked, Mapping):
@@ -75,7 +82,7 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
             option = "--keep-layers" if keeps else "--drop-layers"
             numbers = asked if isinstance(asked, int) else ",".join(map(str, asked))
             raise PlanError(
-                f"this model has {len(whole)} stacks of blocks: {each}",
+                f"this model has {len(whole)} stacks of blocks: {_listed(whole)}",
                 f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`",
             )
         asked = {whole[0].name: asked}
@@ -91,9 +98,11 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
     if problems:
         hint = "`tcompress inspect` lists the blocks, which count from 0"
         raise PlanError("; ".join(problems), hint)
-    stacks = tuple(_chosen(asked.get(stack.name), stack, source) for stack in whole)
-    chosen = "asked" if keeps else "spread" if recipe.calibration.source == "none" else "later"
-    return DepthPlan(stacks=stacks, chosen=chosen)
+    return tuple(_chosen(asked.get(stack.name), stack, source) for stack in whole)
+
+
+def _listed(stacks: Stacks) -> str:
+    return ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in stacks)
 
 
 def _check_droppable(stack: StackPlan, source: SourceModel) -> None:

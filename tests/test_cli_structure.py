@@ -17,7 +17,7 @@ from tcompress.options.fields import typed_fields, words_of
 from tcompress.options.method_options import MECHANISMS
 from tests.support.cli import run
 
-HEAVY = ("torch", "transformers", "datasets", "numpy", "click", "yaml")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "click")
 
 
 def modules_after(*arguments: str, setup: str = "") -> set[str]:

@@ -79,8 +79,11 @@ def test_without_tcompress_the_first_line_says_what_to_do(models: Models, tmp_pa
     made.load().save_pretrained(tmp_path / "again")
     plain = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
     hidden = f"import sys; sys.modules['tcompress'] = None; {plain}"
+    silenced = "TRANSFORMERS_VERBOSITY"  # what a command of another test may have set
+    own = {name: value for name, value in os.environ.items() if name != silenced}
     for folder, code in [(made.folder, hidden), (tmp_path / "again", plain)]:
-        ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+        command = [sys.executable, "-c", code, folder]
+        ran = subprocess.run(command, capture_output=True, text=True, env=own)
         assert ran.returncode
         assert (
             "Unknown quantization type, got tcompress (`pip install tcompress`, then `import "

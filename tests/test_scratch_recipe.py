@@ -338,7 +338,7 @@ def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
     assert "Weights will be drawn at random, with seed 0; none are read." in planned.lines
     wrong = run("convert", path, "--init", "random", "--method", "auto", "--target", "0.5")
     assert wrong.code == 2
-    assert "with `init: random` name one" in wrong.err
+    assert "with `init: random` name a method" in wrong.err
 
 
 def test_a_recipe_runs_from_nothing_to_a_comparison(place: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_help_and_completion_know_it_without_torch(tree: Path) -> None:
     code = "import sys, atexit; from tcompress.cli.main import main\n"
     code += "atexit.register(lambda: print('torch' in sys.modules))\nmain({})"
     shown = in_tree(tree, "-c", code.format(["convert", "--help"]))
-    assert re.search(r"Options of blockdiag.*--blocks", shown, re.DOTALL)
+    assert re.search(r"Options of methods.*--blocks .*blockdiag:", shown, re.DOTALL)
     for words, wanted in (("--method bl", "blockdiag"), ("--bloc", "--blocks")):
         typed = f"tcompress convert x {words}"
         completing = {"_TCOMPRESS_COMPLETE": "complete_bash", "COMP_WORDS": typed}

@@ -19,9 +19,7 @@ from tcompress import files
 from tcompress.artifact import workplace
 from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
 from tcompress.errors import DiskError, InputError, RecipeError, TCompressError, WriteError
-from tcompress.evaluation.measuring import find_task
 from tcompress.files import beside, write_text
-from tcompress.hf.opening import pick_dtype
 from tcompress.models import resolve
 from tcompress.options import Convert, Finetune
 from tcompress.reporting.model_report import report_of
@@ -487,10 +485,6 @@ def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: find_task("perplexty"), "unknown task `perplexty`"),
-        (lambda: find_task("sts", pack="eos"), "the task `sts` has no option `--pack`"),
-        (lambda: find_task("perplexity", pack="all"), "`--pack all` is not known; it can be `eos`"),
-        (lambda: pick_dtype("int8"), "unknown dtype `int8`; known are `float32`"),
         (lambda: report_of("bert", length=0), "length is 0, expected 1 or more"),
         (lambda: resolve("  "), "the model name is empty"),
         (lambda: tcompress.plan("bert", method="hot", fold="x"), "fold"),

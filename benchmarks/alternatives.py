@@ -51,7 +51,7 @@ from tcompress.options import Calibration, Convert
 from tcompress.planning.costs import Choice, plan_terms
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.sites import structure_of
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tcompress.structures import Site
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
@@ -117,7 +117,7 @@ def cases(model: str, calib: str, samples: int, roles: Sequence[str]) -> Iterato
     source = SourceModel.open(model)
     data = load_batches(source, Calibration(source=calib, samples=samples))
     network = load_model(source, dtype=torch.float32)
-    blocks = anatomy_of(source.meta_model()).blocks
+    blocks = find_roles(source.meta_model()).blocks
     layers = {layer.role: layer for layer in blocks[len(blocks) // 2].layers}
     rows: dict[str, list[list[Tensor]]] = {role: [[], []] for role in roles}
     for index, batch in enumerate(data.batches):

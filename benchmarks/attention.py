@@ -25,20 +25,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tcompress.attention import Host, MechanismSpec, mechanism_of
-from tcompress.attention.module import MechanismModule
+from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
+from tcompress.attention.module import ReplacementModule
 from tcompress.latency.paired_timing import peak_bytes
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 
 HEADS, WIDTH = 12, 64
-TEXTS: dict[str, MechanismSpec] = {
+TEXTS: dict[str, ReplacementSpec] = {
     "hot --fold 32": KroneckerSpec(fold=32),
     "tga": GraphSpec(),
     "tsa, order 3": GraphSpec(name="tsa", filter_order=3),
     "tam, cp": TamSpec(),
     "tam, tucker": TamSpec(core="tucker"),
 }
-IMAGES: dict[str, MechanismSpec] = {
+IMAGES: dict[str, ReplacementSpec] = {
     "hot": KroneckerSpec(),
     "hot, favor": KroneckerSpec(kernel="favor"),
 }
@@ -52,8 +52,8 @@ class Softmax(nn.Module):
         return scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
-def build(spec: MechanismSpec, host: Host) -> MechanismModule:
-    module = MechanismModule(mechanism_of(spec).layout(spec, host))
+def build(spec: ReplacementSpec, host: BaseAttention) -> ReplacementModule:
+    module = ReplacementModule(replacement_of(spec).layout(spec, host))
     module.fill(0, pretrained=True)
     return module
 
@@ -61,10 +61,10 @@ def build(spec: MechanismSpec, host: Host) -> MechanismModule:
 def cases(sides: list[int], lengths: list[int]) -> Iterator[tuple[str, int, nn.Module]]:
     """Names, numbers of tokens and modules."""
     for side in sides:
-        host = Host(HEADS, HEADS, WIDTH, tokens=side * side, grid=(side, side))
+        host = BaseAttention(HEADS, HEADS, WIDTH, tokens=side * side, grid=(side, side))
         for name, spec in IMAGES.items():
             yield f"{name}, {side} x {side}", side * side, build(spec, host)
-    text = Host(HEADS, HEADS, WIDTH)
+    text = BaseAttention(HEADS, HEADS, WIDTH)
     for length in lengths:
         for name, spec in TEXTS.items():
             yield f"{name}, {length} tokens", length, build(spec, text)

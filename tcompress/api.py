@@ -23,12 +23,12 @@ from tcompress.options import (
     Finetune,
     Recipe,
     Sweep,
-    mechanism_names,
     parse_recipe,
+    replacement_names,
 )
 from tcompress.options.choose import conversion
 from tcompress.options.library import find_recipe
-from tcompress.options.method_options import MECHANISMS, METHODS, MechanismSpec
+from tcompress.options.method_options import METHODS, REPLACEMENTS, ReplacementSpec
 from tcompress.options.read import as_plain, read
 from tcompress.options.schema import short_name
 from tcompress.options.steps import Architecture
@@ -66,7 +66,7 @@ def convert(
         model: Folder, short name or hub id; with `init="random"` also a `config.json`, or the
             configuration itself, as `architecture` in a recipe.
         method: Name of the method, or its options with `name`, or `none` to rewrite no layer; or
-            of a mechanism, beside which `structure` takes a method. Default `lprod`, and `none`
+            of a replacement, beside which `structure` takes a method. Default `lprod`, and `none`
             where blocks are dropped or embeddings rewritten and nothing is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
@@ -75,7 +75,7 @@ def convert(
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
         progress: Hears how far it is.
-        **options: Options of the method (`p=4`), of a mechanism (`fold=32`) and of the conversion
+        **options: Options of the method (`p=4`), of a replacement (`fold=32`) and of the conversion
             (`target=0.25`, `target_params="30M"`).
 
     Returns:
@@ -327,7 +327,7 @@ def _conversion(
     said: dict[str, Any] = as_plain(
         {"method": method or {}, "attention": given.pop("attention", {})}
     )
-    if said["method"].get("name") in mechanism_names():
+    if said["method"].get("name") in replacement_names():
         said |= {"attention": said["method"], "method": {}}
     if calibration is not None:
         source = isinstance(calibration, str | Path)
@@ -341,14 +341,14 @@ def _conversion(
 def _section(said: dict[str, Any], structure: str | None, name: str) -> str | None:
     """Where a keyword belongs to: the method, the attention, or None for the conversion."""
     method, attention = said["method"].get("name"), said["attention"].get("name")
-    chosen = [spec for spec in MECHANISMS if {method, attention} & {*spec.names()}]
+    chosen = [spec for spec in REPLACEMENTS if {method, attention} & {*spec.names()}]
     if name == "seed":
         return "calibration"
     if name in Convert.model_fields:
         return None
-    if name in next(iter(chosen), MechanismSpec).model_fields:
+    if name in next(iter(chosen), ReplacementSpec).model_fields:
         return "attention"
-    for section, specs in (("method", METHODS), ("attention", MECHANISMS)):
+    for section, specs in (("method", METHODS), ("attention", REPLACEMENTS)):
         if any(name in spec.model_fields for spec in specs):
             return section
     own = next((spec for spec in METHODS if (structure or method or "lprod") in spec.names()), Spec)

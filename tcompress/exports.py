@@ -20,11 +20,11 @@ from tcompress.files import write_text
 from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.names import CARD, carry_files, companion_files, local_folder
+from tcompress.models.names import CARD, auxiliary_files, carry_files, local_folder
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
 from tcompress.structures.modules.linear import StructuredLinear
-from tcompress.structures.modules.shared import BankModule, bank_module
+from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 LARGEST_SHARD = "2GB"
 
@@ -47,7 +47,7 @@ def export_dense(
 
     Raises:
         ArtifactError: `folder` holds no converted model, or a damaged one.
-        InputError: `output` cannot be written, or the model has another attention mechanism.
+        InputError: `output` cannot be written, or the model has another attention replacement.
         FitError: A weight is not finite in the dtype that the layer is stored in.
         WriteError: What was written does not load, or computes something else.
     """
@@ -96,12 +96,14 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
     """
     names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
     owner = None if entry.input_of is None else _shared_input(artifact, names[entry.input_of])
-    banks = {bank: _bank(artifact, names[name], bank) for bank, name in entry.bank_of.items()}
+    factors = {
+        bank: _factors_of(artifact, names[name], bank) for bank, name in entry.bank_of.items()
+    }
     own = _tensors(artifact, entry)
     dtype = next(iter(own.values())).dtype
     weights = []
     for index in range(entry.copies):
-        layer = _layer(entry, input_of=owner, banks=banks)
+        layer = _layer(entry, input_of=owner, factors=factors)
         # What all experts share has a dot in its name.
         stacked = {n: t if entry.experts is None or "." in n else t[index] for n, t in own.items()}
         _assign(layer, stacked)
@@ -128,10 +130,10 @@ def _shared_input(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
     return layer
 
 
-def _bank(artifact: Artifact, entry: LayerPlan, name: str) -> BankModule:
+def _factors_of(artifact: Artifact, entry: LayerPlan, name: str) -> FactorsModule:
     """Builds the shared factors that a layer stores."""
-    module = BankModule(entry.own_banks[name], torch.float64, "meta")
-    prefix = f"{bank_module(name)}."
+    module = FactorsModule(entry.own_factors[name], torch.float64, "meta")
+    prefix = f"{factors_module(name)}."
     wanted = {prefix + key for key in module()}
     found = _tensors(artifact, entry, wanted)
     exact = {key.removeprefix(prefix): tensor.double() for key, tensor in found.items()}
@@ -192,7 +194,7 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
 
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-    names = companion_files(artifact.folder, with_code=bool(artifact.config.get("auto_map")))
+    names = auxiliary_files(artifact.folder, with_code=bool(artifact.config.get("auto_map")))
     carry_files(artifact.folder, names, folder)
     write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
@@ -229,7 +231,7 @@ def _has_own_code(config: Mapping[str, Any]) -> bool:
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:
-    """Tells by its config whether a plain model loads without tcompress: our own hosts do not."""
+    """Tells by its config whether a plain model loads without tcompress: our own models do not."""
     return not str(config.get("model_type")).startswith("tcompress_")
 
 
@@ -245,7 +247,7 @@ def _card(artifact: Artifact) -> str:
             base, origin = f"base_model: {source}\n", f"`{source}`"
     needs, first = "Transformers", ""
     if not stands_alone(artifact.config):
-        needs, first = "tcompress' own host", "import tcompress\n"
+        needs, first = "tcompress' own model", "import tcompress\n"
     return f"""---
 library_name: transformers
 {base}tags:

@@ -249,14 +249,14 @@ def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
     from tcompress.planning.planner import make_plan
-    from tcompress.roles import anatomy_of
+    from tcompress.roles import find_roles
     from tcompress.structures.lowrank import LowRankSpec
 
     model = source.meta_model()
-    anatomy = anatomy_of(model)
+    roles = find_roles(model)
     layers: list[LayerFacts] = []
-    left: Sequence[Any] = anatomy.refused
-    warnings = (*source.notes, *anatomy.warnings)
+    left: Sequence[Any] = roles.refused
+    warnings = (*source.notes, *roles.warnings)
     # What even the smallest structure is refused for, every method is refused for.
     smallest = Convert(method=LowRankSpec(rank=1), calibration=Calibration(source="none"))
     try:
@@ -271,7 +271,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
     return Inspection(
         model=name,
         model_class=source.model_class.__name__,
-        family=anatomy.family,
+        family=roles.family,
         converted=False,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         blocks=tuple(dict.fromkeys(layer.block for layer in layers)),

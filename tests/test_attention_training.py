@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 import tcompress
 from tcompress.api import evaluate
 from tcompress.artifact.reader import Artifact
-from tcompress.attention.module import CHILD, GuardedLinear, MechanismModule
+from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule
 from tcompress.cli.convert import default_output
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, PlanError, RecipeError
@@ -23,12 +23,12 @@ from tcompress.models.store import WeightStore
 from tcompress.options import Convert, parse_recipe
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tcompress.training.objectives import Observer
 from tests.support.cli import run
 from tests.support.evaluation import one_thread, pairs_file
-from tests.support.hosts import HOSTS, MECHANISMS
 from tests.support.model_folders import model_folder
+from tests.support.own_models import HOSTS, REPLACEMENTS
 from tests.support.tiny import TinyModel
 from tests.support.training import (
     batch_of,
@@ -67,11 +67,11 @@ def _data(family: str, folder: Path) -> dict[str, Any]:
 def test_a_step_of_healing_trains_the_mechanism(
     family: str, name: str, method: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    folder = small(family, tmp_path, method=method, attention=MECHANISMS[name])
+    folder = small(family, tmp_path, method=method, attention=REPLACEMENTS[name])
     data = _data(family, tmp_path)
     losses = losses_of(folder, data=data)
     assert 0 < losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
-    own = [m for m in losses.setup.model.modules() if isinstance(m, MechanismModule)]
+    own = [m for m in losses.setup.model.modules() if isinstance(m, ReplacementModule)]
     assert len(own) == 2
     for module in own:
         found = gradients(module)
@@ -97,7 +97,7 @@ def after_parameters(kind: Any, folder: Path) -> int:
 
 
 def test_only_what_is_new_can_be_trained(tmp_path: Path) -> None:
-    folder = small("bert", tmp_path, method=None, attention=MECHANISMS["tsa"])
+    folder = small("bert", tmp_path, method=None, attention=REPLACEMENTS["tsa"])
     losses = losses_of(folder, data=texts(tmp_path), train="rewritten")
     chosen = [name for name, p in losses.setup.model.named_parameters() if p.requires_grad]
     assert len(chosen) == 4
@@ -105,17 +105,17 @@ def test_only_what_is_new_can_be_trained(tmp_path: Path) -> None:
 
 
 def test_relations_leave_dropped_queries_out(tmp_path: Path) -> None:
-    folder = small("bert", tmp_path, method=None, attention=MECHANISMS["tga"])
+    folder = small("bert", tmp_path, method=None, attention=REPLACEMENTS["tga"])
     losses = losses_of(folder, data=texts(tmp_path), objectives={"attention": 1.0})
     assert 0 <= losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
     model = losses.setup.model
-    observer = Observer(model, anatomy_of(HOSTS["bert"].build()), projections=True)
+    observer = Observer(model, find_roles(HOSTS["bert"].build()), projections=True)
     seen = observer.run(HOSTS["bert"].inputs(batch=2, length=8, seed=0))
     assert set(seen.projections) == {"k", "v"}
 
 
 def test_a_model_with_another_attention_is_timed(tmp_path: Path) -> None:
-    folder = small("bert", tmp_path, method=None, attention=MECHANISMS["tam"])
+    folder = small("bert", tmp_path, method=None, attention=REPLACEMENTS["tam"])
     done = run(
         "bench", folder, "--against", tmp_path / "bert", "--batch", 1, "--length", 8,
         "--repeats", 1, "--json",
@@ -280,7 +280,7 @@ def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
     assert done.lines[0] == "vit-hot-lprod-p2"
     assert any("kronecker 4x4 in 2 blocks" in line for line in done.lines)
     model = transformers.AutoModelForImageClassification.from_pretrained("vit-hot-lprod-p2")
-    assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
+    assert sum(isinstance(module, ReplacementModule) for module in model.modules()) == 2
     report = run("report", "vit-hot-lprod-p2", "--json").document
     assert "attention" in str(report)
     seen = run("inspect", "vit-hot-lprod-p2")
@@ -296,7 +296,7 @@ def test_embeddings_are_rewritten_beside(tmp_path: Path) -> None:
     done = run("convert", bert, *options, "--calib", "none", "-o", "both")
     assert done.code == 0, done.err
     model = transformers.AutoModel.from_pretrained("both")
-    assert sum(isinstance(module, MechanismModule) for module in model.modules()) == 2
+    assert sum(isinstance(module, ReplacementModule) for module in model.modules()) == 2
     assert not any(isinstance(module, GuardedLinear) for module in model.modules())
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.decision import STOP, alone_on, try_out
-from tcompress.conversion.output_sampler import probe_of
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -136,9 +136,9 @@ def test_what_is_taken_changes_the_output_least(
     assert set(facts.tried) >= {"auto", "lprod", "tt", "tucker"}
     assert facts.tried[facts.taken] <= 1.02 * min(facts.tried.values())
     dense, model = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, done.folder))
-    probe = probe_of(SourceModel.open(str(folder)))
+    sampler = sampler_of(SourceModel.open(str(folder)))
     told = facts.tried[facts.taken]
-    assert told == pytest.approx(change_of(dense, model, drawn(LLAMA), probe), rel=1e-3)
+    assert told == pytest.approx(change_of(dense, model, drawn(LLAMA), sampler), rel=1e-3)
     assert not list(done.folder.parent.glob(".*"))
     report = run("report", done.folder)
     for text in ("change of output, as predicted", "change of output, lprod alone", "taken"):

@@ -16,13 +16,13 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import first_tensor, token_rows
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.data.inputs import MEAN
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
-from tcompress.roles import Anatomy, anatomy_of
+from tcompress.roles import Roles, find_roles
 from tests.support.conversions import threads
 from tests.support.tiny import TINY, build
 
@@ -36,25 +36,25 @@ def _nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _walk(
-    folder: Path, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
+    folder: Path, batches: Sequence[Mapping[str, Tensor]], sampler: OutputSampler
 ) -> dict[str, Sensitivity]:
     source = SourceModel.open(str(folder))
-    anatomy = anatomy_of(source.meta_model())
+    roles = find_roles(source.meta_model())
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    walk = BackwardWalk(source, anatomy, batches, probe, scratch, CPU)
+    walk = BackwardWalk(source, roles, batches, sampler, scratch, CPU)
     found = {name: worth for _, layers in walk.run() for name, worth in layers.items()}
     assert not list(scratch.iterdir())
     return found
 
 
 def _plain(
-    model: nn.Module, anatomy: Anatomy, batches: Sequence[Mapping[str, Tensor]], probe: OutputProbe
+    model: nn.Module, roles: Roles, batches: Sequence[Mapping[str, Tensor]], sampler: OutputSampler
 ) -> dict[str, Sensitivity]:
     """The same from one backward pass through the whole model."""
     found: dict[str, Sensitivity] = {}
     seen: list[tuple[Any, Tensor, Tensor]] = []
-    for layer in anatomy.layers:
+    for layer in roles.layers:
         if layer.kind == "experts":
             continue
         width = sum(part.size for part in layer.parts)
@@ -65,10 +65,10 @@ def _plain(
             seen.append((layer, first_tensor(*args, **kwargs).detach(), output))
 
         model.get_submodule(layer.name).register_forward_hook(keep, with_kwargs=True)
-    block_of = {layer.name: block.name for block in anatomy.blocks for layer in block.layers}
+    block_of = {layer.name: block.name for block in roles.blocks for layer in block.layers}
     for batch in batches:
         seen.clear()
-        tensors, gradients = zip(*probe(model(**batch), batch), strict=True)
+        tensors, gradients = zip(*sampler(model(**batch), batch), strict=True)
         torch.autograd.backward(tensors, gradients)
         for layer, x, own in seen:
             rows, mask = token_rows(x, batch, block_of[layer.name], layer.role)
@@ -91,9 +91,9 @@ def test_block_by_block_equals_a_plain_backward_pass(family: str, tmp_path: Path
     model.save_pretrained(tmp_path)
     batches = [TINY[family].inputs(3, 8, seed) for seed in (0, 1)]
     before = threads()
-    found = _walk(tmp_path, batches, OutputProbe(MEAN, seed=5))
+    found = _walk(tmp_path, batches, OutputSampler(MEAN, seed=5))
     assert threads() == before
-    wanted = _plain(model, anatomy_of(model), batches, OutputProbe(MEAN, seed=5))
+    wanted = _plain(model, find_roles(model), batches, OutputSampler(MEAN, seed=5))
     assert set(found) == set(wanted)
     assert sum(worth.rows > 0 for worth in found.values()) > len(found) // 2
     for name, worth in wanted.items():
@@ -120,7 +120,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
         assert _distance(found[1][name].moment(centred=False), worth.moment(centred=False)) < 1e-5
 
 
-class _Fixed(OutputProbe):
+class _Fixed(OutputSampler):
     """The same gradients for the tokens that are there, however long texts are."""
 
     def _outcome(self, scores: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class _Fixed(OutputProbe):
 def test_not_finite_gradients_name_the_layer(tmp_path: Path) -> None:
     _save("bert", tmp_path)
 
-    class Broken(OutputProbe):
+    class Broken(OutputSampler):
         def _outcome(self, scores: Tensor) -> Tensor:
             return torch.full_like(scores, torch.nan)
 
@@ -146,7 +146,7 @@ def test_outcomes_have_the_moment_of_fisher() -> None:
     """E[g g^T] = diag(p) - p p^T for outcomes drawn from p."""
     scores = torch.tensor([[1.0, 0.0, -1.0]]).expand(40_000, 3)
     output = SequenceClassifierOutput(logits=scores)  # type: ignore[arg-type]
-    ((found, gradient),) = OutputProbe(None)(output, {})
+    ((found, gradient),) = OutputSampler(None)(output, {})
     assert found is scores
     chances = scores[0].softmax(0)
     wanted = torch.diag(chances) - torch.outer(chances, chances)
@@ -158,7 +158,7 @@ def test_padded_tokens_predict_nothing() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     for last in (1, 7):
         output = SequenceClassifierOutput(logits=torch.randn(2, 3, last))  # type: ignore[arg-type]
-        ((_, gradient),) = OutputProbe(None)(output, {"attention_mask": mask})
+        ((_, gradient),) = OutputSampler(None)(output, {"attention_mask": mask})
         assert bool((gradient.abs().sum(-1) > 0).equal(mask.bool()))
 
 
@@ -167,39 +167,39 @@ def test_as_many_classes_as_tokens_are_still_classes() -> None:
     mask, scores = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3)
     batch = {"attention_mask": mask}
     classes = SequenceClassifierOutput(logits=scores)  # type: ignore[arg-type]
-    several = OutputProbe(None, independent=True)
-    for probe in (OutputProbe(None), several):
-        assert bool((probe(classes, batch)[0][1] != 0).all())
+    several = OutputSampler(None, independent=True)
+    for sampler in (OutputSampler(None), several):
+        assert bool((sampler(classes, batch)[0][1] != 0).all())
         moved = SequenceClassifierOutput(logits=scores + mask.logical_not())  # type: ignore[arg-type]
-        assert probe.change(classes, moved, batch) > 0.1
-    embeddings = OutputProbe(MEAN)
+        assert sampler.change(classes, moved, batch) > 0.1
+    embeddings = OutputSampler(MEAN)
     states = BaseModelOutput(last_hidden_state=torch.randn(2, 3, 3))  # type: ignore[arg-type]
     assert bool((embeddings(states, batch)[0][1] != 0).all())
     span = QuestionAnsweringModelOutput(start_logits=scores, end_logits=scores)  # type: ignore[arg-type]
-    for _, gradient in OutputProbe(None)(span, batch):
+    for _, gradient in OutputSampler(None)(span, batch):
         assert bool((gradient != 0).equal(mask.bool()))
-    ((_, gradient),) = OutputProbe(None, independent=True, per_token=True)(classes, batch)
+    ((_, gradient),) = OutputSampler(None, independent=True, per_token=True)(classes, batch)
     assert bool((gradient != 0).equal(mask.bool()))
 
 
 def test_embeddings_are_pooled_where_a_model_makes_them() -> None:
     states, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
     output = BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
-    ((embedding, gradient),) = OutputProbe(MEAN)(output, {"attention_mask": mask})
+    ((embedding, gradient),) = OutputSampler(MEAN)(output, {"attention_mask": mask})
     assert_close(embedding, MEAN(states, mask))
     assert gradient.shape == (2, 4)
-    ((found, gradient),) = OutputProbe(None)(output, {"attention_mask": mask})
+    ((found, gradient),) = OutputSampler(None)(output, {"attention_mask": mask})
     assert found is states
     assert bool((gradient.abs().sum(-1) > 0).equal(mask.bool()))
 
 
 def test_draws_follow_the_seed() -> None:
     output = BaseModelOutput(last_hidden_state=torch.randn(2, 3, 4))  # type: ignore[arg-type]
-    draws = [OutputProbe(None, seed)(output, {})[0][1] for seed in (0, 0, 1)]
+    draws = [OutputSampler(None, seed)(output, {})[0][1] for seed in (0, 0, 1)]
     assert draws[0].equal(draws[1])
     assert not draws[0].equal(draws[2])
 
 
 def test_an_output_of_neither_scores_nor_states_is_refused() -> None:
     with pytest.raises(DataError, match="has no scores and no states"):
-        OutputProbe(None)(BaseModelOutput(), {})
+        OutputSampler(None)(BaseModelOutput(), {})

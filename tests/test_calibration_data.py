@@ -18,8 +18,8 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench, Calibration, TrainingData
 from tcompress.training.training_data import load_data
 from tests.support.grids import grid_folder, series_file, volume_file
-from tests.support.hosts import VIDEOMAE
 from tests.support.model_folders import WORDS, model_folder, save_tokenizer, sentences, text_file
+from tests.support.own_models import VIDEOMAE
 from tests.support.tiers import tiered
 from tests.support.tiny import FRAMES, MELS, SERIES, TINY, VOCAB, VOLUME
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import tcompress
-from tcompress.attention import mechanisms
+from tcompress.attention import replacements
 from tcompress.cli.flags import offers
 from tcompress.evaluation.measuring import TASKS
 from tcompress.options import Convert, Evaluate, complete, recipe_names
 from tcompress.options.fields import typed_fields, words_of
-from tcompress.options.method_options import MECHANISMS
+from tcompress.options.method_options import REPLACEMENTS
 from tests.support.cli import run
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "click")
@@ -81,7 +81,7 @@ def test_module_runs_as_a_program() -> None:
 
 
 def test_the_registries_are_those_of_the_options() -> None:
-    assert tuple(item.spec for item in mechanisms()) == MECHANISMS
+    assert tuple(item.spec for item in replacements()) == REPLACEMENTS
     assert set(words_of(Evaluate.model_fields["task"].annotation)) == set(TASKS)
     flags = [item.name for item in typed_fields(Convert)]
     assert len(flags) == len({*flags})

@@ -210,19 +210,19 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     """Whatever a conversion keeps is written whole; what is damaged all the same is done again."""
     place = FitWorkplace(tmp_path / "out", "x")
     place.keep_change(0.5)
-    place.keep_banks({("a", "b"): {"c": torch.ones(2)}})
+    place.keep_factors({("a", "b"): {"c": torch.ones(2)}})
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     place.keep_curvature("block", {"q": torch.ones(2, 2)})
     place.keep_inputs("block", {"q": torch.ones(2, 2)})
     assert place.change() == 0.5
     assert place.answers() is not None
-    assert place.banks() is not None
+    assert place.factors() is not None
     (place.folder / "curvature" / "block.safetensors").write_bytes(b"cut off")
     assert place.answers() is None  # it rests on them
     for path in place.folder.rglob("*"):
         if path.is_file() and path.name != "lock":
             path.write_bytes(b"\xff{")
-    assert (place.change(), place.answers(), place.banks()) == (None,) * 3
+    assert (place.change(), place.answers(), place.factors()) == (None,) * 3
     assert (place.depth(), place.block("block")) == (None, None)
     assert place.curvature("block") == place.inputs("block") == {}
 

@@ -24,7 +24,7 @@ from tcompress.planning.depth import plan_depth, spread, stacks_of
 from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tests.support.conversions import calibration, densified, distance, outputs, structured
 from tests.support.depth import deep, drawn, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
@@ -58,7 +58,7 @@ def _asked(source: SourceModel, path: str, kept: tuple[int, ...]) -> Any:
 
 
 def _stacks(source: SourceModel) -> tuple[StackPlan, ...]:
-    return stacks_of(anatomy_of(source.meta_model()))
+    return stacks_of(find_roles(source.meta_model()))
 
 
 def _assert_left(
@@ -205,9 +205,9 @@ def _without_effect(model: nn.Module, index: int) -> None:
 
 
 def _block_losses(source: Any, data: Any, gone: Any = frozenset()) -> tuple[Any, ...]:
-    anatomy = anatomy_of(source.meta_model())
-    left = [block.name for block in anatomy.blocks if block.name not in gone]
-    return DepthWalk(source, anatomy, data, torch.device("cpu")).losses(left, gone)
+    roles = find_roles(source.meta_model())
+    left = [block.name for block in roles.blocks if block.name not in gone]
+    return DepthWalk(source, roles, data, torch.device("cpu")).losses(left, gone)
 
 
 def test_losses_are_those_of_models_without_the_block(tmp_path: Path) -> None:

@@ -296,6 +296,6 @@ def test_both_stacks_of_a_teacher(tmp_path: Path) -> None:
     keep = {"encoder": [0, 3], "decoder": [0, 1]}
     plan = tcompress.plan(source, keep_layers=keep, calibration="none")
     assert plan.depth is not None
-    assert plan.depth.stands_for == (0, 3, 4, 7)
+    assert plan.depth.target_blocks == (0, 3, 4, 7)
     assert plan.depth.which == "encoder 0, 3; decoder 0, 1"
     assert (plan.depth.kept, plan.depth.blocks) == (4, 8)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.output_sampler import probe_of
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
@@ -78,8 +78,8 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     depth = done.manifest.plan.depth
     told = depth.weighed[depth.blocks - depth.kept]
     model = AutoModelForCausalLM.from_pretrained(done.folder)
-    probe = probe_of(SourceModel.open(str(tmp_path / "dense")))
-    assert told == pytest.approx(change_of(dense, model, data, probe), rel=1e-3)
+    sampler = sampler_of(SourceModel.open(str(tmp_path / "dense")))
+    assert told == pytest.approx(change_of(dense, model, data, sampler), rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "modernbert", "qwen3_moe"])

@@ -15,7 +15,7 @@ import yaml
 
 import tcompress
 from tcompress.cli.main import program
-from tcompress.options import mechanism_names, method_names, recipe_names
+from tcompress.options import method_names, recipe_names, replacement_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -92,7 +92,7 @@ def test_commands_exist_with_their_options(path: Path) -> None:
         assert [name for name in given if name not in known] == [], words
         for option, value in pairwise(rest):
             if option == "--method":
-                assert value in (*method_names(), *mechanism_names()), words
+                assert value in (*method_names(), *replacement_names()), words
         recipes = [word for word in rest if word.startswith(FOLDERS)]
         assert [name for name in recipes if name not in recipe_names()] == [], words
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tcompress import exports as exporting
 from tcompress.conversion.blocks import SplitSums
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.sensitivity import BackwardWalk, input_moments
 from tcompress.data.calibration import CalibrationData
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tests.support.conversions import distance, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 
@@ -82,7 +82,7 @@ def test_all_but_what_chooses_is_rewritten(layout: str, made: Callable[[str], An
     dense, converted = made(layout)
     plan = converted.manifest.plan
     named = {item.name for item in plan.left}
-    blocks = {block.name for block in anatomy_of(dense).blocks}
+    blocks = {block.name for block in find_roles(dense).blocks}
     rewritten = {(entry.name, entry.parameter) for entry in plan.layers}
     assert len(rewritten) == len(plan.layers)
     total = sum(
@@ -194,17 +194,17 @@ def test_padding_is_no_row_of_listed_experts(
     dense.save_pretrained(tmp_path / "dense")
     (tmp_path / "scratch").mkdir()
     source, device = SourceModel.open(str(tmp_path / "dense")), torch.device("cpu")
-    anatomy = anatomy_of(source.meta_model())
-    names = [layer.name for layer in anatomy.layers if "expert_" in layer.name]
+    roles = find_roles(source.meta_model())
+    names = [layer.name for layer in roles.layers if "expert_" in layer.name]
     assert len(names) == 2 * 2 * dense.config.num_experts
     padded = [EXPERTS[layout].inputs(4, 12, seed) for seed in range(3)]
     alone = [text for batch in padded for text in _one_by_one(batch)]
     recipe = {"calibration": {"source": "builtin", "output_moments": False}, **SVD}
     rows, groups = [], []
     for batches, held in ((padded, 1), (alone, 4)):
-        read = input_moments(source, anatomy, names, batches, device)
+        read = input_moments(source, roles, names, batches, device)
         walk = BackwardWalk(
-            source, anatomy, batches, OutputProbe(None), tmp_path / "scratch", device
+            source, roles, batches, OutputSampler(None), tmp_path / "scratch", device
         )
         for walked in (read, walk.run()):
             found = {name: worth.rows for _, block in walked for name, worth in block.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tcompress.conversion import fit as fitting
-from tcompress.conversion.fit import FittedLayer, Judge, LayerMoments, fit_layers
+from tcompress.conversion.fit import EvaluationMoments, FittedLayer, LayerMoments, fit_layers
 from tcompress.errors import FitError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
@@ -360,8 +360,8 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
     options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
     entry = _plan([LOW], sizes)
     gram = Rows.drawn(seed=7).moments(centred=False).gram
-    judge = Judge(gram, curvature)
-    given = {"curvatures": {"b.q": curvature}, "judges": {"b.q": judge}, **options}
+    evaluation = EvaluationMoments(gram, curvature)
+    given = {"curvatures": {"b.q": curvature}, "evaluation_moments": {"b.q": evaluation}, **options}
     fused = fit_layers([entry], [weight], [moments], **given)[0]
     start, lost, whole = 0, list[Tensor](), list[Tensor]()
     for index, size in enumerate(sizes):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tcompress.conversion.converter import convert
-from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.sensitivity import BackwardWalk
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
@@ -217,10 +217,10 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
     source = SourceModel.open(str(tmp_path / "dense"))
     batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
     (tmp_path / "scratch").mkdir()
-    from tcompress.roles import anatomy_of
+    from tcompress.roles import find_roles
 
     walk = BackwardWalk(
-        source, anatomy_of(source.meta_model()), batches, OutputProbe(None), tmp_path / "scratch",
+        source, find_roles(source.meta_model()), batches, OutputSampler(None), tmp_path / "scratch",
         torch.device("cpu"),
     )  # fmt: skip
     held: list[int] = []
@@ -261,12 +261,12 @@ def test_a_change_of_the_output_is_never_below_zero(independent: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(3, 50, generator=generator)
     dense[0, 7] = -torch.inf  # ruled out
-    probe = OutputProbe(None, independent=independent)
-    assert probe.change(SimpleNamespace(logits=dense), SimpleNamespace(logits=dense), {}) == 0
+    sampler = OutputSampler(None, independent=independent)
+    assert sampler.change(SimpleNamespace(logits=dense), SimpleNamespace(logits=dense), {}) == 0
     moved = torch.randn(3, 50, generator=generator).double()
     for size in (1e-1, 1e-4, 1e-7):
         one = dense.double()
-        found = probe.change(
+        found = sampler.change(
             SimpleNamespace(logits=one), SimpleNamespace(logits=one + size * moved), {}
         )
         p = one.sigmoid() if independent else one.softmax(-1)
@@ -275,9 +275,9 @@ def test_a_change_of_the_output_is_never_below_zero(independent: bool) -> None:
         assert found == pytest.approx(size**2 * float(spread.sum()), rel=3 * size + 1e-6)
     for wrong in (torch.nan, torch.inf):
         with pytest.raises(FitError, match="holds NaN or infinity"):
-            probe(SimpleNamespace(logits=torch.full((1, 3), wrong)), {})
+            sampler(SimpleNamespace(logits=torch.full((1, 3), wrong)), {})
         with pytest.raises(FitError, match="holds NaN or infinity"):
-            probe.change(SimpleNamespace(logits=one), SimpleNamespace(logits=one * wrong), {})
+            sampler.change(SimpleNamespace(logits=one), SimpleNamespace(logits=one * wrong), {})
 
 
 def test_scores_that_are_a_yes_or_no_each() -> None:
@@ -286,17 +286,17 @@ def test_scores_that_are_a_yes_or_no_each() -> None:
     dense = torch.randn(2, 6, generator=generator)
     change = 1e-3 * torch.randn(2, 6, generator=generator)
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])}
-    probe = OutputProbe(None, independent=True, per_token=True)
+    sampler = OutputSampler(None, independent=True, per_token=True)
 
     class Output:
         def __init__(self, logits: torch.Tensor) -> None:
             self.logits = logits
 
-    moved = probe.change(Output(dense), Output(dense + change), batch)
+    moved = sampler.change(Output(dense), Output(dense + change), batch)
     chance = dense.sigmoid()
     wanted = (chance * (1 - chance) * change.square() * batch["attention_mask"]).sum()
     assert moved == pytest.approx(float(wanted), rel=0.05)
-    drawn = torch.stack([probe(Output(dense), batch)[0][1] for _ in range(4000)])
+    drawn = torch.stack([sampler(Output(dense), batch)[0][1] for _ in range(4000)])
     own = (drawn * change).sum(-1).square().mean(0).sum()
     assert float(own) == pytest.approx(float(wanted), rel=0.1)
     assert (drawn[:, 1, 2:] == 0).all()

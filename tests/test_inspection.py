@@ -16,7 +16,7 @@ from tcompress.models import SourceModel
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, few_steps, make
-from tests.support.hosts import Workshop
+from tests.support.own_models import Workshop
 from tests.support.scratch import config_folder
 from tests.support.tiny import TINY, build
 

@@ -31,11 +31,11 @@ KIND = structure("tucker")
 
 
 def layout_of(
-    inputs: int, outputs: int, peers: int = 0, budget: int | None = None, **options: Any
+    inputs: int, outputs: int, sharing_sites: int = 0, budget: int | None = None, **options: Any
 ) -> TuckerLayout:
     side = options.pop("side", "in")
     site = Site(inputs, outputs, side, role="q", block="layers.0", head=4)
-    site = replace(site, peers=(site,) * peers)
+    site = replace(site, sharing_sites=(site,) * sharing_sites)
     made: TuckerLayout = KIND.layout(TuckerSpec(**options), site, budget)
     return made
 
@@ -67,12 +67,12 @@ def test_a_budget_is_spent_and_not_exceeded(budget: int) -> None:
 @pytest.mark.parametrize("share", ["heads", "layers", "model"])
 @pytest.mark.parametrize("target", [0.1, 0.25, 0.6])
 def test_a_bank_and_what_uses_it_fill_a_budget(share: str, target: float) -> None:
-    peers, dense = 6, 64 * 192
-    layout = layout_of(64, 192, peers, int(target * dense), share=share)
+    sharing_sites, dense = 6, 64 * 192
+    layout = layout_of(64, 192, sharing_sites, int(target * dense), share=share)
     bank = sum(torch.Size(shape).numel() for shape in KIND.shared(layout).shapes.values())
-    total = bank + peers * parameters(layout)
-    assert 0.75 * target * dense * peers < total <= target * dense * peers
-    assert KIND.shared(layout).share == pytest.approx(1 / peers)
+    total = bank + sharing_sites * parameters(layout)
+    assert 0.75 * target * dense * sharing_sites < total <= target * dense * sharing_sites
+    assert KIND.shared(layout).share == pytest.approx(1 / sharing_sites)
 
 
 def test_cores_fill_what_given_ranks_leave() -> None:
@@ -131,12 +131,12 @@ def missed(targets: list[Target], fitted: list[Target], layouts: list[TuckerLayo
     """The loss on some moments of what was fitted to others."""
     bank = KIND.fit_shared(fitted, layouts)
     total = 0.0
-    for judge, target, layout in zip(targets, fitted, layouts, strict=True):
+    for evaluation, target, layout in zip(targets, fitted, layouts, strict=True):
         own = KIND.fit(replace(target, bank=bank), layout)
-        gap = judge.weight - KIND.dense({**own, **bank}, layout)
-        seen = gap if judge.curvature is None else judge.curvature @ gap
-        scale = judge.scale if judge.curvature is None else 1.0
-        total += float((seen @ judge.full_gram()).mul(gap).sum()) / scale
+        gap = evaluation.weight - KIND.dense({**own, **bank}, layout)
+        seen = gap if evaluation.curvature is None else evaluation.curvature @ gap
+        scale = evaluation.scale if evaluation.curvature is None else 1.0
+        total += float((seen @ evaluation.full_gram()).mul(gap).sum()) / scale
     return total
 
 
@@ -200,7 +200,7 @@ def users(plan: Plan) -> dict[str, list[str]]:
     """Short names of the layers by the owner of the bank that they use."""
     found: dict[str, list[str]] = {}
     for entry in plan.layers:
-        if entry.own_banks or entry.bank_of:
+        if entry.own_factors or entry.bank_of:
             (owner,) = entry.bank_of.values() or (entry.name,)
             found.setdefault(owner, []).append(entry.role)
     return found
@@ -225,7 +225,7 @@ def test_feed_forward_weights_of_shared_heads_stand_alone(bert: SourceModel) -> 
 
 def test_a_bank_is_counted_once(bert: SourceModel) -> None:
     plan = planned(bert, "model")
-    (bank,) = [layout for entry in plan.layers for layout in entry.own_banks.values()]
+    (bank,) = [layout for entry in plan.layers for layout in entry.own_factors.values()]
     left, right = bank.ranks
     size = bank.cores * (left * right) + 32 * (left + right) + bank.blocks * bank.cores
     assert plan.structured_rewritten == size
@@ -240,7 +240,7 @@ def test_a_bank_is_counted_once(bert: SourceModel) -> None:
 
 def test_layers_that_are_kept_pay_for_no_bank(bert: SourceModel) -> None:
     plan = planned(bert, "layers", keep=["re:layer.0.*query"])
-    assert [entry.role for entry in plan.layers if not entry.own_banks and not entry.bank_of] == [
+    assert [entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of] == [
         "q"  # the only one left of its role
     ]
     rows = planned(bert, "layers", layers=[{"match": "q", "target": 0.2}])
@@ -261,7 +261,7 @@ def test_what_does_not_fit_a_block_stands_alone(tmp_path: Path) -> None:
     """Keys and values that heads share are narrower than the model."""
     build("llama").save_pretrained(tmp_path)
     plan = planned(SourceModel.open(str(tmp_path)), "model")
-    alone = {entry.role for entry in plan.layers if not entry.own_banks and not entry.bank_of}
+    alone = {entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of}
     assert {"k", "v"} <= alone
     assert "q" not in alone
 
@@ -270,8 +270,11 @@ def test_predicted_loss_sizes_weights_that_share_nothing_only() -> None:
     def made(**method: Any) -> Convert:
         return Convert.model_validate({"method": {"name": "tucker", **method}, "target": 0.3})
 
-    assert (made().by_loss, made().surveys) == (True, True)
-    assert (made(share="layers").by_loss, made(share="layers").surveys) == (False, True)
+    assert (made().by_loss, made().measures_sensitivity) == (True, True)
+    assert (made(share="layers").by_loss, made(share="layers").measures_sensitivity) == (
+        False,
+        True,
+    )
 
 
 # ---------------------------------------------------------------- the published arrangement
@@ -291,7 +294,7 @@ def test_the_arrangement_of_bert_base(tmp_path: Path) -> None:
     assert plan.structured_rewritten == 11_217_024
     assert plan.structured_rewritten == 72 * 384 * 384 + 2 * 768 * 384 + 144 * 72
     assert plan.dense_rewritten == 144 * 768 * 768
-    assert sum(len(entry.own_banks) for entry in plan.layers) == 1
+    assert sum(len(entry.own_factors) for entry in plan.layers) == 1
 
 
 def _on_paper(model: torch.nn.Module, folder: Path) -> SourceModel:

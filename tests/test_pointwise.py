@@ -20,7 +20,7 @@ from tcompress import api
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.options import Convert
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tcompress.roles.projections import is_pointwise
 from tcompress.structures.modules.linear import PointwiseConvolution, channels_last
 
@@ -94,7 +94,7 @@ def test_kernels_in_groups_stay_dense() -> None:
     stage = _Stage()
     stage.wide = nn.Conv2d(8, 16, 1, groups=2)
     model = nn.Sequential(stage, _Stage())
-    refused = {item.name: item.reason for item in anatomy_of(model).refused}
+    refused = {item.name: item.reason for item in find_roles(model).refused}
     assert refused == {"0.wide": "it is a convolution in groups"}
 
 

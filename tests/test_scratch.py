@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact
-from tcompress.attention.module import MechanismModule
+from tcompress.attention.module import ReplacementModule
 from tcompress.conversion.start import generator_of, scaled
 from tcompress.errors import SourceError
 from tcompress.models import SourceModel
@@ -209,14 +209,14 @@ def test_tam_begins_with_semantics_at_work(tmp_path: Path) -> None:
     made = scratch(tmp_path / "made", attention={"name": "tam", "memory": "gru"})
     model = AutoModelForSequenceClassification.from_pretrained(made.folder)
     for module in model.modules():
-        if isinstance(module, MechanismModule):
+        if isinstance(module, ReplacementModule):
             spread = module.layout.head_dim**-0.5
             assert float(module.semantic_weight.detach().std()) == pytest.approx(spread, rel=0.2)
             assert not module.semantic_bias.any()
             assert bool((module.context_gate == 1).all())
 
 
-MECHANISMS = (
+REPLACEMENTS = (
     {"name": "tga"},
     {"name": "tsa", "filter_order": 3},
     {"name": "hot", "fold": 4},
@@ -227,14 +227,14 @@ MECHANISMS = (
 """All but multilinear attention: products of three small numbers are as small as its paper has."""
 
 
-@pytest.mark.parametrize("attention", MECHANISMS, ids=str)
+@pytest.mark.parametrize("attention", REPLACEMENTS, ids=str)
 def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path: Path) -> None:
     """No more than values have, and not next to nothing; softmax attention averages too."""
     made = scratch(tmp_path / "made", attention=attention)
     model = AutoModelForSequenceClassification.from_pretrained(made.folder)
     ratios: list[float] = []
     for module in model.modules():
-        if isinstance(module, MechanismModule):
+        if isinstance(module, ReplacementModule):
             module.register_forward_hook(
                 lambda _, args, mixed: ratios.append(_size(mixed) / _size(args[2]))
             )

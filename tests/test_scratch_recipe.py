@@ -64,7 +64,7 @@ def test_without_a_word_on_data_there_is_none() -> None:
     convert = Convert.model_validate({"init": "random", "method": LPROD, "target": 0.5})
     assert convert.calibration.source == "none"
     assert not convert.by_loss
-    assert not convert.surveys
+    assert not convert.measures_sensitivity
 
 
 # ------------------------------------------------------------- configurations
@@ -77,7 +77,7 @@ def test_the_architecture_becomes_a_model_with_its_tokenizer() -> None:
     assert (source.config.vocab_size, source.config.num_labels) == (300, 4)
     assert (source.config.pad_token_id, source.config.bos_token_id) == (0, 900)
     assert len(AutoTokenizer.from_pretrained(source.folder)) == 300
-    assert {str(path) for path in source.companion_files()} >= {"tokenizer.json"}
+    assert {str(path) for path in source.auxiliary_files()} >= {"tokenizer.json"}
     settings = json.loads((source.folder / "config.json").read_text())
     assert settings["architectures"] == ["BertForSequenceClassification"]
 

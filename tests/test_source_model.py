@@ -15,7 +15,7 @@ from transformers import dynamic_module_utils
 
 from tcompress.errors import SourceError, check_counts
 from tcompress.models import SourceModel
-from tcompress.models.names import companion_files, stray_links
+from tcompress.models.names import auxiliary_files, stray_links
 from tests.support.checkpoints import save
 from tests.support.tiny import build
 
@@ -118,7 +118,7 @@ def test_companions_are_listed_and_the_rest_is_not(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         if name != "modules.json":
             (folder / name).touch()
-    found = [path.as_posix() for path in SourceModel.open(str(folder)).companion_files()]
+    found = [path.as_posix() for path in SourceModel.open(str(folder)).auxiliary_files()]
     assert found == sorted(found, key=Path)
     assert set(found) == set(carried)
 
@@ -128,12 +128,12 @@ def test_modules_outside_the_folder_are_refused(name: str, folder: Path, tmp_pat
     (folder / "linked").symlink_to(tmp_path)
     (folder / "modules.json").write_text(json.dumps([{"path": name}]))
     with pytest.raises(SourceError, match=f"names `{name}`, outside the folder"):
-        SourceModel.open(str(folder)).companion_files()
+        SourceModel.open(str(folder)).auxiliary_files()
 
 
 def test_a_module_that_is_the_model_itself_brings_no_weights(folder: Path) -> None:
     (folder / "modules.json").write_text('[{"path": "."}, {"path": ""}]')
-    found = SourceModel.open(str(folder)).companion_files()
+    found = SourceModel.open(str(folder)).auxiliary_files()
     assert [path.name for path in found] == ["modules.json"]
 
 
@@ -149,7 +149,7 @@ def test_links_out_of_the_folder_are_not_followed(folder: Path, tmp_path: Path) 
     (folder / "1_Pooling" / "config.json").symlink_to(secret / "shadow")
     (folder / "merges.txt").touch()
     (folder / "vocab.txt").symlink_to("merges.txt")
-    found = SourceModel.open(str(folder)).companion_files()
+    found = SourceModel.open(str(folder)).auxiliary_files()
     assert [str(path) for path in found] == ["merges.txt", "modules.json", "vocab.txt"]
     assert stray_links(folder) == ["1_Pooling/config.json", "LICENSE"]
 
@@ -190,7 +190,7 @@ def test_snapshots_of_every_form_carry_their_files(
         blob.symlink_to(os.path.relpath(store / "abc", blob.parent))
         (cache / "blobs" / "odd").symlink_to("/etc/passwd")
         (model / "vocab.txt").symlink_to(cache / "blobs" / "odd")
-    found = [str(path) for path in companion_files(model)]
+    found = [str(path) for path in auxiliary_files(model)]
     assert found == ["1_Pooling/config.json", "modules.json", "tokenizer.json"]
     assert set(stray_links(model)) - {"vocab.txt"} == {"LICENSE", "merges.txt"}
 
@@ -206,14 +206,14 @@ def test_a_folder_of_links_into_the_hub_cache(known_by: str, folder: Path, tmp_p
     (tmp_path / "blobs").mkdir()
     _linked(folder, ("merges.txt",), tmp_path / "blobs")
     (folder / "LICENSE").symlink_to("/etc/passwd")
-    assert [str(path) for path in companion_files(folder)] == ["tokenizer.json"]
+    assert [str(path) for path in auxiliary_files(folder)] == ["tokenizer.json"]
     assert stray_links(folder) == ["LICENSE", "merges.txt", "vocab.txt"]
 
 
 def test_a_module_list_of_another_form_is_refused(folder: Path) -> None:
     (folder / "modules.json").write_text('{"a": 1}')
     with pytest.raises(SourceError, match="is no list of sentence-transformers modules"):
-        SourceModel.open(str(folder)).companion_files()
+        SourceModel.open(str(folder)).auxiliary_files()
 
 
 def test_a_folder_without_config_lists_what_is_there(folder: Path) -> None:
@@ -324,7 +324,7 @@ def test_code_of_a_model_that_transformers_knows_is_left_alone(folder: Path) -> 
     own_code(folder, "bert")
     model = SourceModel.open(str(folder))
     assert model.model_class is transformers.BertModel
-    assert "modeling_own.py" not in map(str, model.companion_files())
+    assert "modeling_own.py" not in map(str, model.auxiliary_files())
 
 
 def test_code_of_the_model_runs_if_allowed(
@@ -337,4 +337,4 @@ def test_code_of_the_model_runs_if_allowed(
     assert model.model_class.__name__ == "OwnModel"
     assert model.model_class is not transformers.BertModel
     assert (model.keymap.missing, model.keymap.unmatched) == ((), ())
-    assert "modeling_own.py" in map(str, model.companion_files())
+    assert "modeling_own.py" in map(str, model.auxiliary_files())

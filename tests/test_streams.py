@@ -25,7 +25,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tcompress.structures.modules.experts import StructuredExperts
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
 from tests.support.tiers import tiered
@@ -40,7 +40,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    return [block.name for block in anatomy_of(model).blocks]
+    return [block.name for block in find_roles(model).blocks]
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -263,12 +263,12 @@ def test_error_never_grows_with_capacity(ladder: list[Case], seed: int) -> None:
     weight = randn(first.outputs, first.inputs, seed=seed)
     moments = make_moments(first.inputs, 50, seed=seed + 1)
     measured = Moments.identity(first.inputs)
-    for data, judge in ((None, measured), (moments, moments)):
+    for data, evaluation in ((None, measured), (moments, moments)):
         errors = []
         for case in ladder:
             layout = case.layout()
             fitted = fitted_weight(layout, weight, data, random_operators(layout))
-            errors.append(judge.error(weight, fitted))
+            errors.append(evaluation.error(weight, fitted))
         assert all(b <= a + SLACK for a, b in pairwise(errors)), errors
 
 
@@ -311,13 +311,13 @@ def test_fit_is_an_optimum(case: Case, rows: int) -> None:
     operators = random_operators(layout)
     kind, bank = structure(layout.structure), random_bank(layout)
     tensors = kind.fit(target_of(weight, moments, bank, operators), layout)
-    judge = moments or Moments.identity(case.inputs)
-    best = judge.error(weight, dense_of(layout, {**tensors, **bank}, operators))
+    evaluation = moments or Moments.identity(case.inputs)
+    best = evaluation.error(weight, dense_of(layout, {**tensors, **bank}, operators))
     for draw in range(20):
         step = 10.0 ** -(1 + draw % 4)
         changed = {n: t + step * randn(*t.shape, seed=100 + draw) for n, t in tensors.items()}
         dense = dense_of(layout, {**changed, **bank}, operators)
-        assert best <= judge.error(weight, dense) + SLACK
+        assert best <= evaluation.error(weight, dense) + SLACK
 
 
 @every_case

@@ -131,7 +131,7 @@ def test_kept_weights_change_nothing(method: str, routing: str) -> None:
         assert keep_weights(experts) == 8 * EXPERTS * 3 * UNITS * WIDTH
         assert_close(experts(*call), wanted)
         for stack in experts.stacks.values():
-            weight = stack.kept_weight()
+            weight = stack.cached_weight()
             weight.zero_()
         assert not bool(experts(*call).any())  # they are what is applied
 

@@ -16,7 +16,7 @@ from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
-from tests.support.hosts import recipe_for
+from tests.support.own_models import recipe_for
 from tests.support.tiny import HORIZON, SERIES, VOLUME
 from tests.support.training import settings, train
 

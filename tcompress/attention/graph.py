@@ -11,9 +11,9 @@ from torch import Generator, Tensor
 from torch.nn.functional import logsigmoid
 
 from tcompress.attention.replacement import (
-    Host,
-    Mechanism,
-    MechanismLayout,
+    AttentionReplacement,
+    BaseAttention,
+    ReplacementLayout,
     Visible,
     past,
     register,
@@ -24,7 +24,7 @@ from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, Gra
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
-class GraphLayout(MechanismLayout):
+class GraphLayout(ReplacementLayout):
     """A filter of some order; without `weighted` all its coefficients are one."""
 
     mechanism: Literal["graph"] = "graph"
@@ -33,7 +33,7 @@ class GraphLayout(MechanismLayout):
     decay: float | None = None
 
 
-class Graph(Mechanism[GraphSpec, GraphLayout]):
+class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
     """A filter of the graph that keys span; there are no queries."""
 
     name = "graph"
@@ -49,8 +49,8 @@ class Graph(Mechanism[GraphSpec, GraphLayout]):
     windows = True
     pairwise = True
 
-    def arrange(self, spec: GraphSpec, host: Host) -> dict[str, Any]:
-        if host.window is not None and spec.filter_order > 2:
+    def arrange(self, spec: GraphSpec, base: BaseAttention) -> dict[str, Any]:
+        if base.window is not None and spec.filter_order > 2:
             raise Refusal("a filter of order above 2 reaches beyond the window of this attention")
         weighted = spec.name == "tsa"
         return {"filter_order": spec.filter_order, "weighted": weighted, "decay": spec.decay}

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tcompress.attention.replacement import (
-    Host,
-    Mechanism,
-    MechanismLayout,
+    AttentionReplacement,
+    BaseAttention,
+    ReplacementLayout,
     Visible,
     as_they_are,
     register,
@@ -27,7 +27,7 @@ from tcompress.options.method_options import Kernel, KroneckerSpec, Pool
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
-class KroneckerLayout(MechanismLayout):
+class KroneckerLayout(ReplacementLayout):
     """A grid behind some special tokens; its first axis is open where rows are folded."""
 
     mechanism: Literal["kronecker"] = "kronecker"
@@ -44,7 +44,7 @@ class KroneckerLayout(MechanismLayout):
         return self.grid or (-(-tokens // self.fold), self.fold)  # type: ignore[operator,return-value]
 
 
-class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
+class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     """One attention matrix per axis of a grid, from pooled queries and keys."""
 
     name = "kronecker"
@@ -53,30 +53,30 @@ class Kronecker(Mechanism[KroneckerSpec, KroneckerLayout]):
     spec = KroneckerSpec
     layout_type = KroneckerLayout
 
-    def arrange(self, spec: KroneckerSpec, host: Host) -> dict[str, Any]:
+    def arrange(self, spec: KroneckerSpec, base: BaseAttention) -> dict[str, Any]:
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
-        if spec.fold and host.grid:
-            there = " x ".join(map(str, host.grid))
+        if spec.fold and base.grid:
+            there = " x ".join(map(str, base.grid))
             raise Refusal(f"its tokens sit on a grid of {there} already: leave `fold` out")
-        grid = () if spec.fold else spec.grid or host.grid
+        grid = () if spec.fold else spec.grid or base.grid
         if not grid and not spec.fold:
             raise Refusal(
                 "its tokens sit on no grid that the config tells of: give `grid`, or for text "
                 "`fold`, the tokens in a row"
             )
-        special = 0 if spec.fold else host.special
-        if grid and host.tokens is not None and prod(grid) + special != host.tokens:
+        special = 0 if spec.fold else base.special
+        if grid and base.tokens is not None and prod(grid) + special != base.tokens:
             raise Refusal(
                 f"a grid of {' x '.join(map(str, grid))} with {special} special tokens holds "
-                f"{prod(grid) + special} tokens, the model has {host.tokens}"
+                f"{prod(grid) + special} tokens, the model has {base.tokens}"
             )
-        if grid and host.tokens is None:
+        if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
         found = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
         if spec.kernel == "softmax":
             return found
-        features = spec.features or 2 * host.head_dim
+        features = spec.features or 2 * base.head_dim
         return {**found, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.attention.replacement import (
-    MechanismLayout,
     QueryKeyMoments,
+    ReplacementLayout,
     Visible,
     check_alike,
-    mechanism,
+    replacement_named,
     take_tokens,
 )
 from tcompress.errors import DataError, refuse_replica
@@ -22,7 +22,7 @@ CHILD = "tc_attn"
 """Name of the replacement below the attention."""
 
 
-class MechanismModule(nn.Module):
+class ReplacementModule(nn.Module):
     """Owns the tensors of a replacement, and mixes tokens.
 
     Args:
@@ -31,10 +31,10 @@ class MechanismModule(nn.Module):
         **place: Dtype and device of the tensors.
     """
 
-    def __init__(self, layout: MechanismLayout, name: str = "", **place: Any) -> None:
+    def __init__(self, layout: ReplacementLayout, name: str = "", **place: Any) -> None:
         super().__init__()
         self.layout, self.name = layout, name
-        self.kind = mechanism(layout.mechanism)
+        self.kind = replacement_named(layout.mechanism)
         self.segments: Tensor | None = None  # of the pass at work, 0 for the first text
         self.host_config: Any = None  # the model's, which says how masks are made
         for key, shape in self.kind.tensors(layout).items():

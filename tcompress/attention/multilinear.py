@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.attention.replacement import (
-    Host,
-    Mechanism,
-    MechanismLayout,
+    AttentionReplacement,
+    BaseAttention,
+    ReplacementLayout,
     Visible,
     register,
     repeat_heads,
@@ -22,14 +22,14 @@ from tcompress.options.method_options import MultilinearSpec
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
-class MultilinearLayout(MechanismLayout):
+class MultilinearLayout(ReplacementLayout):
     """One diagonal core per head, and a projection of all pairs of so many tokens."""
 
     mechanism: Literal["multilinear"] = "multilinear"
     length: int = Field(gt=1)
 
 
-class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
+class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
     """A three-way tensor of tokens, averaged over heads, whose slices are projected back."""
 
     name = "multilinear"
@@ -38,14 +38,14 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
     spec = MultilinearSpec
     layout_type = MultilinearLayout
 
-    def arrange(self, spec: MultilinearSpec, host: Host) -> dict[str, Any]:
-        length = spec.length or host.tokens
+    def arrange(self, spec: MultilinearSpec, base: BaseAttention) -> dict[str, Any]:
+        length = spec.length or base.tokens
         if length is None:
             raise Refusal("inputs differ in length, and its size is tied to one: give `length`")
-        if host.tokens is not None and length != host.tokens:
-            raise Refusal(f"`length` is {length}, and inputs have {host.tokens} tokens")
-        if host.longest is not None and length > host.longest:
-            raise Refusal(f"`length` is {length}, and the model takes {host.longest} at most")
+        if base.tokens is not None and length != base.tokens:
+            raise Refusal(f"`length` is {length}, and inputs have {base.tokens} tokens")
+        if base.longest is not None and length > base.longest:
+            raise Refusal(f"`length` is {length}, and the model takes {base.longest} at most")
         return {"length": length}
 
     def tensors(self, layout: MultilinearLayout) -> Shapes:
@@ -62,8 +62,8 @@ class Multilinear(Mechanism[MultilinearSpec, MultilinearLayout]):
         self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
     ) -> str | None:
         said = (
-            "multilinear attention takes nothing from the host's own: its output projection starts "
-            "at random, so the model has to be trained"
+            "multilinear attention takes nothing from the model's own: its output projection "
+            "starts at random, so the model has to be trained"
         )
         return said if pretrained else None
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import ArtifactError, DataError, message_of
-from tcompress.options.method_options import MechanismSpec
+from tcompress.options.method_options import ReplacementSpec
 from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
 
 HIDDEN = -1e3
@@ -126,8 +126,8 @@ def check_alike(mask: Tensor | None, seen: Visible) -> None:
     unlike = (pairs != pairs.any(-2, keepdim=True)) & pairs.any(-1, keepdim=True)
     if bool(unlike.any()):
         raise DataError(
-            "tokens are told to see different others, as in packed texts, and this mechanism mixes "
-            "all of a text",
+            "tokens are told to see different others, as in packed texts, and this replacement "
+            "mixes all of a text",
             "give a mask of padding alone, one text in a row, or convert with `tga`",
         )
     if version is not None:
@@ -141,7 +141,7 @@ def past(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Host:
+class BaseAttention:
     """The attention that would be replaced.
 
     Attributes:
@@ -183,7 +183,7 @@ class QueryKeyMoments:
     keys: Tensor
 
 
-class MechanismLayout(BaseModel):
+class ReplacementLayout(BaseModel):
     """All that is needed to build one replacement: it is stored in the artefact."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -195,16 +195,16 @@ class MechanismLayout(BaseModel):
     causal: bool = False
 
     @model_serializer(mode="wrap")
-    def _with_mechanism(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _with_replacement(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Keeps the name in dumps without defaults: it selects the class on reading."""
         return {"mechanism": self.mechanism, **handler(self)}
 
 
-S = TypeVar("S", bound=MechanismSpec)
-L = TypeVar("L", bound=MechanismLayout)
+S = TypeVar("S", bound=ReplacementSpec)
+L = TypeVar("L", bound=ReplacementLayout)
 
 
-class Mechanism(ABC, Generic[S, L]):
+class AttentionReplacement(ABC, Generic[S, L]):
     """One way of mixing tokens. Stateless; tensors are passed in.
 
     Attributes:
@@ -231,23 +231,23 @@ class Mechanism(ABC, Generic[S, L]):
     pairwise: ClassVar[bool] = False
     segments: ClassVar[bool] = False
 
-    def layout(self, spec: S, host: Host) -> L:
+    def layout(self, spec: S, base: BaseAttention) -> L:
         """Decides sizes for an attention, or raises `Refusal`."""
-        if host.causal and not self.causal:
+        if base.causal and not self.causal:
             raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
-        if host.window is not None and not self.windows:
+        if base.window is not None and not self.windows:
             raise Refusal(
-                f"each token sees only {host.window} others, and `{spec_name(spec)}` mixes all"
+                f"each token sees only {base.window} others, and `{spec_name(spec)}` mixes all"
             )
-        if host.biased:
+        if base.biased:
             raise Refusal("its attention adds a bias of positions, which has no place here")
-        if host.heads % host.key_heads:
-            raise Refusal(f"{host.heads} heads do not share {host.key_heads} heads of keys evenly")
-        heads = {"heads": host.heads, "key_heads": host.key_heads, "head_dim": host.head_dim}
-        return self.layout_type(**heads, causal=host.causal, **self.arrange(spec, host))
+        if base.heads % base.key_heads:
+            raise Refusal(f"{base.heads} heads do not share {base.key_heads} heads of keys evenly")
+        heads = {"heads": base.heads, "key_heads": base.key_heads, "head_dim": base.head_dim}
+        return self.layout_type(**heads, causal=base.causal, **self.arrange(spec, base))
 
     @abstractmethod
-    def arrange(self, spec: S, host: Host) -> dict[str, Any]:
+    def arrange(self, spec: S, base: BaseAttention) -> dict[str, Any]:
         """Decides what the layout says besides the heads, or raises `Refusal`."""
 
     @abstractmethod
@@ -323,9 +323,9 @@ class Mechanism(ABC, Generic[S, L]):
 
 @lru_cache(maxsize=1024)
 @torch.no_grad()
-def _counted(layout: MechanismLayout, tokens: int) -> int:
+def _counted(layout: ReplacementLayout, tokens: int) -> int:
     """Multiply-adds as torch counts them in a pass on the meta device."""
-    kind, meta = mechanism(layout.mechanism), torch.device("meta")
+    kind, meta = replacement_named(layout.mechanism), torch.device("meta")
     shapes = kind.tensors(layout).items()
     tensors = {name: torch.empty(shape, device=meta) for name, shape in shapes}
     tensors |= {name: tensor.to(meta) for name, tensor in kind.constants(layout).items()}
@@ -345,7 +345,7 @@ def _counted(layout: MechanismLayout, tokens: int) -> int:
     return counter.get_total_flops() // 2
 
 
-def spec_name(spec: MechanismSpec) -> str:
+def spec_name(spec: ReplacementSpec) -> str:
     """Returns the name that selected a replacement, such as `tsa`."""
     return str(spec.name)  # type: ignore[attr-defined]
 
@@ -369,23 +369,23 @@ def take_tokens(x: Tensor, places: Tensor) -> Tensor:
 
 def _parse_layout(value: Any) -> Any:
     if isinstance(value, dict) and "mechanism" in value:
-        return mechanism(str(value["mechanism"])).layout_type.model_validate(value)
+        return replacement_named(str(value["mechanism"])).layout_type.model_validate(value)
     return value
 
 
-AnyMechanismLayout = Annotated[SerializeAsAny[MechanismLayout], BeforeValidator(_parse_layout)]
+AnyReplacementLayout = Annotated[SerializeAsAny[ReplacementLayout], BeforeValidator(_parse_layout)]
 """A layout of any registered replacement, as it is read from a plan."""
 
 
-_MECHANISMS = Registry[Mechanism[Any, Any]]("mechanism")
-register, mechanism = _MECHANISMS.add, _MECHANISMS.named
+_REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement")
+register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.named
 
 
-def mechanism_of(spec: MechanismSpec) -> Mechanism[Any, Any]:
+def replacement_of(spec: ReplacementSpec) -> AttentionReplacement[Any, Any]:
     """Returns the replacement that options belong to."""
-    return next(item for item in mechanisms() if isinstance(spec, item.spec))
+    return next(item for item in replacements() if isinstance(spec, item.spec))
 
 
-def mechanisms() -> tuple[Mechanism[Any, Any], ...]:
+def replacements() -> tuple[AttentionReplacement[Any, Any], ...]:
     """Returns all replacements in the order of registration."""
-    return tuple(_MECHANISMS)
+    return tuple(_REPLACEMENTS)

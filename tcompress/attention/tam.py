@@ -17,10 +17,10 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from tcompress.attention.replacement import (
-    Host,
-    Mechanism,
-    MechanismLayout,
+    AttentionReplacement,
+    BaseAttention,
     QueryKeyMoments,
+    ReplacementLayout,
     Visible,
     register,
     repeat_heads,
@@ -83,7 +83,7 @@ def _gru(x: Tensor, tensors: Tensors) -> Tensor:
 RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
 
 
-class TamLayout(MechanismLayout):
+class TamLayout(ReplacementLayout):
     """A core of some form per head, and a projection of the pooled semantics."""
 
     mechanism: Literal["tam"] = "tam"
@@ -95,7 +95,7 @@ class TamLayout(MechanismLayout):
     memory: Memory = "states"
 
 
-class Tam(Mechanism[TamSpec, TamLayout]):
+class Tam(AttentionReplacement[TamSpec, TamLayout]):
     """Scores of queries and keys, weighed feature by feature by what the semantics say."""
 
     name = "tam"
@@ -105,11 +105,11 @@ class Tam(Mechanism[TamSpec, TamLayout]):
     layout_type = TamLayout
     segments = True
 
-    def arrange(self, spec: TamSpec, host: Host) -> dict[str, Any]:
+    def arrange(self, spec: TamSpec, base: BaseAttention) -> dict[str, Any]:
         found = spec.model_dump(include={"core", "cores", "normalize", "memory"})
         if spec.core != "tucker":
             return found
-        width = host.head_dim
+        width = base.head_dim
         rank, semantic = min(spec.rank or width, width), min(spec.semantic_rank, width)
         return {**found, "rank": rank, "semantic_rank": semantic}
 

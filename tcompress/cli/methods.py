@@ -12,7 +12,7 @@ from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
 from tcompress.options.words import describe, quoted
 
 if TYPE_CHECKING:
-    from tcompress.attention import Mechanism
+    from tcompress.attention import AttentionReplacement
     from tcompress.structures import Structure
 
 EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods --json")
@@ -20,7 +20,7 @@ EXAMPLES = ("tcompress methods", "tcompress methods lprod", "tcompress methods -
 
 def methods(call: Described, manner: Json) -> None:
     """Does what `tcompress methods` says."""
-    from tcompress.attention import mechanisms
+    from tcompress.attention import replacements
     from tcompress.structures import structures
 
     facts = [_facts(item, "structure") for item in structures()]
@@ -29,7 +29,7 @@ def methods(call: Described, manner: Json) -> None:
     facts.append(
         {"name": AUTO, "aliases": [], **auto, "reference": reference, "options": _options(AutoSpec)}
     )
-    facts += [_facts(item, "mechanism") for item in mechanisms()]
+    facts += [_facts(item, "mechanism") for item in replacements()]
     known = [name for fact in facts for name in (fact["name"], *fact["aliases"])]
     for name in call.names:
         if name not in known:
@@ -54,7 +54,7 @@ def methods(call: Described, manner: Json) -> None:
         screen.print(rows)
 
 
-def _facts(item: Structure[Any, Any] | Mechanism[Any, Any], kind: str) -> dict[str, Any]:
+def _facts(item: Structure[Any, Any] | AttentionReplacement[Any, Any], kind: str) -> dict[str, Any]:
     """Describes a method from the registry."""
     name, *others = item.spec.names()
     about = {"summary": item.summary, "reference": item.reference}

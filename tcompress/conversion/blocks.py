@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from tcompress.attention.module import CHILD
 from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
-from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
     Branch,
     PartialModel,
@@ -33,9 +33,9 @@ from tcompress.hf.attention_hooks import SEED, install_attention
 from tcompress.hf.build import fill, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
 from tcompress.models import SourceModel, read_finite
-from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.roles import Anatomy, Block
+from tcompress.roles import Block, Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import (
     StructuredExperts,
@@ -45,7 +45,7 @@ from tcompress.structures.modules.experts import (
     up_name,
 )
 from tcompress.structures.modules.linear import channels_last
-from tcompress.structures.modules.shared import BankModule
+from tcompress.structures.modules.shared import FactorsModule
 
 
 class SplitSums:
@@ -201,7 +201,7 @@ class BlockFitter:
     """Walks two streams through the model and fits every block on the way."""
 
     source: SourceModel  # the dense model
-    anatomy: Anatomy  # its blocks
+    roles: Roles  # its blocks
     entries: Sequence[LayerPlan]
     batches: Sequence[Mapping[str, Tensor]]
     holdout: Collection[int]  # indices of batches that are only measured on
@@ -209,7 +209,7 @@ class BlockFitter:
     damping: float  # ridge added to the moments
     curvatures: Callable[[str], Mapping[str, Tensor]]
     """Gives moments of the output gradients of a block's layers, by layer name."""
-    banks: SharedFactors  # fitted before
+    factors: SharedFactors  # fitted before
     dtype_of: Callable[[LayerPlan], torch.dtype]  # in which a layer is stored
     device: torch.device
     whole: SourceModel
@@ -219,16 +219,16 @@ class BlockFitter:
     """Rewritten word embeddings by module path, fitted before."""
     attention: Sequence[AttentionPlan]
     """Attentions that are replaced; the layers behind them are fitted to what these yield."""
-    probe: OutputProbe | None = None
+    sampler: OutputSampler | None = None
     """Compares what the model puts out before and after, on the batches that are only measured
     on."""
 
     def __post_init__(self) -> None:
-        self.change = None if self.probe is None else 0.0  # of the output, per sample
-        self._blocks = {self.source.original_name(b.name): b for b in self.anatomy.blocks}
+        self.change = None if self.sampler is None else 0.0  # of the output, per sample
+        self._blocks = {self.source.original_name(b.name): b for b in self.roles.blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.whole).blocks]
-        head = self.probe is not None
+        head = self.sampler is not None
         self._model = PartialModel(self.whole, names, self.device, head=head)
         for path, table in self.tables.items():
             for name in (path, *tied_to(self.whole, path)):
@@ -240,9 +240,9 @@ class BlockFitter:
         self._paths = {entry.name: runtime(entry.name) or "" for entry in self.entries}
         self._entries = {(self._paths[e.name], e.parameter): e for e in self.entries}
         self._attention = {runtime(entry.name) or "": entry for entry in self.attention}
-        self._installed: dict[BankKey, BankModule] = {}
+        self._installed: dict[FactorsKey, FactorsModule] = {}
         judged = self.holdout or range(len(self.batches))  # one sample is all that there is
-        kept = [self.probe is not None and index in judged for index in range(len(self.batches))]
+        kept = [self.sampler is not None and index in judged for index in range(len(self.batches))]
         pairs = list(zip(self.batches, kept, strict=True))
         self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]
         self._new = [self._model.stream(b, rewritten=True, keep=keep) for b, keep in pairs]
@@ -257,7 +257,7 @@ class BlockFitter:
         """
         streams, left = [*self._dense, *self._new], self.unreached
         with self._model.paused(streams):
-            while (left or self.probe) and (name := common_block(streams)):
+            while (left or self.sampler) and (name := common_block(streams)):
                 block = self._blocks.get(name)
                 if block is not None and name not in left:
                     raise _runs_twice(name)
@@ -273,7 +273,7 @@ class BlockFitter:
                     pair = _Pair(block, dense, own, new)
                     result = stored or BlockResult(block.name, {}, {})
                     routing = self._fit(pair, result, progress, fresh=stored is None)
-                    if not left and self.probe is None:  # the output head was never loaded
+                    if not left and self.sampler is None:  # the output head was never loaded
                         self._check_end(name)
                     else:
                         self._advance(own, new.forward, routing)
@@ -349,8 +349,8 @@ class BlockFitter:
                     answer = forward(*call.args, **call.kwargs)
                 skipped = routing is None and stream is two
                 stream.answer(handed_on(call, answer) if skipped else answer)
-            if self.probe is not None and self.change is not None and one.output is not None:
-                found = self.probe.change(one.output, two.output, one.batch)
+            if self.sampler is not None and self.change is not None and one.output is not None:
+                found = self.sampler.change(one.output, two.output, one.batch)
                 self.change += found / self._measured
                 one.output = two.output = None  # at once: logits are large
 
@@ -380,7 +380,7 @@ class BlockFitter:
             dtype=dtype,
             damping=self.damping,
             curvatures={name: s.to(self.device) for name, s in curves},
-            banks=self.banks,
+            factors=self.factors,
         )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[entry.key] = layer
@@ -436,7 +436,7 @@ class BlockFitter:
             pair.new,
             group,
             lambda name: pair.inside(self._paths[name]),
-            banks=self._installed,
+            factors=self._installed,
             dtype=torch.float32,
             device=self.device,
         )

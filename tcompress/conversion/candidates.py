@@ -10,7 +10,7 @@ from math import exp, fsum, log
 import torch
 from torch import Tensor
 
-from tcompress.conversion.fit import CURVATURE_DAMPING, Judge, LayerMoments, fit_layers
+from tcompress.conversion.fit import CURVATURE_DAMPING, EvaluationMoments, LayerMoments, fit_layers
 from tcompress.conversion.sensitivity import Sensitivity
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments
@@ -294,7 +294,9 @@ class CalibrationFits:
             dtype=torch.float32,
             damping=damping,
             curvatures={n: own.curvature for n, own in first.items() if own.curvature is not None},
-            judges={name: Judge(own.gram, own.curvature) for name, own in second.items()},
+            evaluation_moments={
+                name: EvaluationMoments(own.gram, own.curvature) for name, own in second.items()
+            },
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = layers[entry.key]

@@ -19,7 +19,7 @@ from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.decision import STOP, Decision, try_out
 from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
 from tcompress.conversion.fit import SharedFactors
-from tcompress.conversion.output_sampler import OutputProbe, probe_of
+from tcompress.conversion.output_sampler import OutputSampler, sampler_of
 from tcompress.conversion.outputs import (
     Cluster,
     Outputs,
@@ -170,7 +170,7 @@ class _Job:
             depth = place.depth() or self._choose_blocks(depth, place)
             place.adopt(f"{depth.kept}-blocks")
         self._cut(depth)
-        self._spend(place, several=self.recipe.weighs_methods and not self.recipe.weighs_depth)
+        self._spend(place, several=self.recipe.tries_methods and not self.recipe.chooses_depth)
 
     def _cut(self, depth: DepthPlan | None) -> None:
         self.source = cut_to(self.dense, depth)
@@ -181,7 +181,7 @@ class _Job:
 
     def _choose_blocks(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
         assert self.data is not None
-        if self.recipe.weighs_depth:
+        if self.recipe.chooses_depth:
             chosen = self._try_depths(depth, place, self.data)
         else:
             chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
@@ -266,8 +266,8 @@ class _Job:
                 job = replace(self, tables={})
                 prepare(job, own)
                 job.fit_embeddings(own)
-                job.fit_banks(own)
-                known = job.fit_blocks(own, probe_of(self.dense))
+                job.fit_shared(own)
+                known = job.fit_blocks(own, sampler_of(self.dense))
                 assert known is not None
                 own.keep_change(known)
         finally:
@@ -291,7 +291,7 @@ class _Job:
         """Fits everything that is rewritten; what no data reaches is fitted to its weights."""
         self.moments = place
         self.fit_embeddings(place)
-        self.fit_banks(place)
+        self.fit_shared(place)
         self.fit_blocks(place)
         clusters: dict[str, list[Cluster]] = {}
         for cluster in {id(c): c for c in self.outputs.made.values()}.values():
@@ -302,7 +302,7 @@ class _Job:
         for name, own in left.items():
             result = BlockResult(name, {}, {})
             for cluster in own:
-                found = fit_without_data(self.outputs, cluster, self.banks, self.device)
+                found = fit_without_data(self.outputs, cluster, self.factors, self.device)
                 result.layers.update(found.layers)
                 result.biases.update(found.biases)
             place.keep_block(result)
@@ -330,45 +330,45 @@ class _Job:
             fitted = result.layers[entry.key]
             self.tables[self.outputs.runtime_name(entry)] = installed(entry, fitted, self.device)
 
-    def fit_banks(self, place: FitWorkplace) -> None:
+    def fit_shared(self, place: FitWorkplace) -> None:
         """Fits what layers share, if anything is."""
         if self.source.seed is not None:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
-            self.banks: SharedFactors = start_shared_factors(*own)
+            self.factors: SharedFactors = start_shared_factors(*own)
             return
         parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
-        self.banks = SharedFactorsFitter(self.source, self.recipe, *parts).run(self.progress)
+        self.factors = SharedFactorsFitter(self.source, self.recipe, *parts).run(self.progress)
 
-    def fit_blocks(self, place: FitWorkplace, probe: OutputProbe | None = None) -> float | None:
+    def fit_blocks(self, place: FitWorkplace, sampler: OutputSampler | None = None) -> float | None:
         """Fits all blocks on calibration data, if there is any.
 
         Args:
             place: Where the fits are kept.
-            probe: Measures the change of the output on data held out, which is returned.
+            sampler: Measures the change of the output on data held out, which is returned.
         """
-        if self.data is None or not (self.plan.layers or self.plan.reads_queries or probe):
+        if self.data is None or not (self.plan.layers or self.plan.reads_queries or sampler):
             return None
-        anatomy, depth = roles_of(self.source), self.plan.depth
-        groups = sum(1 for block in anatomy.blocks for _ in block.groups)
+        roles, depth = roles_of(self.source), self.plan.depth
+        groups = sum(1 for block in roles.blocks for _ in block.groups)
         self.progress.stage("fitting blocks", groups, "groups")
         fitter = BlockFitter(
             self.source,
-            anatomy,
+            roles,
             self.plan.layers,
             self.data.batches,
             self.data.holdout,
             damping=self.recipe.calibration.damping,
             curvatures=self.moments.curvature,
-            banks=self.banks,
+            factors=self.factors,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
             whole=self.source if depth is not None and depth.deeper else self.dense,
             tables=self.tables,
             attention=self.plan.attention,
-            probe=probe,
+            sampler=sampler,
         )
         for result in fitter.run(
-            place.block, lambda block, roles: self.progress.advance(1, f"{block} {roles}")
+            place.block, lambda block, group: self.progress.advance(1, f"{block} {group}")
         ):
             place.keep_block(result)
         unreached = {None, *fitter.unreached}  # none: a layer outside of all blocks
@@ -436,4 +436,4 @@ class _Job:
 
     def prove(self, place: FitWorkplace) -> None:
         """Makes sure that what was written loads, and holds what was fitted."""
-        self.proof.check(place.model, lambda group: self._fitted(group, place), self.banks)
+        self.proof.check(place.model, lambda group: self._fitted(group, place), self.factors)

@@ -28,7 +28,7 @@ from tcompress.conversion.candidates import (
     fit_targets_of,
     options_of,
 )
-from tcompress.conversion.output_sampler import probe_of
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.conversion.state import FitWorkplace
 from tcompress.conversion.whole_model_fits import damped_inputs
@@ -58,7 +58,7 @@ from tcompress.planning.planner import (
 )
 from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
-from tcompress.roles import Anatomy, Block, Layer
+from tcompress.roles import Block, Layer, Roles
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25
@@ -378,16 +378,18 @@ class Decision:
             PlanError: Even the smallest sizes do not fit the budget.
         """
         label = self.recipe.method.name if self.recipe.method else ""
-        measured = self.recipe.surveys if self.data is not None else self.recipe.by_loss
+        measured = (
+            self.recipe.measures_sensitivity if self.data is not None else self.recipe.by_loss
+        )
         if not self.plan.layers or not measured:
             return {label: self.plan}
         self._offers = self._methods()
         self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
         self._fits = CalibrationFits(self._fraction)
-        anatomy = roles_of(self.source)
-        self._fitted = blocks_to_fit(anatomy.blocks)
+        roles = roles_of(self.source)
+        self._fitted = blocks_to_fit(roles.blocks)
         walk = self._weights if self.data is None else self._walk
-        for block, seen in walk(anatomy, progress):
+        for block, seen in walk(roles, progress):
             if self.recipe.by_loss:
                 self._block(block, seen)
         if not self._layers:
@@ -398,9 +400,9 @@ class Decision:
         for item in self._layers:
             item.quick = item.offers
             item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
-        roles = {item.role for item in self._layers}
+        found = {item.role for item in self._layers}
         names = list(self._offers)
-        whole = [name for name in names if all(self._fits.keeps(name, role) for role in roles)]
+        whole = [name for name in names if all(self._fits.keeps(name, role) for role in found)]
         groups, fixed = grouped(self.plan, self.source), frozenset(self._fixed)
         problem = BudgetProblem(self.recipe, self.source, self.plan, groups, self._layers, fixed)
         answers: dict[str, Plan] = {}
@@ -443,18 +445,18 @@ class Decision:
         return {} if method is None else {structure_of(method).name: (method,)}
 
     def _walk(
-        self, anatomy: Anatomy, progress: Progress
+        self, roles: Roles, progress: Progress
     ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
         """Moments of all layers, from a backward pass, the last block first."""
         assert self.data is not None
         holdout = frozenset(self.data.holdout)
         batches = [item for i, item in enumerate(self.data.batches) if i not in holdout]
-        probe = probe_of(self.source, self.recipe.calibration.seed)
+        sampler = sampler_of(self.source, self.recipe.calibration.seed)
         scratch = self.place.scratch()
         halved = self._fitted if len(self._offers) > 1 else ()
-        walk = BackwardWalk(self.source, anatomy, batches, probe, scratch, self.device, halved)
-        progress.stage("measuring what layers are worth", 2 * len(anatomy.blocks), "passes")
-        by_name = {block.name: block for block in anatomy.blocks}
+        walk = BackwardWalk(self.source, roles, batches, sampler, scratch, self.device, halved)
+        progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
+        by_name = {block.name: block for block in roles.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
             entries = self._entries(by_name[name])
             found = {key: worth for key, worth in worths.items() if worth.rows and key in entries}
@@ -468,11 +470,11 @@ class Decision:
             yield by_name[name], seen
 
     def _weights(
-        self, anatomy: Anatomy, progress: Progress
+        self, roles: Roles, progress: Progress
     ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
         """All layers in the norm of their weights."""
-        progress.stage("looking at weights", len(anatomy.blocks), "blocks")
-        for block in reversed(anatomy.blocks):
+        progress.stage("looking at weights", len(roles.blocks), "blocks")
+        for block in reversed(roles.blocks):
             seen = {}
             for key, entry in self._entries(block).items():
                 weight = self._weight(key, entry)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcompress.conversion.output_sampler import probe_of
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.conversion.paused import PartialModel, Stream, common_block, handed_on
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError
@@ -18,11 +18,11 @@ from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
-from tcompress.roles import Anatomy
+from tcompress.roles import Roles
 
 # A block is left out by handing its input on. The change that this makes to what the model puts out
 # is measured on calibration data without labels, in the unit of the losses that a budget predicts
-# (`OutputProbe.change`). Blocks are chosen one after another, each the one whose loss, together
+# (`OutputSampler.change`). Blocks are chosen one after another, each the one whose loss, together
 # with those chosen before, changes the output least: two blocks that replace each other do not both
 # go.
 #
@@ -67,15 +67,15 @@ def dropping(
     Each is the one whose loss, together with those before, changes the output least. How many are
     `asked` for is given by the path of their stack.
     """
-    anatomy = roles_of(source)
-    walk = DepthWalk(source, anatomy, data, device)
+    roles = roles_of(source)
+    walk = DepthWalk(source, roles, data, device)
     left = dict(asked)
     fixed = {f"{path}.{i}" for path, n in left.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
     while any(left.values()):
         names = [
             block.name
-            for block in anatomy.blocks
+            for block in roles.blocks
             if block.name not in gone | fixed and left[block.name.rpartition(".")[0]]
         ]
         least = min(walk.losses(names, gone), key=lambda item: item.loss)
@@ -107,11 +107,11 @@ class DepthWalk:
     """Measures ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(
-        self, source: SourceModel, anatomy: Anatomy, data: CalibrationData, device: torch.device
+        self, source: SourceModel, roles: Roles, data: CalibrationData, device: torch.device
     ) -> None:
-        blocks = [block.name for block in anatomy.blocks]
+        blocks = [block.name for block in roles.blocks]
         self._model = PartialModel(source, blocks, device, head=True)
-        self._probe = probe_of(source)
+        self._sampler = sampler_of(source)
         self._sizes = {
             name: sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
             for name in blocks
@@ -160,7 +160,7 @@ class DepthWalk:
             stream.answer(handed_on(stream.waiting, answer) if name in item.gone else answer)
             if stream.output is None or stream is dense:
                 continue
-            item.change = self._probe.change(dense.output, stream.output, stream.batch)
+            item.change = self._sampler.change(dense.output, stream.output, stream.batch)
             stream.output = None  # outputs may be large: one at a time
             if not item.change < float("inf"):
                 raise FitError(

@@ -94,7 +94,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         walk_memory, walk_flops = _walk(plan, source, groups, tokens)
         moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
         memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
-        flops += walk_flops * (2 if recipe.surveys or shared else 1)
+        flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
@@ -107,9 +107,9 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         # For each block that is dropped, half of what is left as often as there are blocks left.
         passes = sum(left / 2 for left in range(kept + 1, blocks + 1))
         flops += 2 * plan.block_parameters * passes * some
-    if recipe.weighs_depth:  # every number of blocks is a conversion of its own
+    if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    elif recipe.weighs_methods and isinstance(recipe.method, AutoSpec):  # and so is every method
+    elif recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # and so is every method
         flops *= 1 + len(alone_of(recipe.method, STAND_IN))
     disk = disk_bytes(source, plan, recipe.dtype)
     moved = (source.store.total_bytes + disk) / _DISK_SPEED
@@ -150,7 +150,7 @@ def _fit_flops(group: Cluster, *, calibrated: bool) -> float:
 def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
     """What factors that layers share take: one group is fitted at a time."""
     costs = []
-    for layout in (layout for entry in plan.layers for layout in entry.own_banks.values()):
+    for layout in (layout for entry in plan.layers for layout in entry.own_factors.values()):
         kind = structure(layout.structure)
         assert isinstance(kind, SharesFactors)
         costs.append(kind.shared_cost(layout, calibrated=calibrated))

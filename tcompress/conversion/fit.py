@@ -14,7 +14,7 @@ from torch import Tensor
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments, relative_error
-from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import Side
 from tcompress.structures.capabilities import (
@@ -26,32 +26,32 @@ from tcompress.structures.capabilities import (
     transform_of,
     transform_shapes,
 )
-from tcompress.structures.modules.linear import side_name, tensor_prefix
-from tcompress.structures.modules.shared import bank_module
+from tcompress.structures.modules.linear import tensor_prefix, transform_name
+from tcompress.structures.modules.shared import factors_module
 
-SharedFactors = Mapping[BankKey, Mapping[str, Tensor]]
+SharedFactors = Mapping[FactorsKey, Mapping[str, Tensor]]
 """Factors that layers share, as they are stored, by owner and name of the group."""
 
 NO_FACTORS: SharedFactors = {}
 
 
 def shared_factors(
-    entry: LayerPlan, layout: Layout, banks: SharedFactors, device: torch.device
+    entry: LayerPlan, layout: Layout, factors: SharedFactors, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns the shared factors that a summand uses, float64; nothing if it has none."""
     shared = shared_of(layout)
     if shared is None:
         return {}
-    found = banks[entry.bank_of.get(shared.name, entry.name), shared.name]
+    found = factors[entry.bank_of.get(shared.name, entry.name), shared.name]
     return {key: tensor.to(device).double() for key, tensor in found.items()}
 
 
-def owned_factors(entry: LayerPlan, banks: SharedFactors) -> dict[str, Tensor]:
+def owned_factors(entry: LayerPlan, factors: SharedFactors) -> dict[str, Tensor]:
     """Returns the shared factors that are stored with a layer, by name relative to it."""
     return {
-        f"{bank_module(name)}.{key}": tensor
-        for name in entry.own_banks
-        for key, tensor in banks[entry.name, name].items()
+        f"{factors_module(name)}.{key}": tensor
+        for name in entry.own_factors
+        for key, tensor in factors[entry.name, name].items()
     }
 
 
@@ -64,7 +64,7 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class Judge:
+class EvaluationMoments:
     """Moments that a fit is judged by."""
 
     gram: Tensor  # G  # (in, in)
@@ -174,19 +174,19 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     return relative_error(error, norm)
 
 
-def _predicted(splits: Sequence[_Split], judge: Judge) -> float:
+def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
     start = 0
     for split in splits:
         weight = split.weight
         stop = start + len(weight)
-        if judge.curvature is None:
+        if evaluation.curvature is None:
             curve = torch.eye(len(weight)).to(weight)
         else:
-            curve = judge.curvature[start:stop, start:stop]
-        lost += float(curved_constant(weight - split.total, judge.gram, curve))
-        missing += float(curved_constant(weight, judge.gram, curve))
+            curve = evaluation.curvature[start:stop, start:stop]
+        lost += float(curved_constant(weight - split.total, evaluation.gram, curve))
+        missing += float(curved_constant(weight, evaluation.gram, curve))
         start = stop
     return relative_error(max(lost, 0.0), missing)
 
@@ -203,7 +203,7 @@ WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
-NO_JUDGES: Mapping[str, Judge] = {}
+NO_EVALUATION: Mapping[str, EvaluationMoments] = {}
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def fit_layers(
     dtype: torch.dtype,
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
-    banks: SharedFactors = NO_FACTORS,
-    judges: Mapping[str, Judge] = NO_JUDGES,
+    factors: SharedFactors = NO_FACTORS,
+    evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input.
 
@@ -237,8 +237,8 @@ def fit_layers(
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
-        banks: Factors that layers share, fitted before.
-        judges: Moments to predict losses of fits on data by, by name of the layer.
+        factors: What layers share, fitted before.
+        evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
 
     Raises:
         FitError: A weight or a result is not finite; the message names the layer.
@@ -250,7 +250,7 @@ def fit_layers(
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
             made = {
-                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, banks)
+                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, factors)
                 for i in members
             }
             try:
@@ -265,8 +265,8 @@ def fit_layers(
                 ) from error
             for i, splits in made.items():
                 entry = entries[i]
-                fitted = _collect(entry, splits, moments[i], judges.get(entry.name))
-                fitted.tensors.update(owned_factors(entry, banks))
+                fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
+                fitted.tensors.update(owned_factors(entry, factors))
                 results[entry.key] = fitted
     return [results[entry.key] for entry in entries]
 
@@ -277,7 +277,7 @@ def _splits(
     moments: Sequence[LayerMoments],
     damping: float,
     curvatures: Mapping[str, Tensor],
-    banks: SharedFactors,
+    factors: SharedFactors,
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
     if not _finite(stack):
@@ -305,7 +305,10 @@ def _splits(
             rows,
             damped[min(expert, len(damped) - 1)],
             curves[index],
-            [shared_factors(entry, item, banks, rows.device) for item in entry.parts[index].terms],
+            [
+                shared_factors(entry, item, factors, rows.device)
+                for item in entry.parts[index].terms
+            ],
         )
         for expert, matrix in enumerate(stack)
         for index, rows in enumerate(matrix.split(sizes))
@@ -388,7 +391,10 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
 
 
 def _collect(
-    entry: LayerPlan, splits: Sequence[_Split], moments: Sequence[LayerMoments], judge: Judge | None
+    entry: LayerPlan,
+    splits: Sequence[_Split],
+    moments: Sequence[LayerMoments],
+    evaluation: EvaluationMoments | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):
@@ -401,7 +407,7 @@ def _collect(
                     values = [own[name] for own in experts]
                     tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
                 elif side == "out" or (index == 0 and entry.input_of is None):
-                    owner = side_name(entry.parts, side, index, term)  # type: ignore[arg-type]
+                    owner = transform_name(entry.parts, side, index, term)  # type: ignore[arg-type]
                     tensors[f"{owner}.{leaf}"] = experts[0][name]
     errors: list[dict[str, float]] = []
     shift: Tensor | None = None
@@ -422,7 +428,7 @@ def _collect(
     kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
-    return FittedLayer(tensors, mean, shift, _predicted(splits, judge) if judge else None)
+    return FittedLayer(tensors, mean, shift, _predicted(splits, evaluation) if evaluation else None)
 
 
 def _finite(tensor: Tensor) -> bool:

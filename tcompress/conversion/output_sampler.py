@@ -23,17 +23,17 @@ Part = tuple[Tensor, Tensor | None]
 """What a model puts out, and the mask of its tokens."""
 
 
-def probe_of(source: SourceModel, seed: int = 0) -> OutputProbe:
+def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Chooses what to draw by what a model is for."""
     reads_text = source.model_class.main_input_name == "input_ids"
     encodes = reads_text and not source.config.is_encoder_decoder
     pooling = Pooling.of(source, last=False) if encodes else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
-    return OutputProbe(pooling, seed, independent=several or per_token, per_token=per_token)
+    return OutputSampler(pooling, seed, independent=several or per_token, per_token=per_token)
 
 
-class OutputProbe:
+class OutputSampler:
     """Draws gradients at the output of a model, reproducibly.
 
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the

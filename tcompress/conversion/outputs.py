@@ -40,8 +40,8 @@ from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.structures.modules.linear import StructuredLinear, bank_layouts
-from tcompress.structures.modules.shared import BankModule
+from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
+from tcompress.structures.modules.shared import FactorsModule
 
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of an input transform and those that share it."""
@@ -277,7 +277,7 @@ def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
 
 def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-    carry_files(source.folder, source.companion_files(), folder)
+    carry_files(source.folder, source.auxiliary_files(), folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
     write_text(folder / CARD, model_card(manifest))
@@ -317,7 +317,7 @@ def with_links(plan: Plan, source: SourceModel) -> Plan:
 
 def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Plan:
     """Warns where candidates were compared on nothing but what they were fitted to."""
-    compares = recipe.weighs_methods or recipe.weighs_depth
+    compares = recipe.tries_methods or recipe.chooses_depth
     if data is None or data.holdout or not compares:
         return plan
     return plan.warned(
@@ -366,7 +366,7 @@ class Proof:
         self.entries = (*self.plan.embeddings[:1], *chosen)
 
     def check(
-        self, folder: Path, fit: Callable[[Cluster], BlockResult], banks: SharedFactors
+        self, folder: Path, fit: Callable[[Cluster], BlockResult], factors: SharedFactors
     ) -> None:
         """Opens the folder and compares."""
         source = self.outputs.source
@@ -388,13 +388,13 @@ class Proof:
                     raise differs(item.key, "its values are others")
         for cluster in {id(c): c for c in self.outputs.made.values()}.values():
             if cluster[0] in self.entries:
-                self._check_cluster(written, cluster, fit(cluster), banks)
+                self._check_cluster(written, cluster, fit(cluster), factors)
 
     def _check_cluster(
-        self, written: Reopened, cluster: Cluster, result: BlockResult, banks: SharedFactors
+        self, written: Reopened, cluster: Cluster, result: BlockResult, factors: SharedFactors
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        for entry, wanted in zip(cluster, _fitted(cluster, result, banks), strict=True):
+        for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
             layer = written.layer(entry)
             rows = torch.randn(ROWS, entry.in_features, generator=generator, dtype=torch.float64)
             own, found = applied(wanted, rows), applied(layer, rows)
@@ -407,22 +407,22 @@ class Proof:
 
 
 def _fitted(
-    cluster: Cluster, result: BlockResult, banks: SharedFactors
+    cluster: Cluster, result: BlockResult, factors: SharedFactors
 ) -> Iterator[StructuredLinear]:
     """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
     made: dict[str, StructuredLinear] = {}
     for entry in cluster:
         tensors = result.layers[entry.key].tensors
-        borrowed: dict[str, BankModule] = {}
+        borrowed: dict[str, FactorsModule] = {}
         for name, owner in entry.bank_of.items():
-            borrowed[name] = BankModule(bank_layouts(entry.parts)[name], torch.float64)
-            exact = {key: item.double() for key, item in banks[owner, name].items()}
+            borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
+            exact = {key: item.double() for key, item in factors[owner, name].items()}
             borrowed[name].load_state_dict(exact, assign=True)
         layer = StructuredLinear(
             entry.parts,
             input_of=None if entry.input_of is None else made[entry.input_of],
             readers=entry.readers,
-            banks=borrowed,
+            factors=borrowed,
             experts=entry.experts,
             dtype=torch.float64,
         )

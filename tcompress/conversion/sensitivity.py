@@ -21,7 +21,7 @@ from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
 from tcompress.models import SourceModel
-from tcompress.roles import Anatomy, Block, Layer
+from tcompress.roles import Block, Layer, Roles
 from tcompress.structures.modules.linear import channels_last
 
 # One label-free backward pass, block by block.
@@ -125,17 +125,17 @@ class BackwardWalk:
     def __init__(
         self,
         source: SourceModel,
-        anatomy: Anatomy,
+        roles: Roles,
         batches: Sequence[Mapping[str, Tensor]],
-        probe: Probe,
+        sampler: Probe,
         folder: Path,
         device: torch.device,
         halved: Collection[str] = (),
     ) -> None:
         self._halved = halved
-        self._blocks = {block.name: block for block in anatomy.blocks}
+        self._blocks = {block.name: block for block in roles.blocks}
         self._model = PartialModel(source, list(self._blocks), device, head=True)
-        self._probe = probe
+        self._sampler = sampler
         self._folder = folder
         self._device = device
         self._anchor = torch.zeros((), requires_grad=True, device=device)
@@ -207,7 +207,7 @@ class BackwardWalk:
 
     def _start_backward(self, stream: Stream) -> None:
         output, stream.output = stream.output, None
-        _propagate(self._probe(output, stream.batch))
+        _propagate(self._sampler(output, stream.batch))
 
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
@@ -283,7 +283,7 @@ def _floating(value: Any) -> bool:
 
 def input_moments(
     source: SourceModel,
-    anatomy: Anatomy,
+    roles: Roles,
     wanted: Collection[str],
     batches: Sequence[Mapping[str, Tensor]],
     device: torch.device,
@@ -295,7 +295,7 @@ def input_moments(
         A block's name, and the moments of the inputs of its wanted layers by name; nothing is known
         of outputs.
     """
-    blocks = {block.name: block for block in anatomy.blocks}
+    blocks = {block.name: block for block in roles.blocks}
     model = PartialModel(source, list(blocks), device)
     streams = [model.stream(batch) for batch in batches]
     with model.paused(streams):

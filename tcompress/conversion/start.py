@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tcompress.attention import mechanism
-from tcompress.attention.module import MechanismModule
+from tcompress.attention import replacement_named
+from tcompress.attention.module import ReplacementModule
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.conversion.fit import FittedLayer, SharedFactors, owned_factors, shared_factors
 from tcompress.errors import FitError
 from tcompress.hf.attention_hooks import first_values
 from tcompress.models import SourceModel, read_finite
-from tcompress.planning.entries import AttentionPlan, BankKey, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
 from tcompress.roles import attentions_of
 from tcompress.structures import Layout, structure
@@ -27,7 +27,7 @@ from tcompress.structures.capabilities import (
     first_operators,
     transform_of,
 )
-from tcompress.structures.modules.linear import bank_layouts, side_name, tensor_prefix
+from tcompress.structures.modules.linear import factor_layouts, tensor_prefix, transform_name
 
 # Layers trained from scratch.
 #
@@ -62,10 +62,10 @@ def start_shared_factors(
     layers: Sequence[LayerPlan], dtype_of: Callable[[LayerPlan], torch.dtype], seed: int
 ) -> SharedFactors:
     """Draws the factors that layers share."""
-    found: dict[BankKey, dict[str, Tensor]] = {}
+    found: dict[FactorsKey, dict[str, Tensor]] = {}
     for entry in layers:
-        layouts = bank_layouts(entry.parts)
-        for name in entry.own_banks:
+        layouts = factor_layouts(entry.parts)
+        for name in entry.own_factors:
             kind = structure(layouts[name].structure)
             assert isinstance(kind, SharesFactors)
             made = kind.start_shared(layouts[name], generator_of(seed, f"{entry.name}/{name}"))
@@ -74,7 +74,7 @@ def start_shared_factors(
 
 
 def start_layer(
-    entry: LayerPlan, weight: Tensor, *, dtype: torch.dtype, banks: SharedFactors, seed: int
+    entry: LayerPlan, weight: Tensor, *, dtype: torch.dtype, factors: SharedFactors, seed: int
 ) -> FittedLayer:
     """Draws a layer; of what the base model draws only the size counts.  # ([experts,] out, in)."""
     generator = generator_of(seed, entry.key)
@@ -86,7 +86,7 @@ def start_layer(
         for number, layout in enumerate(part.terms):
             # Summands are independent, so that their variances add up.
             share = sizes[number] / sum(sizes)
-            shared = shared_factors(entry, layout, banks, torch.device("cpu"))
+            shared = shared_factors(entry, layout, factors, torch.device("cpu"))
             transforms = first_operators(layout, torch.empty(0, dtype=torch.float64))
             made = []
             for own in rows:
@@ -103,10 +103,10 @@ def start_layer(
                 transform = transform_of(layout, side)
                 if transform is None or (side == "in" and (index or entry.input_of)):
                     continue
-                owner = side_name(entry.parts, side, index, number)
+                owner = transform_name(entry.parts, side, index, number)
                 first = transform.first().items()
                 tensors |= {f"{owner}.{leaf}": tensor.to(dtype) for leaf, tensor in first}
-    return FittedLayer(tensors | owned_factors(entry, banks), {})
+    return FittedLayer(tensors | owned_factors(entry, factors), {})
 
 
 def _size_of(layout: Layout) -> int:
@@ -118,7 +118,7 @@ def _size_of(layout: Layout) -> int:
 
 
 def adapt(
-    module: MechanismModule,
+    module: ReplacementModule,
     name: str,
     known: dict[str, Tensor],
     calls: Iterable[tuple[Tensor, Tensor, Tensor | None]],
@@ -128,7 +128,7 @@ def adapt(
     Such values of the block are known by stored name, `name` being that of this attention; its own
     are added where no interrupted run has left them.
     """
-    kind, layout = mechanism(module.layout.mechanism), module.layout
+    kind, layout = replacement_named(module.layout.mechanism), module.layout
     centred = kind.centres_keys(layout)
     if centred is None:
         return
@@ -185,7 +185,7 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
 
     Inputs are taken for white: E[q q^T] is W_q W_q^T + b_q b_q^T.
     """
-    centred = mechanism(entry.layout.mechanism).centres_keys(entry.layout)
+    centred = replacement_named(entry.layout.mechanism).centres_keys(entry.layout)
     if centred is None:
         return None
     path = source.keymap.runtime_name(entry.name)

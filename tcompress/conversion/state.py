@@ -18,7 +18,7 @@ from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
 from tcompress.files import beside, remove, write_text
 from tcompress.linalg.moments import LARGEST, SMALLEST
-from tcompress.planning.entries import BankKey, DepthPlan, Plan
+from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
@@ -96,20 +96,20 @@ class FitWorkplace(Workplace):
         tensors = {name: _narrowed(item) for name, item in moments.items()}
         _save(tensors, self.folder / kind / f"{block}.safetensors")
 
-    def keep_banks(self, banks: Mapping[BankKey, Mapping[str, Tensor]]) -> None:
+    def keep_factors(self, factors: Mapping[FactorsKey, Mapping[str, Tensor]]) -> None:
         tensors = {
             f"{owner}/{bank}/{name}": tensor
-            for (owner, bank), tensors in banks.items()
+            for (owner, bank), tensors in factors.items()
             for name, tensor in tensors.items()
         }
-        _save(tensors, self.folder / "banks.safetensors")
+        _save(tensors, self.folder / "factors.safetensors")
 
-    def banks(self) -> dict[BankKey, dict[str, Tensor]] | None:
+    def factors(self) -> dict[FactorsKey, dict[str, Tensor]] | None:
         """Reads what layers share, if an interrupted run had fitted it."""
-        tensors = _load(self.folder / "banks.safetensors")
+        tensors = _load(self.folder / "factors.safetensors")
         if tensors is None:
             return None
-        found: dict[BankKey, dict[str, Tensor]] = {}
+        found: dict[FactorsKey, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             owner, bank, name = key.split("/")
             found.setdefault((owner, bank), {})[name] = tensor

@@ -28,13 +28,13 @@ from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import relative_error
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
-from tcompress.planning.entries import BankKey, LayerPlan
+from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
 from tcompress.structures.modules.embedding import StructuredEmbedding
-from tcompress.structures.modules.linear import bank_layouts
+from tcompress.structures.modules.linear import factor_layouts
 
 # Tables of word embeddings: what counts is how often a word occurs.
 #
@@ -157,7 +157,7 @@ def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> St
 
 
 def fit_without_data(
-    outputs: Outputs, cluster: Cluster, banks: SharedFactors, device: torch.device
+    outputs: Outputs, cluster: Cluster, factors: SharedFactors, device: torch.device
 ) -> BlockResult:
     """Fits layers to their weights, or draws them where the model begins at random."""
     source = outputs.source
@@ -176,10 +176,10 @@ def fit_without_data(
         pairs = zip(cluster, weights, strict=True)
         seed = source.seed
         with torch.no_grad():
-            fitted = [start_layer(e, w, dtype=dtype, banks=banks, seed=seed) for e, w in pairs]
+            fitted = [start_layer(e, w, dtype=dtype, factors=factors, seed=seed) for e, w in pairs]
     else:
         moments = [[LayerMoments()] for _ in cluster]
-        fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, banks=banks)
+        fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, factors=factors)
     keys = [entry.key for entry in cluster]
     return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
@@ -214,7 +214,7 @@ class SharedFactorsFitter:
 
     def run(self, progress: Progress) -> SharedFactors:
         """Returns all shared factors as they are stored, or those of an interrupted run."""
-        uses: dict[BankKey, list[_Use]] = {}  # owners first
+        uses: dict[FactorsKey, list[_Use]] = {}  # owners first
         for entry in self.layers:
             start = 0
             for part in entry.parts:
@@ -227,29 +227,29 @@ class SharedFactorsFitter:
                         uses.setdefault(key, []).append(_Use(entry, layout, rows))
         if not uses:
             return {}
-        stored = self.place.banks()
+        stored = self.place.factors()
         if stored is not None:
             return stored
-        if self.data is not None and not self.recipe.surveys:
+        if self.data is not None and not self.recipe.measures_sensitivity:
             self._measure(self.data, progress)
-        progress.stage("fitting what layers share", len(uses), "banks")
+        progress.stage("fitting what layers share", len(uses), "sets")
         owners = {entry.name: entry for entry in self.layers}
-        fitted: dict[BankKey, dict[str, Tensor]] = {}
+        fitted: dict[FactorsKey, dict[str, Tensor]] = {}
         for (owner, name), used in uses.items():
             fitted[owner, name] = self._fit(used, self.outputs.dtype_of(owners[owner]))
             progress.advance(1, f"{owner} {name}")
-        self.place.keep_banks(fitted)
+        self.place.keep_factors(fitted)
         return fitted
 
     def _measure(self, data: CalibrationData, progress: Progress) -> None:
         """Keeps the input moments of all layers that use shared factors."""
-        anatomy = roles_of(self.source)
+        roles = roles_of(self.source)
         batches = [batch for i, batch in enumerate(data.batches) if i not in data.holdout]
-        own = (entry for entry in self.layers if bank_layouts(entry.parts))
+        own = (entry for entry in self.layers if factor_layouts(entry.parts))
         entries = {self.outputs.runtime_name(entry): entry for entry in own}
-        progress.stage("measuring what layers read", len(anatomy.blocks), "blocks")
+        progress.stage("measuring what layers read", len(roles.blocks), "blocks")
         found = input_moments(
-            self.source, anatomy, entries, batches, self.device, lambda b: progress.advance(1, b)
+            self.source, roles, entries, batches, self.device, lambda b: progress.advance(1, b)
         )
         for block, measured in found:
             moments = damped_inputs(measured, entries, self.recipe.calibration.damping)
@@ -304,5 +304,5 @@ def damped_inputs(
             own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows
         )
         for name, own in measured.items()
-        if own.rows and name in entries and bank_layouts(entries[name].parts)
+        if own.rows and name in entries and factor_layouts(entries[name].parts)
     }

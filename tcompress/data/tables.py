@@ -235,9 +235,9 @@ def columns_of(
             )
     usable = list(named)
     if not named:
-        probe = _probe(table)
+        sampler = _sampler(table)
         useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
-        usable = [name for name in useful.get("image", ()) if _looks_like_images(probe[name])]
+        usable = [name for name in useful.get("image", ()) if _looks_like_images(sampler[name])]
         usable += text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
@@ -274,8 +274,8 @@ def text_columns(table: Table, names: Sequence[str]) -> list[str]:
     """Those of some string columns that read like text; the only one, whatever it holds."""
     if len(names) == 1:
         return list(names)
-    probe = _probe(table)
-    return [name for name in names if _reads_like_text(probe[name])]
+    sampler = _sampler(table)
+    return [name for name in names if _reads_like_text(sampler[name])]
 
 
 def draw_cells(
@@ -340,7 +340,7 @@ def _words(kinds: set[Kind]) -> str:
     return " and ".join(sorted(kinds, reverse=True)).replace("image", "images")
 
 
-def _probe(table: Table) -> dict[str, list[Any]]:
+def _sampler(table: Table) -> dict[str, list[Any]]:
     step = max(1, len(table.rows) // _PROBED_ROWS)
     return table.rows.select(range(0, len(table.rows), step)[:_PROBED_ROWS]).to_dict()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tcompress.attention.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
-from tcompress.attention.replacement import QueryKeyMoments, mechanism
+from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
+from tcompress.attention.replacement import QueryKeyMoments, replacement_named
 from tcompress.errors import DataError
 from tcompress.hf.build import set_module
 from tcompress.models.names import METHOD
@@ -31,11 +31,11 @@ def watch_segments(root: nn.Module) -> None:
             module.register_forward_pre_hook(_note, with_kwargs=True)
 
 
-def _owners(module: nn.Module) -> list[MechanismModule]:
+def _owners(module: nn.Module) -> list[ReplacementModule]:
     return [
         item
         for item in module.modules()
-        if isinstance(item, MechanismModule) and mechanism(item.layout.mechanism).segments
+        if isinstance(item, ReplacementModule) and replacement_named(item.layout.mechanism).segments
     ]
 
 
@@ -63,7 +63,7 @@ class _Bound:
         owners: Replacements in the block.
     """
 
-    def __init__(self, usual: Callable[..., Any], owners: Sequence[MechanismModule]) -> None:
+    def __init__(self, usual: Callable[..., Any], owners: Sequence[ReplacementModule]) -> None:
         self.usual, self.owners = usual, owners
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -103,7 +103,7 @@ def mix_tokens(
     Raises:
         DataError: The cache is one that attention functions have to fill themselves.
     """
-    own: MechanismModule = getattr(module, CHILD)
+    own: ReplacementModule = getattr(module, CHILD)
     if kwargs.get("cache") is not None:
         raise DataError(
             f"attention `{own.name}` cannot fill a paged cache",
@@ -124,14 +124,14 @@ def install_attention(
     entries: Iterable[AttentionPlan],
     runtime_name: Callable[[str], str | None],
     **place: Any,
-) -> dict[str, MechanismModule]:
+) -> dict[str, ReplacementModule]:
     """Gives planned attentions their replacement, with empty tensors; see `install_layers`.
 
     Every attention looks up its function by the name in its config. One that is replaced gets a
     config of its own, which names ours; all others keep what they have, and so does the model,
     which goes on making masks as before. `Visible` reads whatever form these have.
     """
-    made: dict[str, MechanismModule] = {}
+    made: dict[str, ReplacementModule] = {}
 
     def replace(name: str, module: nn.Module) -> None:
         path = runtime_name(name)
@@ -146,7 +146,7 @@ def install_attention(
         usual, attention.config = attention.config, copy.copy(attention.config)
         # The setter would hand the name on to configs of parts, which are shared.
         attention.config._attn_implementation_internal = METHOD
-        made[entry.name] = own = MechanismModule(entry.layout, path, **place)
+        made[entry.name] = own = ReplacementModule(entry.layout, path, **place)
         own.host_config = usual
         attention.add_module(CHILD, own.train(attention.training))
         for layer in entry.unused:
@@ -168,9 +168,9 @@ def first_values(
 ) -> dict[str, Tensor]:
     """Makes the tensors of a replacement as a conversion begins with, by checkpoint name.
 
-    Arguments are those of `MechanismModule.fill`.
+    Arguments are those of `ReplacementModule.fill`.
     """
-    module = MechanismModule(entry.layout)
+    module = ReplacementModule(entry.layout)
     module.fill(seed, pretrained=pretrained, moments=moments)
     named = module.named_parameters()
     return {f"{entry.name}.{CHILD}.{name}": tensor.detach() for name, tensor in named}

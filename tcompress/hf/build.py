@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from tcompress.errors import ArtifactError
-from tcompress.planning.entries import BankKey, FormPlan, LayerPlan
+from tcompress.planning.entries import FactorsKey, FormPlan, LayerPlan
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, tie_tables
 from tcompress.structures.modules.experts import StructuredExperts, child_of
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
-from tcompress.structures.modules.shared import BankModule
+from tcompress.structures.modules.shared import FactorsModule
 
 
 def install_layers(
     root: nn.Module,
     entries: Iterable[LayerPlan],
     runtime_name: Callable[[str], str | None],
-    banks: MutableMapping[BankKey, BankModule] | None = None,
+    factors: MutableMapping[FactorsKey, FactorsModule] | None = None,
     **place: Any,
 ) -> dict[str, StructuredLinear | StructuredExperts]:
     """Replaces every planned layer by a structured one with empty tensors.
@@ -32,14 +32,14 @@ def install_layers(
         entries: Plans, owners of shared inputs before the layers that share them.
         runtime_name: Gives the module path below `root` of a planned name, or None where the
             model has no such layer (a plan may be read into a model without some heads).
-        banks: Shared factors that were made before; what these layers own is added.
+        factors: Shared factors that were made before; what these layers own is added.
         **place: Dtype and device of the tensors.
 
     Returns:
         The new modules by planned name.
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
-    banks = {} if banks is None else banks
+    factors = {} if factors is None else factors
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
@@ -58,8 +58,8 @@ def install_layers(
             tie_tables(root, path, table)
         else:
             owner = made.get(entry.input_of) if entry.input_of else None
-            made[entry.name] = layer = _linear(entry, dense, owner, banks, place)
-            banks.update({(entry.name, name): layer.banks[name] for name in entry.own_banks})
+            made[entry.name] = layer = _linear(entry, dense, owner, factors, place)
+            factors.update({(entry.name, name): layer.factors[name] for name in entry.own_factors})
             set_module(root, path, layer)
     return made
 
@@ -68,11 +68,11 @@ def _linear(
     entry: LayerPlan,
     dense: nn.Module,
     owner: nn.Module | None,
-    banks: Mapping[BankKey, BankModule],
+    factors: Mapping[FactorsKey, FactorsModule],
     place: Mapping[str, Any],
 ) -> StructuredLinear:
     shared = {name: (other, name) for name, other in entry.bank_of.items()}
-    if not banks.keys() >= set(shared.values()):
+    if not factors.keys() >= set(shared.values()):
         raise ArtifactError(
             f"layer `{entry.name}` shares tensors with layers that this model lacks",
             "load the whole model, or export it first: `tcompress export MODEL --to dense`",
@@ -85,7 +85,7 @@ def _linear(
         bias=entry.bias,
         input_of=owner if isinstance(owner, StructuredLinear) else None,
         readers=entry.readers,
-        banks={name: banks[key] for name, key in shared.items()},
+        factors={name: factors[key] for name, key in shared.items()},
         **place,
     )
 

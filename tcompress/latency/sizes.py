@@ -25,7 +25,7 @@ from tcompress.data.inputs import (
 )
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 
 Mode = Literal["eager", "compiled"]
 LENGTHS = (32, 128)
@@ -135,7 +135,7 @@ class RandomInputs:
 
 def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Tensor]) -> int:
     """Counts the tokens that the first block of a model gets, whatever they stand for."""
-    first = model.get_submodule(anatomy_of(source.meta_model()).blocks[0].name)
+    first = model.get_submodule(find_roles(source.meta_model()).blocks[0].name)
     lengths: list[int] = []
 
     def look(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def largest_rank(widths: int, budget: int) -> int:
 
 
 def rank_ladder(most: int, rows: int, columns: int) -> Iterator[Ranks]:
-    """Lists sizes of a bank by growing ranks, in proportion to the widths of a block.
+    """Lists sizes of shared factors by growing ranks, in proportion to the widths of a block.
 
     As many cores as blocks, where the ranks give them room: blocks of pretrained weights have
     little in common but the spaces they read and write.
@@ -329,7 +329,7 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
     return replace(now, mixing=mixing, cores=_mix(rest, now.cores))
 
 
-# Layers of many sizes over one bank of Tucker factors: grids of blocks U (sum_k a_k C_k) V^T.
+# Layers of many sizes over shared Tucker factors: grids of blocks U (sum_k a_k C_k) V^T.
 #
 # A layer larger than the shared shape is cut into blocks, each with mixing weights of its own.
 
@@ -339,7 +339,7 @@ BANK_SWEEPS, BANK_STEPS = 12, 4
 
 
 @dataclass(frozen=True)
-class Bank:
+class TuckerFactors:
     """What layers share.
 
     Attributes:
@@ -360,7 +360,7 @@ class Bank:
 
 @dataclass(frozen=True)
 class User:
-    """A weight that is made of blocks of a bank.
+    """A weight that is made of blocks of shared factors.
 
     Attributes:
         weight: W.  # (m * a, q * b)
@@ -378,7 +378,7 @@ class User:
         """The transposed weight: S and G change places."""
         return replace(self, weight=self.weight.mT, gram=self.curvature, curvature=self.gram)
 
-    def error(self, bank: Bank) -> float:
+    def error(self, bank: TuckerFactors) -> float:
         """The smallest error that mixing weights leave over, divided by the scale."""
         mixing = fit_mixing(self._in_moments(self.weight), self.gram, bank, self.curvature)
         missed = self.weight - mixed_weight(mixing, bank)
@@ -390,8 +390,10 @@ class User:
         return seen if self.curvature is None else self.curvature @ seen
 
 
-def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Bank:
-    """Fits a bank to all that use it, on their moments never worse than without them.
+def fit_tucker_factors(
+    users: Sequence[User], block: tuple[int, int], ranks: Ranks
+) -> TuckerFactors:
+    """Fits shared factors to all that use them, on their moments never worse than without them.
 
     Blocks are fitted in the norm of their own moments; what those side by side have in common is
     left to the mixing weights.
@@ -407,7 +409,7 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
     )
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
     plain = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
-    free = Bank(plain.left, plain.right, plain.cores)
+    free = TuckerFactors(plain.left, plain.right, plain.cores)
     if all(user.gram is None and user.curvature is None for user in users):
         return free
     curvatures, grams = (_moments_of_blocks(users, block, side) for side in (0, 1))
@@ -421,14 +423,14 @@ def fit_bank(users: Sequence[User], block: tuple[int, int], ranks: Ranks) -> Ban
     fitted = fit_tucker(
         products, grams, ranks, curvatures=curvatures, sweeps=BANK_SWEEPS, inner=BANK_STEPS
     )
-    aware = Bank(fitted.left, fitted.right, fitted.cores)
+    aware = TuckerFactors(fitted.left, fitted.right, fitted.cores)
     return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
 
 
 def fit_mixing(
-    product: Tensor, gram: Tensor | None, bank: Bank, curvature: Tensor | None = None
+    product: Tensor, gram: Tensor | None, bank: TuckerFactors, curvature: Tensor | None = None
 ) -> Tensor:
-    """Fits the mixing weights of one layer to a given bank: closed form.
+    """Fits the mixing weights of one layer to given shared factors: closed form.
 
     Blocks see each other where they read the same rows of moments, and are fitted together.
 
@@ -454,8 +456,8 @@ def fit_mixing(
     return torch.cholesky_solve(flat_wanted, safe_cholesky(normal)).mT.reshape(wanted.shape)
 
 
-def mixed_weight(mixing: Tensor, bank: Bank) -> Tensor:
-    """Returns the weight of one layer from its mixing weights and a bank.
+def mixed_weight(mixing: Tensor, bank: TuckerFactors) -> Tensor:
+    """Returns the weight of one layer from its mixing weights and shared factors.
 
     # (..., m, q, r1) -> (..., m * a, q * b)
     """

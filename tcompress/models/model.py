@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError, first_line, folder_content, read_settings
 from tcompress.models.keymap import KeyMap, check_weights
-from tcompress.models.names import ALIASES, METHODS, NO_GGUF, companion_files, local_folder, resolve
+from tcompress.models.names import ALIASES, METHODS, NO_GGUF, auxiliary_files, local_folder, resolve
 from tcompress.models.store import WeightStore
 from tcompress.models.tensor_files import Shard, TensorInfo
 
@@ -257,9 +257,9 @@ class SourceModel:
         """Checkpoint names and runtime names; holds a meta model of its own."""
         return KeyMap(self.meta_model(), self.store.keys())
 
-    def companion_files(self) -> tuple[Path, ...]:
+    def auxiliary_files(self) -> tuple[Path, ...]:
         """List what to carry along unchanged, relative to the folder: tokenizer, processors, ..."""
-        return companion_files(self.folder, with_code=self.trust_remote_code)
+        return auxiliary_files(self.folder, with_code=self.trust_remote_code)
 
 
 def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:

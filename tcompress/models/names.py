@@ -149,7 +149,7 @@ METHODS = (METHOD, CALLED)
 """All values that were ever written; each is registered with Transformers as it stands."""
 
 FORMAT_VERSION = 3
-"""1: structured layers. 2: also attention mechanisms. 3: also models that began at random."""
+"""1: structured layers. 2: also attention replacements. 3: also models that began at random."""
 
 MANIFEST = "tcompress.json"
 CARD = "README.md"
@@ -333,7 +333,7 @@ _LENGTHS = (
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
-def companion_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
+def auxiliary_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
     """List the files that a converted model needs besides weights and config.
 
     Args:

@@ -13,7 +13,7 @@ from tcompress.options.load import (
     dump_recipe,
     parse_recipe,
 )
-from tcompress.options.method_options import AutoSpec, mechanism_names, method_names
+from tcompress.options.method_options import AutoSpec, method_names, replacement_names
 from tcompress.options.schema import Recipe, Sweep, json_schema
 from tcompress.options.steps import Bench, Evaluate, Finetune, TrainingData
 
@@ -36,9 +36,9 @@ __all__ = [
     "dump_recipe",
     "find_recipe",
     "json_schema",
-    "mechanism_names",
     "method_names",
     "parse_recipe",
     "recipe_names",
     "recipe_text",
+    "replacement_names",
 ]

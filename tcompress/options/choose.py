@@ -11,12 +11,12 @@ from tcompress.errors import RecipeError
 from tcompress.options.convert_options import BUDGETS, DEPTH, Convert
 from tcompress.options.fields import Options, Place, method_options
 from tcompress.options.method_options import (
-    MECHANISMS,
     METHODS,
-    MechanismSpec,
+    REPLACEMENTS,
+    ReplacementSpec,
     lookup_methods,
-    mechanism_names,
     method_names,
+    replacement_names,
 )
 from tcompress.options.read import Given, read
 from tcompress.options.schema import Recipe
@@ -112,7 +112,7 @@ def _options_of(name: str, option: str) -> type[Spec]:
     if option == "--embeddings":
         known = (*lookup_methods(), NO_METHOD)
     else:
-        both = (*method_names(), *(mechanism_names() if option == "--method" else ()))
+        both = (*method_names(), *(replacement_names() if option == "--method" else ()))
         known = (*both, NO_METHOD)
     if name not in known:
         where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
@@ -175,7 +175,7 @@ def _not_applicable(
     place = wrong[0][0]
     allowed = speech.names([item.place for item in method_options(kind, (place,))])
     fields = [field for _, field in wrong]
-    kinds: Sequence[type[Options]] = METHODS if place == "method" else MECHANISMS
+    kinds: Sequence[type[Options]] = METHODS if place == "method" else REPLACEMENTS
     owners = [each.names()[0] for each in kinds if {*fields} <= each.model_fields.keys()]
     listed, one = speech.names(wrong), len(wrong) == 1
     its = f"; its options are {allowed}" if allowed else ""
@@ -192,7 +192,7 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
     before = base.get("attention") or {}
     method, chosen = dict(said.get("method") or {}), dict(said.get("attention") or {})
     name = chosen.pop("name", before.get("name"))
-    if method.get("name") in mechanism_names():
+    if method.get("name") in replacement_names():
         name = method.pop("name")
     layers = said.get("attention_layers")
     if name is None:
@@ -204,7 +204,7 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
             listed = speech.names(wrong)
             raise RecipeError(f"{listed} {goes} with an attention replacement", _ATTENTION)
         return {}
-    kind = next((spec for spec in MECHANISMS if name in spec.names()), None)
+    kind = next((spec for spec in REPLACEMENTS if name in spec.names()), None)
     if kind is None:
         return {"attention": {**chosen, "name": name}}  # for validation to refuse
     if structure is not None:
@@ -216,7 +216,7 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
     return made if layers is None else {**made, "attention_layers": layers}
 
 
-def _of_the_paper(kind: type[MechanismSpec], said: Said, method: Said) -> None:
+def _of_the_paper(kind: type[ReplacementSpec], said: Said, method: Said) -> None:
     """Chooses the structure of a replacement's paper, where something is said of layers."""
     if not method and not any(name in said for name in (*BUDGETS, "residual_rank")):
         method["name"] = NO_METHOD

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tcompress.options.library import recipe_names
-from tcompress.options.method_options import mechanism_names, method_names
+from tcompress.options.method_options import method_names, replacement_names
 
 _RECIPE_FILES = (".yaml", ".yml", ".json")
 _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
@@ -14,7 +14,7 @@ _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
 
 def methods(incomplete: str) -> list[str]:
     """Offers structures, attention replacements, and to rewrite no layer."""
-    return _starting((*method_names(), "none", *mechanism_names()), incomplete)
+    return _starting((*method_names(), "none", *replacement_names()), incomplete)
 
 
 def structures(incomplete: str) -> list[str]:

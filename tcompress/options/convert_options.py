@@ -82,7 +82,7 @@ class Calibration(Section):
     seed: int = option(0, "seed of all random choices", ge=0)
 
     def within(self, longest: int | None) -> Calibration:
-        """The same with texts that are no longer than a mechanism can take."""
+        """The same with texts that are no longer than a replacement can take."""
         if longest is None or longest >= self.max_length:
             return self
         return self.model_copy(update={"max_length": longest})
@@ -121,7 +121,7 @@ class Embeddings(Section):
 
     @model_validator(mode="after")
     def _check_size(self) -> Embeddings:
-        if self.method.pools:
+        if self.method.shares_factors:
             raise ValueError("the word embedding shares nothing with layers: leave `share` out")
         if tol_of(self.method) is not None:
             raise ValueError("`tol` is for layers: give the table a `rank` or a `target`")
@@ -184,7 +184,7 @@ class Convert(Section):
         complete="methods",
     )
     attention: AttentionSpec | None = option(
-        None, "mechanism that mixes tokens; default the model's own", "--method", panel=METHOD
+        None, "what mixes tokens instead; default the model's own", "--method", panel=METHOD
     )
     attention_layers: tuple[BlockIndex, ...] | None = option(
         None,
@@ -343,7 +343,7 @@ class Convert(Section):
             yield "`attention_layers` needs `attention`, since it is about replacements"
         if self.method is None:
             scratch = self.init == "random"
-            if not (self.cuts or self.embeddings or self.attention or scratch):
+            if not (self.changes_depth or self.embeddings or self.attention or scratch):
                 yield "there is nothing to do: give `method`, `attention`, or `keep_layers`"
             alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
@@ -368,31 +368,31 @@ class Convert(Section):
             yield "`tol` is for all layers; rules in `layers` take a `rank` or `target`"
         if fixed and any(rule.target and rule.method is None for rule in self.layers):
             yield TWO_SIZES.format("layers[].target")
-        if self.max_error is not None and self.method is not None and self.method.pools:
+        if self.max_error is not None and self.method is not None and self.method.shares_factors:
             yield "`max_error` sizes layers one by one, but factors are shared: give a target"
         sizes = ("target", "target_params", "target_bytes")
-        if self.weighs_depth and (self.method is None or not any(map(given.count, sizes))):
+        if self.chooses_depth and (self.method is None or not any(map(given.count, sizes))):
             yield (
                 "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
                 "and a `target`, `target_params` or `target_bytes`"
             )
-        if self.weighs_depth and self.calibration.source == "none":
+        if self.chooses_depth and self.calibration.source == "none":
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
     @property
-    def cuts(self) -> bool:
+    def changes_depth(self) -> bool:
         """Whether blocks are dropped, or put on top."""
         return any(getattr(self, name) is not None for name in DEPTH)
 
     @property
-    def weighs_depth(self) -> bool:
+    def chooses_depth(self) -> bool:
         """Whether the number of dropped blocks is chosen too, under the budget."""
         return self.drop_layers == "auto"
 
     @property
-    def weighs_methods(self) -> bool:
+    def tries_methods(self) -> bool:
         """Whether methods are tried out under the budget, and measured on data held out."""
         tries = isinstance(self.method, AutoSpec) and self.method.trials
         sized = self.budget is not None and self.budget.is_size
@@ -400,9 +400,9 @@ class Convert(Section):
 
     @property
     def label(self) -> str:
-        """What is done, for people: mechanism, method, `depth`, `embeddings`, or several."""
+        """What is done, for people: replacement, method, `depth`, `embeddings`, or several."""
         words = [part.name for part in (self.attention, self.method) if part is not None]
-        words += ["depth"] if self.cuts else []
+        words += ["depth"] if self.changes_depth else []
         words += ["embeddings"] if self.embeddings else []
         return " + ".join(words) or "dense"
 
@@ -441,7 +441,7 @@ class Convert(Section):
     @property
     def by_loss(self) -> bool:
         """Whether sizes, or structures, follow predicted loss."""
-        if self.budget is None or self.method is None or self.method.pools:
+        if self.budget is None or self.method is None or self.method.shares_factors:
             return False
         return self._only_predicted or self._asks_for_loss
 
@@ -457,7 +457,7 @@ class Convert(Section):
         return asked and self.calibration.source != "none"
 
     @property
-    def surveys(self) -> bool:
+    def measures_sensitivity(self) -> bool:
         """Whether a conversion begins with a backward pass over the calibration data."""
         if self.calibration.source == "none":
             return False

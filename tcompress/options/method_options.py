@@ -106,8 +106,8 @@ CONVERTED_DECAY = 0.05
 that edges that reach far would drown each token's own values (docs/attention.md)."""
 
 
-class MechanismSpec(Options):
-    """Options of a mechanism as a recipe gives them."""
+class ReplacementSpec(Options):
+    """Options of a replacement as a recipe gives them."""
 
     structure: ClassVar[str] = "lprod"
     """Structure that goes with it where only a size is given, as in its paper."""
@@ -115,7 +115,7 @@ class MechanismSpec(Options):
     """Patterns of the layers that the paper stores in it; empty for all."""
 
 
-class GraphSpec(MechanismSpec):
+class GraphSpec(ReplacementSpec):
     """Options of `tga` and `tsa`."""
 
     structure = "tt"
@@ -140,7 +140,7 @@ class GraphSpec(MechanismSpec):
         return self
 
 
-class KroneckerSpec(MechanismSpec):
+class KroneckerSpec(ReplacementSpec):
     """Options of `hot`."""
 
     name: Literal["hot", "kronecker"] = "hot"
@@ -166,7 +166,7 @@ class KroneckerSpec(MechanismSpec):
     seed: int = option(0, "seed of the random features", ge=0, off=True)
 
 
-class MultilinearSpec(MechanismSpec):
+class MultilinearSpec(ReplacementSpec):
     """Options of `multilinear`."""
 
     name: Literal["multilinear"] = "multilinear"
@@ -175,7 +175,7 @@ class MultilinearSpec(MechanismSpec):
     )
 
 
-class TamSpec(MechanismSpec):
+class TamSpec(ReplacementSpec):
     """Options of `tam`."""
 
     structure = "tucker"
@@ -210,20 +210,25 @@ class TamSpec(MechanismSpec):
     )
 
 
-MECHANISMS: tuple[type[MechanismSpec], ...] = (GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec)
-"""Options of every mechanism, in the order of the registry."""
+REPLACEMENTS: tuple[type[ReplacementSpec], ...] = (
+    GraphSpec,
+    KroneckerSpec,
+    MultilinearSpec,
+    TamSpec,
+)
+"""Options of every replacement, in the order of the registry."""
 
 
-def mechanism_names() -> tuple[str, ...]:
-    """Returns the names that select a mechanism."""
-    return _names(MECHANISMS)
+def replacement_names() -> tuple[str, ...]:
+    """Returns the names that select a replacement."""
+    return _names(REPLACEMENTS)
 
 
 if TYPE_CHECKING:
     AttentionSpec = Any
 else:
-    # Options of one mechanism; `name` selects it.
-    AttentionSpec = Annotated[reduce(operator.or_, MECHANISMS), Field(discriminator="name")]
+    # Options of one replacement; `name` selects it.
+    AttentionSpec = Annotated[reduce(operator.or_, REPLACEMENTS), Field(discriminator="name")]
 
 
 # How large a conversion may come out, or how much it may lose: one of several ways to say it.

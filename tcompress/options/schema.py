@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 from tcompress.options.convert_options import Convert, refuse_two_sizes
 from tcompress.options.fields import Section, method_options, option, plain
 from tcompress.options.method_options import (
-    MECHANISMS,
     METHODS,
+    REPLACEMENTS,
     AnyMethod,
     MethodName,
-    mechanism_names,
     method_names,
+    replacement_names,
 )
 from tcompress.options.steps import Architecture, Bench, Evaluate, Finetune, PaperRow
 from tcompress.options.words import quoted
@@ -31,8 +31,10 @@ def read_methods(texts: list[str]) -> list[Any]:
 
 def _read_method(text: str) -> Any:
     name, *pairs = [word.strip() for word in text.split(":")]
-    if name in mechanism_names():
-        raise ValueError(f"and `{name}` is a mechanism: a sweep compares structures of weights")
+    if name in replacement_names():
+        raise ValueError(
+            f"and `{name}` is an attention replacement: a sweep compares structures of weights"
+        )
     kind = next((spec for spec in METHODS if name in spec.names()), None)
     if kind is None:
         raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
@@ -127,7 +129,7 @@ class Recipe(Section):
 def json_schema() -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a recipe, for editors and other tools."""
     schema = Recipe.model_json_schema()
-    for spec in (*METHODS, *MECHANISMS):
+    for spec in (*METHODS, *REPLACEMENTS):
         options = schema["$defs"][spec.__name__]
         # The name may be left out where options are built in Python, but not in a file.
         options["required"] = ["name", *options.get("required", ())]
@@ -149,7 +151,7 @@ def short_name(convert: Convert) -> str:
     method, words = convert.method, _attention_words(convert)
     if method is not None:
         words.append(str(method.name))
-        if method.pools:
+        if method.shares_factors:
             words.append(method.share)
         for field, letter in _LETTERS.items():
             if (value := getattr(method, field, None)) is not None:

@@ -59,7 +59,7 @@ def plan_terms(
     dense = site.in_features * site.out_features
     reserved = 0.0
     if residual is not None:  # the same for all that share factors
-        sites = site.peers or (site,)
+        sites = site.sharing_sites or (site,)
         rank = choice.residual_rank
         weights = sum(item.in_features * item.out_features for item in sites)
         reserved = sum(term_cost(_low_rank(rank, item), 1, 1) for item in sites) / weights
@@ -95,8 +95,8 @@ def kept_share(entry: LayerPlan, sharing: int) -> float:
     shapes = (transform_shapes(term, "in").values() for term in entry.parts[0].terms)
     inputs = sum(prod(shape) for own in shapes for shape in own)
     terms = [term for part in entry.parts for term in part.terms]
-    banks = sum(map(_shared_cost, terms)) - sum(map(_shared_size, entry.own_banks.values()))
-    return (entry.parameters + banks - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+    factors = sum(map(_shared_cost, terms)) - sum(map(_shared_size, entry.own_factors.values()))
+    return (entry.parameters + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
 def _shared_size(layout: Layout) -> int:

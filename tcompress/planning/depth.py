@@ -12,18 +12,18 @@ from tcompress.options import Convert
 from tcompress.planning.costs import size_of
 from tcompress.planning.entries import DepthPlan, Plan, StackPlan
 from tcompress.planning.sites import roles_of
-from tcompress.roles import Anatomy
+from tcompress.roles import Roles
 
 Stacks = tuple[StackPlan, ...]
 
 
-def stacks_of(anatomy: Anatomy) -> Stacks:
+def stacks_of(roles: Roles) -> Stacks:
     """Lists the stacks of a model, with all their blocks.
 
     A stack is called by the part of its path that tells it from the others, such as `decoder`.
     """
     counts: dict[str, int] = {}
-    for block in anatomy.blocks:
+    for block in roles.blocks:
         path = block.name.rpartition(".")[0]
         counts[path] = counts.get(path, 0) + 1
     found = []
@@ -45,7 +45,7 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
 
     Blocks that data will choose are stood in for by others at equal distances.
     """
-    if not recipe.cuts:
+    if not recipe.changes_depth:
         return None
     whole = stacks_of(roles_of(source))
     if not whole:
@@ -60,7 +60,7 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
         kept = (*whole[0].kept, *[whole[0].kept[-1]] * recipe.append_layers)
         copied = whole[0].model_copy(update={"kept": kept})
         return DepthPlan(stacks=(copied,), chosen="asked")
-    if recipe.weighs_depth:
+    if recipe.chooses_depth:
         if len(whole) > 1:
             raise PlanError(
                 f"`drop_layers: auto` weighs one stack of blocks, and this model has {each}",
@@ -170,13 +170,13 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
         assert depth is not None
         new = tuple(range(depth.blocks, depth.kept))
         inner = inner.model_copy(update={"attention_layers": new})
-    if depth is None or not recipe.weighs_depth or depth.kept == depth.blocks or budget is None:
+    if depth is None or not recipe.chooses_depth or depth.kept == depth.blocks or budget is None:
         return inner
     cut = cut_to(source, depth)
     if budget.kind == "target":
         before, after = (
-            sum(i.in_features * i.out_features * (i.experts or 1) for i in anatomy.layers)
-            for anatomy in (roles_of(source), roles_of(cut))
+            sum(i.in_features * i.out_features * (i.experts or 1) for i in roles.layers)
+            for roles in (roles_of(source), roles_of(cut))
         )
         fraction = budget.limit * before / after
         return inner.without_method if fraction >= 1 else inner.at(fraction)

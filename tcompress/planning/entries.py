@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tcompress.attention.module import CHILD
-from tcompress.attention.replacement import AnyMechanismLayout, mechanism
+from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
 from tcompress.options.method_options import BudgetKind
 from tcompress.structures.base import Layout, Shapes
 from tcompress.structures.capabilities import (
@@ -19,8 +19,13 @@ from tcompress.structures.capabilities import (
     shared_of,
     transform_shapes,
 )
-from tcompress.structures.modules.linear import PartLayout, bank_layouts, own_shapes, side_name
-from tcompress.structures.modules.shared import bank_module
+from tcompress.structures.modules.linear import (
+    PartLayout,
+    factor_layouts,
+    own_shapes,
+    transform_name,
+)
+from tcompress.structures.modules.shared import factors_module
 
 
 class _Entry(BaseModel):
@@ -102,7 +107,7 @@ class DepthPlan(_Entry):
         return "; ".join(f"{name} {numbers}" for name, numbers in lists.items())
 
     @property
-    def stands_for(self) -> tuple[int, ...]:
+    def target_blocks(self) -> tuple[int, ...]:
         """For each block the dense one whose output it should give, counted over all stacks.
 
         The last one of a stack stands for the last one.
@@ -117,7 +122,7 @@ class DepthPlan(_Entry):
 # Layers and attentions.
 
 
-BankKey = tuple[str, str]
+FactorsKey = tuple[str, str]
 """Name of the layer that owns shared factors, and their own name."""
 
 
@@ -187,20 +192,20 @@ class LayerPlan(_Entry):
                 for side in SIDES:
                     if side == "in" and (index or self.input_of):
                         continue
-                    module = side_name(self.parts, side, index, term)
+                    module = transform_name(self.parts, side, index, term)
                     tensors = transform_shapes(layout, side)
                     shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
-        for bank, layout in self.own_banks.items():
+        for bank, layout in self.own_factors.items():
             shared = shared_of(layout)
             assert shared is not None  # that is how it was found
-            module = bank_module(bank)
+            module = factors_module(bank)
             shapes |= {f"{module}.{name}": shape for name, shape in shared.shapes.items()}
         return shapes
 
     @property
-    def own_banks(self) -> dict[str, Layout]:
+    def own_factors(self) -> dict[str, Layout]:
         """A layout for all factors that are stored with this layer and shared, by their name."""
-        used = bank_layouts(self.parts)
+        used = factor_layouts(self.parts)
         return {bank: layout for bank, layout in used.items() if bank not in self.bank_of}
 
     @property
@@ -249,7 +254,7 @@ class AttentionPlan(_Entry):
 
     name: str  # of the base model's attention in the checkpoint
     block: str  # in the checkpoint
-    layout: AnyMechanismLayout  # of the replacement
+    layout: AnyReplacementLayout  # of the replacement
     unused: tuple[DenseLayer, ...] = ()  # projections that it has no use for
     guard: DenseLayer | None = None
     """A layer that stays dense and is stored under another name, so that plain Transformers stops;
@@ -259,7 +264,7 @@ class AttentionPlan(_Entry):
     @property
     def tensor_shapes(self) -> Shapes:
         """Names in the checkpoint, and shapes, of the replacement's own tensors."""
-        shapes = mechanism(self.layout.mechanism).tensors(self.layout)
+        shapes = replacement_named(self.layout.mechanism).tensors(self.layout)
         return {f"{self.name}.{CHILD}.{name}": shape for name, shape in shapes.items()}
 
     @property
@@ -371,7 +376,7 @@ class Plan(_Entry):
     def longest(self) -> int | None:
         """Most tokens of an input, where attentions limit them."""
         layouts = (entry.layout for entry in self.attention)
-        limits = (mechanism(layout.mechanism).longest(layout) for layout in layouts)
+        limits = (replacement_named(layout.mechanism).longest(layout) for layout in layouts)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -389,7 +394,7 @@ class Plan(_Entry):
     def reads_queries(self) -> bool:
         """Whether an attention begins with what the base model's queries and keys are like."""
         return any(
-            mechanism(entry.layout.mechanism).centres_keys(entry.layout) is not None
+            replacement_named(entry.layout.mechanism).centres_keys(entry.layout) is not None
             for entry in self.attention
         )
 

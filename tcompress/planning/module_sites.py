@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from tcompress.attention import Host, mechanism_of
+from tcompress.attention import BaseAttention, replacement_of
 from tcompress.attention.replacement import spec_name
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
@@ -15,7 +15,7 @@ from tcompress.options import Convert, Embeddings
 from tcompress.options.method_options import lookup_methods
 from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, Left
 from tcompress.planning.sites import structure_of, tied_to
-from tcompress.roles import Anatomy, Attention, Layer, attentions_of
+from tcompress.roles import Attention, Layer, Roles, attentions_of
 from tcompress.roles.attentions import position_tables
 from tcompress.structures import Layout, Refusal, Site
 from tcompress.structures.capabilities import LooksUp
@@ -35,11 +35,11 @@ class AttentionPlans:
     notes: tuple[str, ...] = ()  # what a user should know
 
 
-def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> AttentionPlans:
+def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> AttentionPlans:
     """Plans which attentions are replaced."""
     if recipe.attention is None:
         return AttentionPlans()
-    found = attentions_of(source.keymap.model, anatomy)
+    found = attentions_of(source.keymap.model, roles)
     # Blocks are numbered as in the whole model.
     numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in found]
     asked = numbers if recipe.attention_layers is None else recipe.attention_layers
@@ -62,20 +62,20 @@ def plan_attention(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> At
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             left.append(Left(role="attention", parameters=0, **facts))
             continue
-        roles = mechanism_of(recipe.attention).unused
-        unused |= {item.layers[role].weight_name for role in roles if role in item.layers}
+        dropped = replacement_of(recipe.attention).unused
+        unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
     if not entries:
         name = spec_name(recipe.attention)
         if not left:
             raise PlanError(
-                f"no attention of this `{anatomy.family}` model is known, so that `{name}` cannot "
+                f"no attention of this `{roles.family}` model is known, so that `{name}` cannot "
                 "take its place"
             )
         reasons = {item.reason: [n.name for n in left if n.reason == item.reason] for item in left}
         lines = [f"  - {why}: {', '.join(f'`{n}`' for n in own)}" for why, own in reasons.items()]
         raise PlanError(
             f"`{name}` suits none of {len(left)} attentions:\n" + "\n".join(lines),
-            "choose another mechanism, see `tcompress methods`, or other blocks with `--layers`",
+            "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
         )
     notes = _attention_notes(recipe, source, entries, found)
     return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), notes)
@@ -97,9 +97,11 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
     if item.reason is not None:
         raise Refusal(item.reason)
     assert recipe.attention is not None
-    kind = mechanism_of(recipe.attention)
-    host = Host(**{field.name: getattr(item, field.name) for field in fields(Host)})
-    layout = kind.layout(recipe.attention, host)
+    kind = replacement_of(recipe.attention)
+    base = BaseAttention(
+        **{field.name: getattr(item, field.name) for field in fields(BaseAttention)}
+    )
+    layout = kind.layout(recipe.attention, base)
     prefix = source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
@@ -133,7 +135,7 @@ def _attention_notes(
     found: Sequence[Attention],
 ) -> tuple[str, ...]:
     assert recipe.attention is not None
-    kind = mechanism_of(recipe.attention)
+    kind = replacement_of(recipe.attention)
     lengths = [item.tokens or item.longest for item in found]
     longest = None if None in lengths else max(length for length in lengths if length)
     notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
@@ -154,7 +156,7 @@ def _attention_notes(
 
 
 def plan_embeddings(
-    options: Embeddings | None, source: SourceModel, anatomy: Anatomy
+    options: Embeddings | None, source: SourceModel, roles: Roles
 ) -> tuple[LayerPlan, ...]:
     """Plans the tables; one that several modules share is planned once."""
     if options is None:
@@ -162,7 +164,7 @@ def plan_embeddings(
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     planned: list[LayerPlan] = []
     lines = ""
-    for path in anatomy.embeddings:
+    for path in roles.embeddings:
         if f"{path}.weight" in ties:  # to another one
             continue
         try:
@@ -216,24 +218,24 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 # Tables of positions, and layer norms.
 
 
-def plan_forms(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> tuple[FormPlan, ...]:
+def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
     """Plans what `positions` and `norm` ask for."""
     problems: list[str] = []
     found: list[FormPlan] = []
     p = int(getattr(recipe.method, "p", 1))
     if recipe.positions != "host":
-        found += _positions(recipe, source, anatomy, p)
+        found += _positions(recipe, source, roles, p)
         if not found:
             problems.append(
                 f"`positions: {recipe.positions}` is about a table of positions for tokens of "
-                f"text, and this `{anatomy.family}` model has none"
+                f"text, and this `{roles.family}` model has none"
             )
     if recipe.norm != "host":
-        norms = list(_norms(recipe, source, anatomy, p))
+        norms = list(_norms(recipe, source, roles, p))
         if not norms:
             problems.append(
                 f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
-                f"this `{anatomy.family}` model have none"
+                f"this `{roles.family}` model have none"
             )
         found += norms
     problems += [
@@ -246,10 +248,8 @@ def plan_forms(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> tuple[
     return tuple(found)
 
 
-def _positions(
-    recipe: Convert, source: SourceModel, anatomy: Anatomy, p: int
-) -> Iterator[FormPlan]:
-    inside = tuple(f"{block.name}." for block in anatomy.blocks)
+def _positions(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+    inside = tuple(f"{block.name}." for block in roles.blocks)
     for path, table, offset in position_tables(source.keymap.model):
         if path.startswith(inside):
             continue
@@ -261,8 +261,8 @@ def _positions(
         yield FormPlan(name=name, kind="positions", form=form, p=p, shape=shape, offset=offset)
 
 
-def _norms(recipe: Convert, source: SourceModel, anatomy: Anatomy, p: int) -> Iterator[FormPlan]:
-    for block in anatomy.blocks:
+def _norms(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+    for block in roles.blocks:
         shape = (block.layers[0].in_features,)
         for path, module in source.keymap.model.get_submodule(block.name).named_modules():
             if type(module) is nn.LayerNorm and tuple(module.normalized_shape) == shape:

@@ -26,10 +26,10 @@ from tcompress.planning.sites import (
     roles_of,
     structure_of,
 )
-from tcompress.roles import Anatomy, Block, Layer, Part
+from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.capabilities import SharesFactors, shared_of, transform_of
-from tcompress.structures.modules.linear import PartLayout, bank_layouts
+from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
 # How much of a whole model a plan rewrites, and what the rest of it is.
 
@@ -154,7 +154,7 @@ class SharingGroups:
     def site(self, place: Place, site: Site) -> Site:
         """Returns a site with all of its sharing group."""
         key = self._keys.get(place)
-        return site if key is None else replace(site, peers=tuple(self._members[key]))
+        return site if key is None else replace(site, sharing_sites=tuple(self._members[key]))
 
     def without(self, refused: Iterable[str]) -> SharingGroups | None:
         """Returns empty groups that leave out what was refused; None if all members were taken."""
@@ -186,7 +186,7 @@ STAYS = "the budget is better spent on keeping it dense"
 class _Planner:
     recipe: Convert
     source: SourceModel
-    anatomy: Anatomy
+    roles: Roles
     unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
@@ -200,7 +200,7 @@ class _Planner:
         while groups is not None:
             self.groups, self.layers, self.left = groups, [], []
             self._ask_what_is_shared()
-            for block in self.anatomy.blocks:
+            for block in self.roles.blocks:
                 for group in block.groups:
                     self._plan_group(block, group)
             groups = self.groups.without(item.name for item in self.left)
@@ -208,9 +208,9 @@ class _Planner:
 
     def _ask_what_is_shared(self) -> None:
         rules = (rule.method for rule in self.recipe.layers)
-        if not any(method.pools for method in (self.recipe.method, *rules) if method):
+        if not any(method.shares_factors for method in (self.recipe.method, *rules) if method):
             return
-        pairs = ((block, layer) for block in self.anatomy.blocks for layer in block.layers)
+        pairs = ((block, layer) for block in self.roles.blocks for layer in block.layers)
         for block, layer in pairs:
             if layer.weight_name in self.unused:
                 continue
@@ -456,36 +456,36 @@ def regrouped(
 
 
 def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
-    model, anatomy = source.keymap.model, roles_of(source)
-    named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, anatomy))
-    anatomy = replace(anatomy, blocks=(*anatomy.blocks, *named))
-    embeddings = plan_embeddings(recipe.embeddings, source, anatomy)
-    attention = plan_attention(recipe, source, anatomy)
-    planner = _Planner(recipe, source, anatomy, attention.unused)
+    model, roles = source.keymap.model, roles_of(source)
+    named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, roles))
+    roles = replace(roles, blocks=(*roles.blocks, *named))
+    embeddings = plan_embeddings(recipe.embeddings, source, roles)
+    attention = plan_attention(recipe, source, roles)
+    planner = _Planner(recipe, source, roles, attention.unused)
     refused: list[Left] = []
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:
             raise _nothing_to_do(planner)
-        for item in anatomy.refused:
+        for item in roles.refused:
             size = _matrices(model, item.name)
             refused.append(
                 Left(name=item.name, block="", role="", parameters=size, reason=item.reason)
             )
-    blocks = {block.name for block in anatomy.blocks}
+    blocks = {block.name for block in roles.blocks}
     inside = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(
         layers=tuple(planner.layers),
         attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
-        forms=plan_forms(recipe, source, anatomy),
+        forms=plan_forms(recipe, source, roles),
         left=(*attention.left, *planner.left, *refused),
         source=source.id,
-        family=anatomy.family,
+        family=roles.family,
         method=label,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         block_parameters=sum(parameter.numel() for parameter in inside),
-        warnings=(*source.notes, *anatomy.warnings, *attention.notes, *_notes(planner)),
+        warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
     )
 
 
@@ -500,13 +500,13 @@ def _matrices(model: nn.Module, name: str) -> int:
 def _notes(planner: _Planner) -> Iterator[str]:
     """Says what is shared, where ranks are too large, and which experts data does not reach."""
     layers = planner.layers
-    groups = sum(len(entry.own_banks) for entry in layers)
+    groups = sum(len(entry.own_factors) for entry in layers)
     if groups:
-        users = sum(bool(bank_layouts(entry.parts)) for entry in layers)
-        named = "one bank" if groups == 1 else f"{groups} banks"
+        users = sum(bool(factor_layouts(entry.parts)) for entry in layers)
+        named = "one set of factors" if groups == 1 else f"{groups} sets of factors"
         yield (
             f"{users} layers share the tensors of {named}, each stored with the first layer that "
-            "uses it; banks are sized alike, not by predicted loss"
+            "uses it; they are sized alike, not by predicted loss"
         )
     if planner.clipped:
         name, note = next(iter(planner.clipped.items()))
@@ -523,10 +523,10 @@ def _notes(planner: _Planner) -> Iterator[str]:
 
 
 def _nothing_to_do(planner: _Planner) -> PlanError:
-    if not planner.anatomy.layers:
-        reasons = "; ".join(sorted({item.reason for item in planner.anatomy.refused})[:5])
+    if not planner.roles.layers:
+        reasons = "; ".join(sorted({item.reason for item in planner.roles.refused})[:5])
         why = reasons or "it has no linear layers inside repeated blocks"
-        return PlanError(f"no layer of this `{planner.anatomy.family}` model is supported: {why}")
+        return PlanError(f"no layer of this `{planner.roles.family}` model is supported: {why}")
     if all(item.reason == KEPT for item in planner.left):
         return PlanError(
             f"the recipe keeps all {len(planner.left)} layers dense",

@@ -18,7 +18,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.roles import Anatomy, Layer, anatomy_of
+from tcompress.roles import Layer, Roles, find_roles
 from tcompress.structures import Spec, Structure, structures
 
 
@@ -58,14 +58,14 @@ def _specs(names: Sequence[str]) -> dict[str, Spec]:
     }
 
 
-_ROLES: WeakKeyDictionary[SourceModel, Anatomy] = WeakKeyDictionary()
+_ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()
 
 
-def roles_of(source: SourceModel) -> Anatomy:
+def roles_of(source: SourceModel) -> Roles:
     """Returns the roles of a model's layers, found once for each model."""
     found = _ROLES.get(source)
     if found is None:
-        found = _ROLES[source] = anatomy_of(source.keymap.model)
+        found = _ROLES[source] = find_roles(source.keymap.model)
     return found
 
 
@@ -152,36 +152,38 @@ def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> 
 
 def check_patterns(recipe: Convert, source: SourceModel) -> None:
     """Makes sure that every pattern of a recipe selects a layer that can be rewritten."""
-    anatomy = roles_of(source)
-    layers = anatomy.layers
+    roles = roles_of(source)
+    layers = roles.layers
     known = {name for layer in layers for name in matched_names(source, layer)}
-    known |= {name for layer in anatomy.outside for name in matched_names(source, layer)[:-1]}
+    known |= {name for layer in roles.outside for name in matched_names(source, layer)[:-1]}
     patterns = [*recipe.keep, *recipe.only, *(rule.match for rule in recipe.layers)]
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        roles = ", ".join(f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers))
+        known_roles = ", ".join(
+            f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers)
+        )
         close = f"{lost[0]}.*"  # what is inside a module, or the closest known name
         if not matches(close, known):
             # Patterns mostly name the end of a path, such as `output.dense`.
             ends = {".".join(name.split(".")[-size:]) for name in known for size in (1, 2, 3)}
             close = next(iter(difflib.get_close_matches(lost[0], sorted(ends), 1, 0.5)), "")
         raise PlanError(
-            f"no layer matches {listed}; roles are {roles}",
+            f"no layer matches {listed}; roles are {known_roles}",
             f"did you mean `{close}`?"
             if close
             else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
         )
 
 
-def named_outside(recipe: Convert, source: SourceModel, anatomy: Anatomy) -> list[Layer]:
+def named_outside(recipe: Convert, source: SourceModel, roles: Roles) -> list[Layer]:
     """Lists layers outside of blocks that a pattern names which selects nothing inside them."""
-    inside = {name for layer in anatomy.layers for name in matched_names(source, layer)}
+    inside = {name for layer in roles.layers for name in matched_names(source, layer)}
     given = (*recipe.only, *(rule.match for rule in recipe.layers))
     patterns = [pattern for pattern in given if not matches(pattern, inside)]
     return [
         layer
-        for layer in anatomy.outside
+        for layer in roles.outside
         if any(matches(pattern, matched_names(source, layer)[:-1]) for pattern in patterns)
     ]
 

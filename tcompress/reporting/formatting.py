@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tcompress.artifact.manifest import Interval, Metric, Speed
-    from tcompress.attention.replacement import MechanismLayout
+    from tcompress.attention.replacement import ReplacementLayout
     from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
     from tcompress.reporting.tree import LayerReport
     from tcompress.structures.base import Layout
@@ -295,13 +295,13 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
     """Describes the replaced attentions of a model, such as `kronecker 8x8 in 4 blocks`."""
     counts: dict[str, int] = {}
     for entry in map(_stored, entries):
-        text = describe_mechanism(entry["layout"])
+        text = describe_replacement(entry["layout"])
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
 
 
-def describe_mechanism(layout: MechanismLayout | Stored) -> str:
+def describe_replacement(layout: ReplacementLayout | Stored) -> str:
     """Describes an attention replacement, such as `kronecker 8x8` or `graph order 3`."""
     options = _stored(layout)
     words = [options["mechanism"], *([_modes(options["grid"])] if options.get("grid") else [])]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest, Metric, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
-from tcompress.attention.replacement import mechanism
+from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
 from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
@@ -30,7 +30,7 @@ from tcompress.reporting.tree import (
     mean_errors,
     metric_key,
 )
-from tcompress.roles import Anatomy, Block, anatomy_of, attentions_of
+from tcompress.roles import Block, Roles, attentions_of, find_roles
 from tcompress.structures.capabilities import macs_of
 
 LENGTH = 128
@@ -58,7 +58,7 @@ def report_of(
     source = SourceModel.open(opened, trust_remote_code=trust, converted=artifact is not None)
     manifest = read_manifest(source.folder) if artifact is None else artifact.manifest
     now = _Counted.of(source, artifact)
-    dense = _Counted(now.model, now.anatomy)
+    dense = _Counted(now.model, now.roles)
     if manifest is not None and manifest.source.config is not None:  # it had more blocks
         dense = _Counted.of(source.with_settings(manifest.source.config))
     length = now.usual_tokens(length)
@@ -74,7 +74,7 @@ def report_of(
         facts["method"], before = manifest.plan.method, manifest.source.bytes
     return ModelReport(
         name=str(name),
-        family=now.anatomy.family,
+        family=now.roles.family,
         parameters=_parameters(dense, now),
         bytes_on_disk=Amount.of(before, size),
         macs_per_token=Macs.of(*macs, length=length),
@@ -117,7 +117,8 @@ def layer_report(
         block=entry.block,
         role=entry.role,
         # Whose row counts the tensors that others use too.
-        structure=describe_entry(entry, method) + (", with the bank" if entry.own_banks else ""),
+        structure=describe_entry(entry, method)
+        + (", with shared factors" if entry.own_factors else ""),
         in_features=entry.in_features,
         out_features=entry.out_features,
         experts=entry.experts,
@@ -195,13 +196,13 @@ def _left(now: _Counted) -> tuple[Left, ...]:
             parameters=layer.in_features * layer.out_features * (layer.experts or 1),
             reason="not part of the plan",
         )
-        for block in now.anatomy.blocks
+        for block in now.roles.blocks
         for layer in block.layers
         if (layer.name, layer.parameter) not in now.layers
     ]
     refused = [
         Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
-        for item in now.anatomy.refused
+        for item in now.roles.refused
     ]
     return (*layers, *refused)
 
@@ -214,7 +215,7 @@ class _Counted:
     """A dense model without weights, to count with what is rewritten in it."""
 
     model: PreTrainedModel  # on the meta device
-    anatomy: Anatomy
+    roles: Roles
     # By module path and parameter, and by the module path of the block.
     layers: Mapping[tuple[str, str], LayerPlan] = field(default_factory=dict)
     attention: Mapping[str, AttentionPlan] = field(default_factory=dict)
@@ -224,7 +225,7 @@ class _Counted:
         """Finds what is rewritten in the model."""
         model = source.meta_model()
         if artifact is None:
-            return cls(model, anatomy_of(model))
+            return cls(model, find_roles(model))
         keymap = KeyMap(model, ())
         paths = {entry.name: keymap.runtime_name(entry.name) for entry in artifact.layers}
         lost = [name for name, path in paths.items() if path is None]
@@ -237,12 +238,12 @@ class _Counted:
         layers = {(paths[entry.name] or "", entry.parameter): entry for entry in artifact.layers}
         named = ((keymap.runtime_name(entry.block), entry) for entry in artifact.attention)
         attention = {path: entry for path, entry in named if path is not None}
-        return cls(model, anatomy_of(model), layers, attention)
+        return cls(model, find_roles(model), layers, attention)
 
     def usual_tokens(self, length: int) -> int:
         """Number of tokens: what is asked for, unless every attention has the same fixed one."""
         fixed = {_fixed_tokens(entry) for entry in self.attention.values()}
-        found = attentions_of(self.model, self.anatomy)
+        found = attentions_of(self.model, self.roles)
         fixed |= {item.tokens for item in found if item.block not in self.attention}
         (first, *others) = fixed or {None}
         return length if others or not first else first
@@ -270,17 +271,17 @@ class _Counted:
         """
         config = self.model.config
         total = self._head_macs(length)
-        total += sum(_router_macs(self, item.name) for item in self.anatomy.refused) * length
+        total += sum(_router_macs(self, item.name) for item in self.roles.refused) * length
         tables = (entry for entry in self.layers.values() if entry.kind == "embedding")
         total += sum(entry.row_macs for entry in tables) * length
-        for block in self.anatomy.blocks:
+        for block in self.roles.blocks:
             replaced = self.attention.get(block.name)
             if replaced is None:
                 total += 2 * length * length * sum(_attention_widths(block, config))
                 unused = set()
             else:
                 tokens = _fixed_tokens(replaced) or length
-                macs = mechanism(replaced.layout.mechanism).macs(replaced.layout, tokens)
+                macs = replacement_named(replaced.layout.mechanism).macs(replaced.layout, tokens)
                 total += macs * length // tokens
                 unused = {layer.role for layer in replaced.unused}
             for layer in (layer for layer in block.layers if layer.role not in unused):
@@ -294,9 +295,9 @@ class _Counted:
 
     def _head_macs(self, length: int) -> int:
         """Multiply-adds of the output head; a rewritten word embedding may be tied to it."""
-        if self.anatomy.output_head is None:
+        if self.roles.output_head is None:
             return 0
-        head = self.model.get_submodule(self.anatomy.output_head)
+        head = self.model.get_submodule(self.roles.output_head)
         weight = getattr(head, "weight", None)
         if weight is None:
             return 0
@@ -331,7 +332,7 @@ def _parameters(dense: _Counted, now: _Counted) -> Parameters:
 
 def _sizes(counted: _Counted) -> tuple[int, int, int]:
     """Parameters of a dense model, of its blocks, and of its embeddings outside of them."""
-    model, names = counted.model, [block.name for block in counted.anatomy.blocks]
+    model, names = counted.model, [block.name for block in counted.roles.blocks]
     inside = tuple(f"{name}." for name in names)
     blocks = (p for name in names for p in model.get_submodule(name).parameters())
     tables = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tcompress.attention import mechanisms
+from tcompress.attention import replacements
 from tcompress.options.method_options import AUTO_ABOUT, AutoSpec
 from tcompress.options.schema import json_schema
 from tcompress.options.words import Fragment, describe, quoted, resolve
@@ -45,7 +45,7 @@ def _method_sections(root: Fragment) -> Iterator[str]:
     described: list[tuple[str, type[BaseModel], str]] = [
         *(("method", item.spec, _about(item)) for item in structures()),
         ("method", AutoSpec, AUTO_ABOUT),
-        *(("attention", item.spec, _about(item)) for item in mechanisms()),
+        *(("attention", item.spec, _about(item)) for item in replacements()),
     ]
     for section, spec, about in described:
         fragment = root["$defs"][spec.__name__]

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tcompress.roles.attentions import Attention, attentions_of
-    from tcompress.roles.families import Anatomy, Block, Layer, Part, Refusal, supported_families
-    from tcompress.roles.find import anatomy_of
+    from tcompress.roles.families import Block, Layer, Part, Refusal, Roles, supported_families
+    from tcompress.roles.find import find_roles
 
 __all__ = [
-    "Anatomy",
     "Attention",
     "Block",
     "Layer",
     "Part",
     "Refusal",
-    "anatomy_of",
+    "Roles",
     "attentions_of",
+    "find_roles",
     "supported_families",
 ]
 
-_HOMES = {"Attention": "attentions", "attentions_of": "attentions", "anatomy_of": "find"}
+_HOMES = {"Attention": "attentions", "attentions_of": "attentions", "find_roles": "find"}
 
 
 def __getattr__(name: str) -> Any:

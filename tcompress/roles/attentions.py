@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tcompress.roles.families import Anatomy, Block, Layer
+from tcompress.roles.families import Block, Layer, Roles
 
 
 class Positions(NamedTuple):
@@ -78,13 +78,13 @@ class Attention:
     reason: str | None = None  # why nothing can replace it, if nothing can
 
 
-def attentions_of(model: nn.Module, anatomy: Anatomy) -> tuple[Attention, ...]:
+def attentions_of(model: nn.Module, roles: Roles) -> tuple[Attention, ...]:
     """Finds the self-attention of every block whose projections are known."""
-    found = (_attention(model, anatomy, block) for block in anatomy.blocks)
+    found = (_attention(model, roles, block) for block in roles.blocks)
     return tuple(attention for attention in found if attention is not None)
 
 
-def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | None:
+def _attention(model: nn.Module, roles: Roles, block: Block) -> Attention | None:
     layers: dict[str, Layer] = {
         layer.role: layer for layer in block.layers if layer.kind != "experts"
     }
@@ -94,7 +94,7 @@ def _attention(model: nn.Module, anatomy: Anatomy, block: Block) -> Attention | 
     name = first.name.rpartition(".")[0]
     module = model.get_submodule(name)
     config = getattr(module, "config", None)
-    family = getattr(config, "model_type", None) or anatomy.family
+    family = getattr(config, "model_type", None) or roles.family
     width = first.head or 0
     grid, special = _grid(family, config)
     tokens = prod(grid) + special if grid else None

@@ -110,7 +110,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Roles:
     """What can be compressed in a model."""
 
     family: str  # the model type in the model's config, or its class name where there is none
@@ -119,7 +119,7 @@ class Anatomy:
     # Module path of the layer that yields logits over the vocabulary, if any.
     output_head: str | None
     refused: tuple[Refusal, ...]  # modules inside blocks that must be left alone
-    warnings: tuple[str, ...]  # what a user should know before relying on this anatomy
+    warnings: tuple[str, ...]  # what a user should know before relying on them
     supported: bool  # whether every block belongs to a supported family
     # Ordinary linear layers outside of blocks, rewritten only where they are named.
     outside: tuple[Layer, ...] = ()
@@ -137,37 +137,37 @@ class Anatomy:
 # together, as they are in encoders. A family with several kinds of block has several styles.
 
 
-Roles = Mapping[Role, str]
+RoleTable = Mapping[Role, str]
 
 
 @dataclass(frozen=True)
 class Style:
     """One way of naming the modules of a block."""
 
-    roles: Roles  # module path, relative to the block, of each role in order of execution
+    roles: RoleTable  # module path, relative to the block, of each role in order of execution
     # The fused projection stores q, k, v head by head, so that it has no contiguous parts.
     interleaved_qkv: bool = False
     # The same paths in checkpoints, where all of them have other names there.
-    stored: Roles = field(default_factory=dict)
+    stored: RoleTable = field(default_factory=dict)
     transposed: bool = False  # whether weights are stored as (in, out)
 
 
-def _below(module: str, **names: str) -> Roles:
-    return cast(Roles, {role: f"{module}.{name}" for role, name in names.items()})
+def _below(module: str, **names: str) -> RoleTable:
+    return cast(RoleTable, {role: f"{module}.{name}" for role, name in names.items()})
 
 
 _SELF_ATTN = _below("self_attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj")
-_SELF_ATTN_OUT: Roles = {**_SELF_ATTN, "o": "self_attn.out_proj"}
+_SELF_ATTN_OUT: RoleTable = {**_SELF_ATTN, "o": "self_attn.out_proj"}
 _CROSS_ATTN = _below(
     "encoder_attn", cross_q="q_proj", cross_k="k_proj", cross_v="v_proj", cross_o="out_proj"
 )
-_T5_ATTN: Roles = {
+_T5_ATTN: RoleTable = {
     **_below("*.SelfAttention", q="q", k="k", v="v", o="o"),
     **_below("*.EncDecAttention", cross_q="q", cross_k="k", cross_v="v", cross_o="o"),
 }
-_BERT_OUT: Roles = {"o": "attention.output.dense"}
-_BERT_FFN: Roles = {"up": "intermediate.dense", "down": "output.dense"}
-_FC: Roles = {"up": "fc1", "down": "fc2"}
+_BERT_OUT: RoleTable = {"o": "attention.output.dense"}
+_BERT_FFN: RoleTable = {"up": "intermediate.dense", "down": "output.dense"}
+_FC: RoleTable = {"up": "fc1", "down": "fc2"}
 _MLP_FC = _below("mlp", up="fc1", down="fc2")
 _GATED = _below("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _EXPERTS = _below("mlp", experts_gate_up="experts", experts_down="experts")
@@ -274,7 +274,7 @@ def supported_families() -> tuple[str, ...]:
     return tuple(sorted(FAMILIES))
 
 
-def match(roles: Roles, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:
+def match(roles: RoleTable, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:
     """Find the module of each role of a style, and the paths that are absent, or are several."""
     hits = {
         role: [name for name in names if fnmatchcase(name, pattern)]

@@ -16,12 +16,12 @@ from tcompress.roles.families import (
     FAMILIES,
     GROUP_OF_ROLE,
     REFUSED_MODULES,
-    Anatomy,
     Block,
     Layer,
     Part,
     Refusal,
     Role,
+    Roles,
     Style,
     calls_of,
     match,
@@ -78,7 +78,7 @@ class _Site:
         return f"{self.name}.{relative}" if self.name else relative
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
+def find_roles(model: nn.Module) -> Roles:
     """Find the blocks of a transformer and the role of every layer in them.
 
     Only names and shapes are read, so the model may live on the meta device. Models made of
@@ -110,7 +110,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         refused.extend(left)
         if layers:
             blocks.append(Block(site.name, layers))
-    return Anatomy(
+    return Roles(
         family=family,
         blocks=tuple(blocks),
         embeddings=_embeddings(model),

@@ -1,7 +1,7 @@
 """The layers of a supported family by the names and shapes of its stored tensors alone.
 
 This takes no time, where building the model takes seconds. What names and shapes do not tell is
-left to `anatomy_of`.
+left to `find_roles`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Spec(Options):
             return self
         if getattr(self, "rank", None) is not None:
             raise ValueError("`rank` and `tol` are both given; allowed is one")
-        if self.pools:
+        if self.shares_factors:
             raise ValueError("`tol` sizes weights one by one, but factors are shared: give `rank`")
         return self
 
@@ -88,7 +88,7 @@ class Spec(Options):
         return getattr(self, "rank", 0) is None
 
     @property
-    def pools(self) -> bool:
+    def shares_factors(self) -> bool:
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False
 
@@ -160,7 +160,7 @@ class Site:
         role: What the weight does, such as `q` or `down`.
         block: Name of its block.
         head: Width of one head, for projections of an attention.
-        peers: All sites that share a bank with this one, itself included; none without a bank.
+        sharing_sites: All sites that share factors with this one, itself included; none without.
     """
 
     in_features: int
@@ -169,7 +169,7 @@ class Site:
     role: str = ""
     block: str = ""
     head: int | None = None
-    peers: tuple[Site, ...] = field(default=(), compare=False, repr=False)
+    sharing_sites: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -190,7 +190,7 @@ class Target:
             have to be no worse; None if it is not known, or is the product itself.  # (out, in)
         start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
             from; it then ends no worse. Empty for a first fit.
-        bank: Tensors of the bank, float64, fitted before; none for terms without one.
+        bank: Tensors of the shared factors, float64, fitted before; none for terms without.
         operators: Built transforms of its sides; none for structures without.
     """
 
@@ -353,7 +353,7 @@ class Registry(Generic[T]):
         close = difflib.get_close_matches(name, self._found, 1)
         known = ", ".join(f"`{known}`" for known in self._found)
         hint = f"did you mean `{close[0]}`?" if close else None
-        raise RecipeError(f"unknown {self._what} `{name}`; known {self._what}s are {known}", hint)
+        raise RecipeError(f"unknown {self._what} `{name}`; known are {known}", hint)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._found.values())

@@ -43,10 +43,10 @@ class LooksUp(ABC):
 
 
 class Shared(NamedTuple):
-    """The factors that a layer shares with others: a bank.
+    """The factors that a layer shares with others.
 
     Attributes:
-        name: Name of the bank, unique within a layer.
+        name: Name of the shared factors, unique within a layer.
         shapes: Shapes of its tensors, which stand among those of `apply` and `dense`.
         share: What part of it a layer answers for; those of all users add up to one.
     """
@@ -61,19 +61,19 @@ class SharesFactors(ABC):
 
     @abstractmethod
     def sharing_group(self, spec: Any, site: Site) -> Hashable:
-        """Identifies the bank that a site would use: sites of a model with equal ones share it."""
+        """Identifies what a site would share: sites of a model with equal answers share it."""
 
     @abstractmethod
     def shared(self, layout: Any) -> Shared | None:
-        """Describes the bank that a layout uses, if it uses one."""
+        """Describes the shared factors that a layout uses, if any."""
 
     @abstractmethod
     def fit_shared(self, targets: Sequence[Target], layouts: Sequence[Any]) -> dict[str, Tensor]:
-        """Fits a bank, float64, to what all its users aim at; every target has its weight."""
+        """Fits shared factors, float64, to what all users aim at; every target has its weight."""
 
     @abstractmethod
     def start_shared(self, layout: Any, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws random tensors of a bank, as `start` does."""
+        """Draws random tensors of shared factors, as `start` does."""
 
     @abstractmethod
     def shared_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
@@ -81,7 +81,7 @@ class SharesFactors(ABC):
 
 
 def shared_of(layout: Layout) -> Shared | None:
-    """Describes the bank that a term uses, if it uses one."""
+    """Describes the shared factors that a term uses, if any."""
     kind = structure(layout.structure)
     return kind.shared(layout) if isinstance(kind, SharesFactors) else None
 
@@ -145,7 +145,7 @@ class Transformed(ABC):
 
     @abstractmethod
     def decode(self, u: Tensor, operator: Any, layout: Any) -> Tensor:
-        """Takes what `apply` returns to the host's coordinates.  # (tokens, out') -> (.., out)."""
+        """Takes what `apply` returns to the model's coordinates.  # (tokens, out') -> (.., out)."""
 
 
 def transform_of(layout: Layout, side: Side) -> Transform | None:

@@ -220,20 +220,20 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         whitened = linalg.whitened(target.product, *roots)
         tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
         # What the ranks of each layout cut off, summed over the bonds.
-        cuts = np.array(
+        cut_off = np.array(
             [
                 sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
                 for layout in layouts
             ]
         )
-        places = [place for place in _fitted_sizes(layouts) if cuts[place] > 0]
+        places = [place for place in _fitted_sizes(layouts) if cut_off[place] > 0]
         fits = (self.quick_fit(target, layouts[place]) for place in places)
         ratios = [
-            predicted_loss(fit, target, constant) / cuts[place]
+            predicted_loss(fit, target, constant) / cut_off[place]
             for place, fit in zip(places, fits, strict=True)
         ]
-        scales = np.interp(np.arange(len(layouts)), places, ratios) if places else 0.0 * cuts
-        return [min(constant, float(loss)) for loss in scales * cuts]
+        scales = np.interp(np.arange(len(layouts)), places, ratios) if places else 0.0 * cut_off
+        return [min(constant, float(loss)) for loss in scales * cut_off]
 
     def fit_cost(self, layout: TTLayout, *, calibrated: bool) -> FitCost:
         sweeps = int(calibrated) + int(not _starts_at_optimum(layout))

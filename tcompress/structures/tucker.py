@@ -2,9 +2,9 @@
 
 Alone, a weight is U G V^T: what `lowrank` computes, by the same truncated SVD, with r^2 parameters
 more. The form is there for what weights share: they are cut into blocks of one shape, and every
-block is U (sum_k a_k C_k) V^T. A *bank* of factors U, V and cores C_k serves all blocks, and a
-layer's own are its mixing weights a_k. What a bank serves is one attention (`heads`), all weights
-of a role (`layers`), or a whole stack of blocks (`model`).
+block is U (sum_k a_k C_k) V^T. *Shared factors* U, V and cores C_k serve all blocks, and a
+layer's own are its mixing weights a_k. They serve one attention (`heads`), all weights of a role
+(`layers`), or a whole stack of blocks (`model`).
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class TuckerSpec(Spec):
 
     @property
     def fixes_size(self) -> bool:
-        return self.has_size and not self.pools  # beside a bank a low-rank term takes the rest
+        return self.has_size and not self.shares_factors  # beside them a low-rank term fills up
 
     @property
     def fills(self) -> bool:
-        return self.rank is None or (self.pools and self.cores is None)
+        return self.rank is None or (self.shares_factors and self.cores is None)
 
     @property
-    def pools(self) -> bool:
+    def shares_factors(self) -> bool:
         return self.share != "none"
 
     def clipped(self, layout: Any) -> str | None:
@@ -95,15 +95,15 @@ class TuckerSpec(Spec):
 
 
 class TuckerLayout(Layout):
-    """A weight U G V^T of its own, or a grid of blocks over a bank.
+    """A weight U G V^T of its own, or a grid of blocks over shared factors.
 
     Attributes:
         ranks: Columns of U and V.
-        share: What shares the bank; `none` for a weight of its own.
-        bank: Name of the bank, unique within a layer.
-        cores: Number of cores in the bank.
+        share: What shares the factors; `none` for a weight of its own.
+        bank: Name of the shared factors, unique within a layer.
+        cores: Number of cores in the shared factors.
         block: Rows and columns of a block.
-        blocks: Number of blocks that the bank serves.
+        blocks: Number of blocks that the shared factors serve.
         turned: Whether the blocks make up the transposed weight.
     """
 
@@ -134,7 +134,7 @@ class _Cut(NamedTuple):
 
 
 class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, CostsOther):
-    """Cores between two factors, of one weight or of all that share a bank."""
+    """Cores between two factors, of one weight or of all that share factors."""
 
     name = "tucker"
     summary = (
@@ -147,7 +147,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
     def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
         cut = _cut(spec.share, site)
-        blocks = sum(_blocks(spec.share, peer) for peer in site.peers)
+        blocks = sum(_blocks(spec.share, peer) for peer in site.sharing_sites)
         if cut is None or blocks < 2:
             return _alone(spec, site, budget)
         sizes = (blocks, *cut.block)
@@ -202,7 +202,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def dense(self, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         if layout.bank is None:
             return tensors["u"] @ tensors["core"] @ tensors["v"].mT
-        weight = linalg.mixed_weight(tensors["mix"], _bank(tensors))
+        weight = linalg.mixed_weight(tensors["mix"], _factors_of(tensors))
         return weight.mT if layout.turned else weight
 
     def fit_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
@@ -258,7 +258,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     ) -> dict[str, Tensor]:
         users = [_user(*pair) for pair in zip(targets, layouts, strict=True)]
         first = layouts[0]
-        bank = linalg.fit_bank(users, first.block, (first.cores, *first.ranks))
+        bank = linalg.fit_tucker_factors(users, first.block, (first.cores, *first.ranks))
         return {"u": bank.left, "cores": bank.cores, "v": bank.right}
 
     def shared_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
@@ -284,11 +284,11 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
 
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
-    """A weight that shares nothing; banks have ranks for their own shape only."""
-    rank = spec.rank if isinstance(spec.rank, int) and not spec.pools else None
+    """A weight that shares nothing; shared factors have ranks for their own shape only."""
+    rank = spec.rank if isinstance(spec.rank, int) and not spec.shares_factors else None
     if rank is None and budget is not None:
         rank = linalg.largest_rank(site.in_features + site.out_features, budget)
-    if rank is None and spec.pools:
+    if rank is None and spec.shares_factors:
         raise Refusal(f"`share: {spec.share}` has no bank for it, and no `target` gives it a rank")
     if rank is None:
         raise Refusal("no rank is given: set `rank` or `target`")
@@ -299,7 +299,7 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
 
 
 def _cut(share: Share, site: Site) -> _Cut | None:
-    """How a weight is cut for a bank; None where its shape or role does not fit one."""
+    """How a weight is cut for shared factors; None where its shape or role does not fit one."""
     out, into = site.out_features, site.in_features
     if share == "layers":
         return _Cut((out, into))
@@ -321,7 +321,7 @@ def _blocks(share: Share, site: Site) -> int:
 def _shared_ranks(
     spec: TuckerSpec, sizes: tuple[int, int, int], budget: int | None
 ) -> linalg.Ranks:
-    """Number of cores and ranks of a bank, from what is given and what may be spent."""
+    """Number of cores and ranks of shared factors, from what is given and what may be spent."""
     blocks, rows, columns = sizes
     most = min(spec.cores or blocks, blocks)
     if spec.rank is not None:
@@ -344,8 +344,8 @@ def _shared_ranks(
     return found[-1]
 
 
-def _bank(tensors: Tensors) -> linalg.Bank:
-    return linalg.Bank(tensors["u"], tensors["v"], tensors["cores"])
+def _factors_of(tensors: Tensors) -> linalg.TuckerFactors:
+    return linalg.TuckerFactors(tensors["u"], tensors["v"], tensors["cores"])
 
 
 def _user(target: Target, layout: TuckerLayout) -> linalg.User:
@@ -356,7 +356,7 @@ def _user(target: Target, layout: TuckerLayout) -> linalg.User:
 
 
 def _fit_mixing(target: Target, layout: TuckerLayout) -> Tensor:
-    bank = _bank(target.bank)
+    bank = _factors_of(target.bank)
     product, gram, curvature = target.product, target.gram, target.curvature
     if curvature is not None:
         product = curvature @ product

@@ -234,7 +234,7 @@ class _Run:
         model: Any = self.setup.model.to(stored[0] if stored else torch.float32)  # type: ignore
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
-        carry_files(self.source.folder, self.source.companion_files(), folder)
+        carry_files(self.source.folder, self.source.auxiliary_files(), folder)
         manifest = self._manifest(facts)
         write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))

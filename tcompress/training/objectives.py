@@ -18,7 +18,7 @@ from tcompress.attention.module import UnusedProjection
 from tcompress.data.inputs import MEAN, Pooling
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
-from tcompress.roles import Anatomy, anatomy_of
+from tcompress.roles import Roles, find_roles
 
 Batch = dict[str, Tensor]
 
@@ -61,7 +61,7 @@ class Observer:
     def __init__(
         self,
         model: PreTrainedModel,
-        roles: Anatomy,
+        roles: Roles,
         blocks: Sequence[int] | None = None,
         *,
         projections: bool = False,
@@ -123,10 +123,10 @@ def _feed(state: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     return args, {**kwargs, "hidden_states": state.to(kwargs["hidden_states"].dtype)}
 
 
-def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Anatomy:
+def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Roles:
     """Blocks and layers of a loaded model, converted or not, by their names when running."""
     kind: Any = type(model)
-    return anatomy_of(replace(source, model_class=kind).meta_model())
+    return find_roles(replace(source, model_class=kind).meta_model())
 
 
 def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:

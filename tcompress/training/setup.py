@@ -13,18 +13,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
-from tcompress.attention.module import MechanismModule
+from tcompress.attention.module import ReplacementModule
 from tcompress.data.inputs import MEAN, Pooling
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
 from tcompress.planning.entries import DepthPlan
-from tcompress.roles import Anatomy
+from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear
-from tcompress.structures.modules.shared import SideModule
+from tcompress.structures.modules.shared import TransformModule
 from tcompress.training.objectives import OBJECTIVES, Objective, Observer, Setting, loaded_roles
 from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
@@ -201,7 +201,7 @@ def set_up(
 
 def _observe_teacher(
     teacher: SourceModel,
-    student: Anatomy,
+    student: Roles,
     options: Finetune,
     depth: DepthPlan | None,
     *,
@@ -298,7 +298,7 @@ def _tell_padding(model: PreTrainedModel, pad: int) -> None:
 
 
 def _choose_trained(
-    model: PreTrainedModel, roles: Anatomy, options: Finetune, *, from_random: bool
+    model: PreTrainedModel, roles: Roles, options: Finetune, *, from_random: bool
 ) -> None:
     """Freezes what is not trained; of a model that began at random nothing may stay as it is."""
     how = options.train
@@ -308,7 +308,9 @@ def _choose_trained(
     if how == "blocks":
         inside = [block.name for block in roles.blocks] + _paths(model, StructuredEmbedding)
     elif how == "rewritten":
-        inside = _paths(model, StructuredLinear, StructuredExperts, SideModule, MechanismModule)
+        inside = _paths(
+            model, StructuredLinear, StructuredExperts, TransformModule, ReplacementModule
+        )
         if not inside:
             raise InputError(
                 "no layer of the model is rewritten", "train `blocks` or `all` of it instead"
@@ -353,7 +355,7 @@ def _predicted(kind: type[PreTrainedModel]) -> str | None:
     return None
 
 
-def _check_one_stack(roles: Anatomy) -> None:
+def _check_one_stack(roles: Roles) -> None:
     stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
     if len(stacks) > 1:
         raise InputError(

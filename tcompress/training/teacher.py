@@ -12,7 +12,7 @@ from tcompress.errors import InputError, SourceError
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
 from tcompress.planning.entries import DepthPlan
-from tcompress.roles import Anatomy
+from tcompress.roles import Roles
 
 
 def find_teacher(
@@ -54,7 +54,7 @@ def find_teacher(
 
 
 def blocks_to_imitate(
-    student: Anatomy, teacher: Anatomy, asked: Sequence[int], depth: DepthPlan | None = None
+    student: Roles, teacher: Roles, asked: Sequence[int], depth: DepthPlan | None = None
 ) -> list[int]:
     """The teacher's block for each block of the student.
 
@@ -63,7 +63,7 @@ def blocks_to_imitate(
     """
     own, others = len(student.blocks), len(teacher.blocks)
     if not asked and depth is not None and (depth.kept, depth.blocks) == (own, others):
-        return list(depth.stands_for)
+        return list(depth.target_blocks)
     if not asked:
         if own > others:
             raise InputError(

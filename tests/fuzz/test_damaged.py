@@ -24,8 +24,8 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import TCompressError
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, few_steps, make
-from tests.support.hosts import Workshop
 from tests.support.model_folders import save_tokenizer
+from tests.support.own_models import Workshop
 from tests.support.scratch import LPROD, scratch
 from tests.support.tiny import build
 

@@ -25,8 +25,8 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import TCompressError
 from tcompress.options import Convert
 from tests.support.cli import run
-from tests.support.hosts import MECHANISMS
 from tests.support.model_folders import save_tokenizer
+from tests.support.own_models import REPLACEMENTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,7 +89,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "auto": {"method": {"name": "auto"}, **TARGET},
     "embeddings": {"embeddings": {"method": {"name": "svd"}, **TARGET}},
     **{
-        f"attention-{name}": {"attention": MECHANISMS[name]}
+        f"attention-{name}": {"attention": REPLACEMENTS[name]}
         for name in ("tga", "tsa", "folded", "tam", "tucker", "multilinear")
     },
 }

@@ -41,7 +41,7 @@ STRUCTURES = {
     "shallow": "--method lprod --p 4 --residual-rank 2 --keep-layers 1 --keep down "
     "--embeddings svd --embedding-target 0.5",
 }
-MECHANISMS = {
+REPLACEMENTS = {
     "tsa": "--method tsa --filter-order 3",
     "hot": "--method hot --fold 4",
     "tam": "--method tam --core tucker --memory gru",
@@ -49,7 +49,7 @@ MECHANISMS = {
 }
 COMMANDS = {
     name: f"convert ./bert {options} --calib none --device cpu"
-    for name, options in (STRUCTURES | MECHANISMS).items()
+    for name, options in (STRUCTURES | REPLACEMENTS).items()
 } | {
     "calibrated": "convert ./bert --method auto --target 0.4 --no-trials --calib texts.txt "
     "--device cpu",
@@ -110,7 +110,7 @@ def test_numbers(name: str, folder: Path, golden: Golden) -> None:
     made = _made(folder, name)
     before = load_file("bert/model.safetensors")
     found = load_file(made / "model.safetensors")
-    if name not in (*MECHANISMS, "scratch"):
+    if name not in (*REPLACEMENTS, "scratch"):
         worked("export", made, "-o", f"{name}-dense", "--quiet")
         found = load_file(f"{name}-dense/model.safetensors")
     changed = {key: tensor for key, tensor in found.items() if _is_new(tensor, before.get(key))}

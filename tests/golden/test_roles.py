@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tcompress.roles import Block, Layer, anatomy_of
+from tcompress.roles import Block, Layer, find_roles
 from tests.support.golden import Golden
 from tests.support.tiny import TINY, build
 
@@ -21,9 +21,9 @@ def _line(block: Block, layer: Layer) -> str:
 
 @pytest.mark.parametrize("family", TINY)
 def test_roles(family: str, golden: Golden) -> None:
-    anatomy = anatomy_of(build(family))
-    said = [f"embeddings: {', '.join(anatomy.embeddings)}", f"head: {anatomy.output_head}"]
-    for block in anatomy.blocks:
+    roles = find_roles(build(family))
+    said = [f"embeddings: {', '.join(roles.embeddings)}", f"head: {roles.output_head}"]
+    for block in roles.blocks:
         said += ["", block.name, *(f"  {_line(block, layer)}" for layer in block.layers)]
     golden.text(f"roles/{family}.txt", "\n".join(said))
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcompress.conversion.output_sampler import OutputProbe
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.data.calibration import CalibrationData
-from tcompress.roles import anatomy_of
+from tcompress.roles import find_roles
 from tests.support.tiny import TINY, TinyModel
 
 _COUNTS = (
@@ -40,7 +40,7 @@ def _deeper(options: Mapping[str, Any], blocks: int) -> dict[str, Any]:
 
 def stacks(model: nn.Module) -> list[str]:
     """Module paths of the stacks."""
-    names = [block.name for block in anatomy_of(model).blocks]
+    names = [block.name for block in find_roles(model).blocks]
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
@@ -72,12 +72,12 @@ def drawn(tiny: TinyModel, batches: int = 3) -> CalibrationData:
     return CalibrationData(made, [batches - 1], "tiny", 4 * batches, 32 * batches, "deep")
 
 
-def change_of(dense: Any, model: Any, data: CalibrationData, probe: OutputProbe) -> float:
+def change_of(dense: Any, model: Any, data: CalibrationData, sampler: OutputSampler) -> float:
     """How far a model is from the dense one, per sample held out, by whole passes."""
     change, samples = 0.0, 0
     with torch.no_grad():
         for index in data.holdout:
             batch = data.batches[index]
-            change += probe.change(dense(**batch), model(**batch), batch)
+            change += sampler.change(dense(**batch), model(**batch), batch)
             samples += len(batch["input_ids"])
     return change / samples

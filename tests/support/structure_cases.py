@@ -40,7 +40,7 @@ class Case:
     outputs: int = 24
     side: Literal["in", "out", "both"] = "in"
     budget: int | None = None
-    peers: int = 0
+    sharing_sites: int = 0
     exact: bool = False
     optimal: bool = True
 
@@ -51,7 +51,7 @@ class Case:
     def layout(self) -> Layout:
         spec = self.kind.spec(**self.options)
         site = Site(self.inputs, self.outputs, self.side, role="q", block="layers.0", head=4)
-        site = dataclasses.replace(site, peers=(site,) * self.peers)
+        site = dataclasses.replace(site, sharing_sites=(site,) * self.sharing_sites)
         return self.kind.layout(spec, site, self.budget)
 
     def __str__(self) -> str:
@@ -188,16 +188,30 @@ CASES: dict[str, list[Case]] = {
         _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
         _tucker("full", rank=99, exact=True),
         _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
-        _tucker("heads", share="heads", cores=3, rank=[3, 5], peers=2),
-        _tucker("heads-out", share="heads", cores=3, rank=[3, 5], peers=2, **_TURNED),
-        _tucker("layers", share="layers", cores=2, rank=5, peers=3),
-        _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, peers=2),
+        _tucker("heads", share="heads", cores=3, rank=[3, 5], sharing_sites=2),
+        _tucker("heads-out", share="heads", cores=3, rank=[3, 5], sharing_sites=2, **_TURNED),
+        _tucker("layers", share="layers", cores=2, rank=5, sharing_sites=3),
+        _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, sharing_sites=2),
         _tucker(
-            "model-out", share="model", cores=3, rank=5, inputs=24, outputs=8, side="out", peers=2
+            "model-out",
+            share="model",
+            cores=3,
+            rank=5,
+            inputs=24,
+            outputs=8,
+            side="out",
+            sharing_sites=2,
         ),
-        _tucker("model-budget", share="model", inputs=8, outputs=24, peers=2, budget=100),
+        _tucker("model-budget", share="model", inputs=8, outputs=24, sharing_sites=2, budget=100),
         _tucker(
-            "full-model", share="model", rank=2, cores=4, inputs=2, outputs=6, peers=4, exact=True
+            "full-model",
+            share="model",
+            rank=2,
+            cores=4,
+            inputs=2,
+            outputs=6,
+            sharing_sites=4,
+            exact=True,
         ),
     ],
 }
@@ -257,10 +271,10 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
         (_tucker("small-budget", budget=40), _too_small(40, "rank 1")),
         (_tucker("alone", share="heads", rank=4),
          "`share: heads` has no bank for it, and no `target` gives it a rank"),
-        (_tucker("no-shared-rank", share="layers", peers=2), _NO_RANK),
-        (_tucker("small-bank", share="layers", peers=2, budget=20),
+        (_tucker("no-shared-rank", share="layers", sharing_sites=2), _NO_RANK),
+        (_tucker("small-bank", share="layers", sharing_sites=2, budget=20),
          _too_small(40, "a bank of rank 1")),
-        (_tucker("no-core", share="layers", rank=8, peers=2, budget=160),
+        (_tucker("no-core", share="layers", rank=8, sharing_sites=2, budget=160),
          _too_small(320, "one core")),
     ],
 }  # fmt: skip
@@ -268,9 +282,9 @@ MORE: dict[str, list[Case]] = {
     "lprod": _placed(rare=True),
     "tt": _more_tt_cases(),
     "tucker": [
-        _tucker("layers-out", share="layers", cores=2, rank=[4, 3], side="out", peers=3),
-        _tucker("heads-one-core", share="heads", cores=1, rank=2, peers=2),
-        _tucker("model-one-block", share="model", rank=3, inputs=8, outputs=8, peers=4),
+        _tucker("layers-out", share="layers", cores=2, rank=[4, 3], side="out", sharing_sites=3),
+        _tucker("heads-one-core", share="heads", cores=1, rank=2, sharing_sites=2),
+        _tucker("model-one-block", share="model", rank=3, inputs=8, outputs=8, sharing_sites=4),
         _tucker("rank-beyond-full", rank=99, inputs=16, outputs=10, exact=True),
     ],
 }

@@ -19,7 +19,7 @@ _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one tha
 
 @dataclass(frozen=True)
 class LookupScale:
-    """What a host multiplies the vectors by that it looks up; an output head does not.
+    """What a base model multiplies the vectors by that it looks up; an output head does not.
 
     Attributes:
         value: The factor.
@@ -59,8 +59,8 @@ class StructuredEmbedding(StructuredLinear):
 
     Args:
         parts: One part: all words.
-        padding_idx: The word that pads, for hosts that ask.
-        scale: What the host multiplies looked-up vectors by.
+        padding_idx: The word that pads, for base models that ask.
+        scale: What the base model multiplies looked-up vectors by.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
     """
@@ -84,7 +84,7 @@ class StructuredEmbedding(StructuredLinear):
         if x.is_floating_point():
             return super().forward(x)
         scale = scale or self.scale
-        weight = self.kept_weight()
+        weight = self.cached_weight()
         if weight is not None:
             return scale(functional.embedding(x, weight))
         total: Tensor | None = None
@@ -111,7 +111,7 @@ class TiedTable(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor, for hosts that read the dtype, the device or the number of words."""
+        """An empty tensor, for models that read the dtype, the device or the number of words."""
         owner = self._owner[0]
         return owner.weight.new_empty((owner.num_embeddings, 0))
 

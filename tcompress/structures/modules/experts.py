@@ -55,7 +55,7 @@ class ExpertStack(StructuredLinear):
     Args:
         parts: Layout of the stack.
         parameter: The weight that it stands for.
-        transposed: Whether the host stores that as (E, in, out).
+        transposed: Whether the base model stores that as (E, in, out).
         options: Those of `StructuredLinear`.
     """
 
@@ -77,7 +77,7 @@ class ExpertStack(StructuredLinear):
 
         # (E, rows, in) or (..., in) -> (E, rows, out) or (..., out)
         """
-        kept = self.kept_weight()
+        kept = self.cached_weight()
         if kept is not None:
             weight = kept if expert is None else kept[expert]
             return x.to(compute_dtype(x.device, weight.dtype)) @ weight.mT
@@ -100,7 +100,7 @@ class StructuredExperts(nn.Module):
     under the dense names stop plain Transformers on loading.
 
     Args:
-        host: The module to replace; parameters, activation and settings stay its own.
+        base model: The module to replace; parameters, activation and settings stay its own.
     """
 
     _replicate_for_data_parallel = refuse_replica
@@ -185,7 +185,7 @@ class _Stack:
 
     def __init__(self, host: StructuredExperts, name: str) -> None:
         layer = host.stacks.get(name)
-        kept = None if layer is None else layer.kept_weight()
+        kept = None if layer is None else layer.cached_weight()
         self._layer: Any = layer if kept is None else None
         self.bias = bias_of(host, name)
         if self._layer is None:

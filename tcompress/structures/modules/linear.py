@@ -20,7 +20,12 @@ from tcompress.structures.capabilities import (
     shared_of,
     transform_of,
 )
-from tcompress.structures.modules.shared import BankModule, SideModule, bank_module, compute_dtype
+from tcompress.structures.modules.shared import (
+    FactorsModule,
+    TransformModule,
+    compute_dtype,
+    factors_module,
+)
 
 # Kept weights: dense weights that passes without gradients use, and when they are out of date.
 
@@ -29,7 +34,7 @@ _Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | No
 """Where a tensor is looked up, the tensor, its address and its version."""
 
 
-class KeptWeight:
+class CachedWeight:
     """One dense weight, and the state of all tensors that it was built from.
 
     It is out of date when one of them is another tensor, or was written to. What writes without
@@ -43,7 +48,7 @@ class KeptWeight:
         """Forgets the weight, which frees its memory."""
         self._weight: Tensor | None = None
         self._sources: list[_Source] = []
-        self._sides: list[tuple[SideModule, int]] = []
+        self._transforms: list[tuple[TransformModule, int]] = []
 
     def current(self) -> Tensor | None:
         """Returns the weight, unless it is out of date; runs before every small product."""
@@ -54,7 +59,7 @@ class KeptWeight:
                 or (version is not None and tensor._version != version)
             ):
                 return None
-        for side, changes in self._sides:
+        for side, changes in self._transforms:
             if side.changes != changes:
                 return None
         return self._weight
@@ -83,7 +88,9 @@ class KeptWeight:
         with torch.inference_mode(False), torch.no_grad():
             self._weight = build()
         self._sources = [(*item, item[2].data_ptr(), _version(item[2])) for item in sources]
-        self._sides = [(item, item.changes) for item in modules if isinstance(item, SideModule)]
+        self._transforms = [
+            (item, item.changes) for item in modules if isinstance(item, TransformModule)
+        ]
         return self._weight
 
 
@@ -120,7 +127,7 @@ def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
     return f"tc_{middle}" + (f"{term}_" if term else "")
 
 
-def side_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> str:
+def transform_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> str:
     """Names a side module: inputs are shared by all parts, outputs belong to one."""
     middle = f"{parts[part].name}_" if side == "out" and len(parts) > 1 else ""
     return f"tc_{middle}{side}{term}"
@@ -137,8 +144,8 @@ def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shape
     }
 
 
-def bank_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
-    """Returns one layout for every bank that a layer uses, by the bank's name."""
+def factor_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
+    """Returns a layout for each set of shared factors that a layer uses, by its name."""
     found: dict[str, Layout] = {}
     for part in parts:
         for layout in part.terms:
@@ -148,7 +155,7 @@ def bank_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
     return found
 
 
-NO_BANKS: Mapping[str, BankModule] = {}
+NO_FACTORS: Mapping[str, FactorsModule] = {}
 
 
 class StructuredLinear(nn.Module):
@@ -156,21 +163,21 @@ class StructuredLinear(nn.Module):
 
     Parameters are called `tc_*`. An empty buffer under the dense key `weight` makes plain
     Transformers stop on a checkpoint of this layer instead of loading noise; it also answers
-    hosts that read `weight.dtype`.
+    base models that read `weight.dtype`.
 
     Args:
         parts: Runs of output features, in order.
         bias: Whether the layer has a bias.
         input_of: Layer whose input sides this one shares, if not its own.
         readers: Number of layers that share this layer's input sides.
-        banks: Banks that other layers own, by name; what else its terms need is its own.
+        factors: Shared factors that other layers own, by name; all else its terms need is its own.
         experts: Number of experts, for weights stacked along a leading dimension.
         dtype: Dtype of the parameters.
         device: Device of the parameters.
     """
 
     weight: Tensor
-    _kept: KeptWeight | None = None
+    _kept: CachedWeight | None = None
 
     _replicate_for_data_parallel = refuse_replica
 
@@ -181,7 +188,7 @@ class StructuredLinear(nn.Module):
         bias: bool = False,
         input_of: StructuredLinear | None = None,
         readers: int = 1,
-        banks: Mapping[str, BankModule] = NO_BANKS,
+        factors: Mapping[str, FactorsModule] = NO_FACTORS,
         experts: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -200,20 +207,20 @@ class StructuredLinear(nn.Module):
             self.bias = nn.Parameter(empty)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
-        self._build_sides(input_of, readers, dtype, device)
-        # In a dict, banks of other layers stay out of this one's children: they are stored once.
-        self.banks: dict[str, BankModule] = {}
-        for name, layout in bank_layouts(self.parts).items():
-            if name not in banks:
-                self.add_module(bank_module(name), BankModule(layout, dtype, device))
-            own = self._modules.get(bank_module(name))
-            self.banks[name] = own if isinstance(own, BankModule) else banks[name]
+        self._build_transforms(input_of, readers, dtype, device)
+        # In a dict, factors of other layers stay out of this one's children: they are stored once.
+        self.factors: dict[str, FactorsModule] = {}
+        for name, layout in factor_layouts(self.parts).items():
+            if name not in factors:
+                self.add_module(factors_module(name), FactorsModule(layout, dtype, device))
+            own = self._modules.get(factors_module(name))
+            self.factors[name] = own if isinstance(own, FactorsModule) else factors[name]
         if experts is None:
             guard = torch.empty(0, dtype=dtype, device=device)
             guard._is_hf_initialized = True  # type: ignore[attr-defined]
             self.register_buffer("weight", guard)
 
-    def _build_sides(
+    def _build_transforms(
         self,
         input_of: StructuredLinear | None,
         readers: int,
@@ -226,8 +233,8 @@ class StructuredLinear(nn.Module):
                     own = side == "out" or (index == 0 and input_of is None)
                     if own and transform_of(layout, side) is not None:
                         count = readers if side == "in" else 1
-                        module = SideModule(layout, side, count, dtype, device)
-                        self.add_module(side_name(self.parts, side, index, term), module)
+                        module = TransformModule(layout, side, count, dtype, device)
+                        self.add_module(transform_name(self.parts, side, index, term), module)
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
         self._input_owner = (self if input_of is None else input_of,)
 
@@ -239,7 +246,7 @@ class StructuredLinear(nn.Module):
         shared = shared_of(layout)
         if shared is not None:
             device = next(iter(own.values())).device
-            own |= {name: t.to(device) for name, t in self.banks[shared.name]().items()}
+            own |= {name: t.to(device) for name, t in self.factors[shared.name]().items()}
         return own
 
     @property
@@ -252,7 +259,7 @@ class StructuredLinear(nn.Module):
         rows: Tensor | None = None
         found = []
         for term, layout in enumerate(self.parts[0].terms):
-            module = self._input_side(term)
+            module = self._input_transform(term)
             if module is not None:
                 found.append(module(x, id(self)))
                 continue
@@ -263,9 +270,9 @@ class StructuredLinear(nn.Module):
             found.append(encoded(layout, rows))
         return found
 
-    def _input_side(self, term: int) -> nn.Module | None:
+    def _input_transform(self, term: int) -> nn.Module | None:
         owner = self._input_owner[0]
-        return owner._modules.get(side_name(owner.parts, "in", 0, term))
+        return owner._modules.get(transform_name(owner.parts, "in", 0, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -288,7 +295,7 @@ class StructuredLinear(nn.Module):
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
             total: Tensor | None = None
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
-                module = self._modules.get(side_name(self.parts, "out", index, term))
+                module = self._modules.get(transform_name(self.parts, "out", index, term))
                 y = module(u) if module is not None else decoded(layout, u)
                 total = y if total is None else total + y
             outputs.append(total)
@@ -300,12 +307,12 @@ class StructuredLinear(nn.Module):
         It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
         a state dict, and by a pass that gradients flow through.
         """
-        self._kept = KeptWeight() if keep else None
+        self._kept = CachedWeight() if keep else None
         size = next(self.parameters(recurse=False)).element_size()
         return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
 
-    def kept_weight(self) -> Tensor | None:
-        """Returns the kept weight if this pass may use it.  # ([experts,] out, in)."""
+    def cached_weight(self) -> Tensor | None:
+        """Returns the cached weight if this pass may use it.  # ([experts,] out, in)."""
         kept = self._kept
         if kept is None or self.training:
             return None
@@ -327,12 +334,12 @@ class StructuredLinear(nn.Module):
         """Modules whose tensors the weight depends on, those of other layers among them."""
         found: list[nn.Module | None] = [*self._modules.values()]
         if self._input_owner[0] is not self:
-            found += [self._input_side(term) for term in range(len(self.parts[0].terms))]
-        found += [bank for bank in self.banks.values() if bank not in found]
+            found += [self._input_transform(term) for term in range(len(self.parts[0].terms))]
+        found += [bank for bank in self.factors.values() if bank not in found]
         return [self, *(module for module in found if module is not None)]
 
     def train(self, mode: bool = True) -> StructuredLinear:
-        """Sets training or evaluation mode; training drops a kept weight."""
+        """Sets training or evaluation mode; training drops a cached weight."""
         if mode and self._kept is not None:
             self._kept.drop()
         return super().train(mode)
@@ -348,12 +355,12 @@ class StructuredLinear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves a kept weight behind: copies build their own."""
-        return {**self.__dict__, "_kept": None if self._kept is None else KeptWeight()}
+        """Leaves a cached weight behind: copies build their own."""
+        return {**self.__dict__, "_kept": None if self._kept is None else CachedWeight()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.  # (..., in_features) -> (..., out_features)."""
-        weight = None if self._kept is None else self.kept_weight()
+        weight = None if self._kept is None else self.cached_weight()
         if weight is not None:
             x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
             return linear(x, weight, self.bias)
@@ -373,8 +380,8 @@ class StructuredLinear(nn.Module):
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
                 like = next(iter(tensors.values()))
                 modules: Mapping[Side, nn.Module | None] = {
-                    "in": self._input_side(term),
-                    "out": self._modules.get(side_name(self.parts, "out", index, term)),
+                    "in": self._input_transform(term),
+                    "out": self._modules.get(transform_name(self.parts, "out", index, term)),
                 }
                 operators = {
                     side: module.operator(like)  # type: ignore[operator]
@@ -435,7 +442,7 @@ class PointwiseConvolution(StructuredLinear):
 
     def __init__(self, parts: Sequence[PartLayout], host: nn.Module, **options: Any) -> None:
         super().__init__(parts, **options)
-        for name in _SIZES:  # some hosts read them
+        for name in _SIZES:  # some base models read them
             setattr(self, name, getattr(host, name))
 
     def forward(self, x: Tensor) -> Tensor:

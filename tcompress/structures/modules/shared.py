@@ -23,7 +23,7 @@ def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
-class SideModule(nn.Module):
+class TransformModule(nn.Module):
     """Owns what `encode` or `decode` of a term needs, and applies it.
 
     Other layers that share it call this module, never its tensors, so that hooks which bring
@@ -101,21 +101,21 @@ class SideModule(nn.Module):
             reader: Identity of the layer that asks; when it asks again, the input counts as new.
 
         Returns:
-            Rows for the core, or for the host.  # (tokens, features)
+            Rows for the core, or for the base model.  # (tokens, features)
         """
         if self.readers == 1 or torch.compiler.is_compiling():
-            return self._apply_side(x)
+            return self._apply_transform(x)
         version = None if x.is_inference() else x._version  # those do not count theirs
         key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), x.data_ptr(), version)
         last = self._last
         if last is None or last[0]() is not x or last[1] != key or reader in last[3]:
-            last = self._last = (weakref.ref(x), key, self._apply_side(x), set())
+            last = self._last = (weakref.ref(x), key, self._apply_transform(x), set())
         last[3].add(reader)
         if len(last[3]) >= self.readers:
             self._last = None
         return last[2]
 
-    def _apply_side(self, x: Tensor) -> Tensor:
+    def _apply_transform(self, x: Tensor) -> Tensor:
         stored = next((tensor.dtype for tensor in self.parameters(recurse=False)), x.dtype)
         rows = x.to(compute_dtype(x.device, stored))
         operator = self.operator(rows)
@@ -147,16 +147,16 @@ def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-# Banks: tensors that the cores of several layers share, of one block or of the whole model.
+# Shared factors: tensors of the cores of several layers, of one block or of the whole model.
 
 
-def bank_module(name: str) -> str:
-    """Names the module that holds a bank, below the layer that owns it."""
+def factors_module(name: str) -> str:
+    """Names the module that holds shared factors, below the layer that owns it."""
     return f"tc_bank_{name}"
 
 
-class BankModule(nn.Module):
-    """Owns the tensors of a bank and hands them out.
+class FactorsModule(nn.Module):
+    """Owns the tensors of shared factors and hands them out.
 
     Layers that share it call this module, never its tensors, so that hooks which bring offloaded
     tensors to the device run for every caller.

@@ -59,7 +59,7 @@ class Pair(nn.Module):
         ]
         self.q, self.o = (self._layer(layout) for layout in layouts)
         if shared:
-            self.o = self._layer(layouts[1], banks=self.q.banks)
+            self.o = self._layer(layouts[1], factors=self.q.factors)
         fill_random(self)
 
     @staticmethod
@@ -187,7 +187,7 @@ def test_other_heads_find_the_bank(bert: Made, tmp_path: Path) -> None:
         again = AutoModel.from_pretrained(tmp_path / kind.__name__)
         found = outputs(again, bert.inputs())
         assert distance(found[:1], wanted[:1]) == 0
-        assert len({id(layer.banks["model"]) for layer in structured(again).values()}) == 1
+        assert len({id(layer.factors["model"]) for layer in structured(again).values()}) == 1
 
 
 def test_layers_whose_owner_is_gone_are_refused(bert: Made) -> None:

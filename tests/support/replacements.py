@@ -8,25 +8,37 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tcompress.attention import Host, MechanismLayout, MechanismSpec, Visible, mechanism_of
+from tcompress.attention import (
+    BaseAttention,
+    ReplacementLayout,
+    ReplacementSpec,
+    Visible,
+    replacement_of,
+)
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 from tests.support.numerics import randn
 
 HEADS, WIDTH = 2, 4
-TEXT = Host(heads=HEADS, key_heads=HEADS, head_dim=WIDTH)
-IMAGE = Host(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=7, grid=(2, 3), special=1)
-VIDEO = Host(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=12, grid=(2, 3, 2))
+TEXT = BaseAttention(heads=HEADS, key_heads=HEADS, head_dim=WIDTH)
+IMAGE = BaseAttention(
+    heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=7, grid=(2, 3), special=1
+)
+VIDEO = BaseAttention(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=12, grid=(2, 3, 2))
 
 # Name: options, host, number of tokens.
-CASES: Mapping[str, tuple[MechanismSpec, Host, int]] = {
+CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "tga": (GraphSpec(), TEXT, 6),
-    "tga-causal": (GraphSpec(), Host(HEADS, 1, WIDTH, causal=True), 6),
+    "tga-causal": (GraphSpec(), BaseAttention(HEADS, 1, WIDTH, causal=True), 6),
     "tsa": (GraphSpec(name="tsa", filter_order=4), TEXT, 6),
-    "tsa-causal": (GraphSpec(name="tsa", filter_order=4), Host(HEADS, 1, WIDTH, causal=True), 6),
+    "tsa-causal": (
+        GraphSpec(name="tsa", filter_order=4),
+        BaseAttention(HEADS, 1, WIDTH, causal=True),
+        6,
+    ),
     "hot-image": (KroneckerSpec(), IMAGE, 7),
     "hot-two-special": (
         KroneckerSpec(),
-        Host(HEADS, HEADS, WIDTH, tokens=8, grid=(2, 3), special=2),
+        BaseAttention(HEADS, HEADS, WIDTH, tokens=8, grid=(2, 3), special=2),
         8,
     ),
     "hot-video": (KroneckerSpec(), VIDEO, 12),
@@ -45,14 +57,14 @@ CASES: Mapping[str, tuple[MechanismSpec, Host, int]] = {
 TEXT_CASES = tuple(name for name, (_, host, _) in CASES.items() if host.tokens is None)
 
 
-def layout_of(name: str) -> MechanismLayout:
+def layout_of(name: str) -> ReplacementLayout:
     spec, host, _ = CASES[name]
-    return mechanism_of(spec).layout(spec, host)
+    return replacement_of(spec).layout(spec, host)
 
 
 def tensors_of(name: str, *, seed: int = 0) -> dict[str, Tensor]:
     """Float64 tensors that are nowhere zero, and the constants."""
-    kind, layout = mechanism_of(CASES[name][0]), layout_of(name)
+    kind, layout = replacement_of(CASES[name][0]), layout_of(name)
     drawn = {
         key: 0.5 * randn(*shape, seed=seed + index)
         for index, (key, shape) in enumerate(kind.tensors(layout).items())
@@ -76,7 +88,7 @@ def run(
     q, k, v = inputs
     layout = layout_of(name)
     seen = Visible.of(mask, q, k, causal=layout.causal)
-    return mechanism_of(CASES[name][0]).apply(q, k, v, tensors, layout, seen)
+    return replacement_of(CASES[name][0]).apply(q, k, v, tensors, layout, seen)
 
 
 # ---------------------------------------------------------------- written out

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.roles import Anatomy, anatomy_of, supported_families
-from tests.support.hosts import VIDEOMAE
+from tcompress.roles import Roles, find_roles, supported_families
+from tests.support.own_models import VIDEOMAE
 from tests.support.tiny import TINY, TinyModel, named
 
 
@@ -95,20 +95,20 @@ def _recorded_inputs(model: nn.Module, names: set[str]) -> Iterator[list[tuple[s
 
 
 @cache
-def _built(name: str) -> tuple[nn.Module, Anatomy]:
+def _built(name: str) -> tuple[nn.Module, Roles]:
     model = ALL[name].build()
-    return model, anatomy_of(model)
+    return model, find_roles(model)
 
 
 @cache
-def _run(name: str) -> tuple[Anatomy, list[tuple[str, Tensor]]]:
-    model, anatomy = _built(name)
+def _run(name: str) -> tuple[Roles, list[tuple[str, Tensor]]]:
+    model, roles = _built(name)
     with (
         torch.no_grad(),
-        _recorded_inputs(model, {layer.name for layer in anatomy.layers}) as calls,
+        _recorded_inputs(model, {layer.name for layer in roles.layers}) as calls,
     ):
         model(**_inputs(name))
-    return anatomy, calls
+    return roles, calls
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -117,11 +117,11 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", ALL)
 def test_group_members_read_one_tensor_and_groups_differ(name: str) -> None:
-    anatomy, calls = _run(name)
+    roles, calls = _run(name)
     first: dict[str, Tensor] = {}
     for path, tensor in calls:
         first.setdefault(path, tensor)
-    for block in anatomy.blocks:
+    for block in roles.blocks:
         leaders = []
         for group in block.groups:
             read = [first[layer.name] for layer in group if layer.role != "experts_down"]
@@ -133,9 +133,9 @@ def test_group_members_read_one_tensor_and_groups_differ(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_layers_are_listed_in_order_of_execution(name: str) -> None:
-    anatomy, calls = _run(name)
+    roles, calls = _run(name)
     run = list(dict.fromkeys(path for path, _ in calls))
-    for block in anatomy.blocks:
+    for block in roles.blocks:
         listed = list(dict.fromkeys(layer.name for layer in block.layers))
         assert listed == [path for path in run if path in listed]
         assert len(block.groups) == len({layer.group for layer in block.layers})
@@ -143,14 +143,14 @@ def test_layers_are_listed_in_order_of_execution(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_number_of_calls_per_forward_pass(name: str) -> None:
-    anatomy, calls = _run(name)
+    roles, calls = _run(name)
     counts = Counter(path for path, _ in calls)
-    assert counts == {layer.name: layer.calls for layer in anatomy.layers}
+    assert counts == {layer.name: layer.calls for layer in roles.layers}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_projection_in_a_block_is_listed_or_refused(name: str) -> None:
-    model, anatomy = _built(name)
+    model, roles = _built(name)
     inside = {
         path
         for path, module in model.named_modules()
@@ -160,17 +160,17 @@ def test_every_projection_in_a_block_is_listed_or_refused(name: str) -> None:
             or isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
         )
     }
-    listed = {layer.name for layer in anatomy.layers}
-    refused = {refusal.name for refusal in anatomy.refused}
+    listed = {layer.name for layer in roles.layers}
+    refused = {refusal.name for refusal in roles.refused}
     assert inside - refused == listed
     assert not listed & refused
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_shapes_equal_those_of_the_stored_weights(name: str) -> None:
-    model, anatomy = _built(name)
+    model, roles = _built(name)
     weights = dict(model.named_parameters(remove_duplicate=False))
-    for layer in anatomy.layers:
+    for layer in roles.layers:
         shape = (layer.out_features, layer.in_features)
         stored = tuple(weights[layer.weight_name].shape)
         assert (
@@ -189,10 +189,10 @@ def test_meta_model_has_the_same_anatomy(name: str) -> None:
     with torch.device("meta"):
         config = named(tiny.config)(**tiny.options)
         model = named(tiny.model)(config)
-    anatomy = anatomy_of(model)
-    assert anatomy == _built(name)[1]
-    assert anatomy.supported
-    assert len(anatomy.blocks) == (4 if anatomy.family in _TWO_STACKS.split() else 2)
+    roles = find_roles(model)
+    assert roles == _built(name)[1]
+    assert roles.supported
+    assert len(roles.blocks) == (4 if roles.family in _TWO_STACKS.split() else 2)
 
 
 _TWO_STACKS = "clip siglip t5 mt5 umt5 bart blenderbot m2m_100 marian mbart pegasus whisper"

@@ -15,18 +15,26 @@ import transformers
 from torch import Tensor, nn
 
 from tcompress.artifact.reader import Artifact
-from tcompress.attention.module import CHILD, GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exports import export_dense
 from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
-from tests.support.hosts import FAMILIES, HOSTS, MECHANISMS, REASONS, Hosted, Workshop, recipe_for
+from tests.support.own_models import (
+    FAMILIES,
+    HOSTS,
+    REASONS,
+    REPLACEMENTS,
+    Hosted,
+    Workshop,
+    recipe_for,
+)
 from tests.support.tiers import tiered
 
 PAIRS = [
-    (family, name) for family in FAMILIES for name in MECHANISMS if (family, name) not in REASONS
+    (family, name) for family in FAMILIES for name in REPLACEMENTS if (family, name) not in REASONS
 ]
 
 
@@ -56,7 +64,7 @@ def test_what_is_saved_loads_and_computes_the_same(
     made: Hosted = shop.hosted(family, name)
     model, info = made.load()
     assert not any(info.values())
-    own = [module for module in model.modules() if isinstance(module, MechanismModule)]
+    own = [module for module in model.modules() if isinstance(module, ReplacementModule)]
     assert len(own) == len(made.plan.attention) >= 1
     inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
     first = _output(model, inputs)
@@ -83,7 +91,7 @@ def test_what_cannot_work_is_refused_by_layer(family: str, name: str, shop: Work
     assert any(f"`{path}`" in error.value.message for path, _ in first.named_modules())
 
 
-@pytest.mark.parametrize("name", [name for name in MECHANISMS if ("bert", name) not in REASONS])
+@pytest.mark.parametrize("name", [name for name in REPLACEMENTS if ("bert", name) not in REASONS])
 def test_padding_changes_nothing_in_a_model(name: str, shop: Workshop) -> None:
     """With numbers as training leaves them: at first some mechanisms are the host's attention."""
     model, _ = shop.hosted("bert", name).load()

@@ -14,7 +14,7 @@ from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tests.support.tiny import TINY, TinyModel, named
 
-MECHANISMS: dict[str, dict[str, Any]] = {
+REPLACEMENTS: dict[str, dict[str, Any]] = {
     "tga": {"name": "tga"},
     "tsa": {"name": "tsa", "filter_order": 3},
     "hot": {"name": "hot"},
@@ -50,7 +50,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("t5", "tsa"): "bias of positions",
     ("gemma3", "tsa"): "reaches beyond the window",
 }
-for _name in MECHANISMS:
+for _name in REPLACEMENTS:
     for _family in ("mpnet", "deberta-v2"):
         REASONS[_family, _name] = f"family `{_family}` computes attention itself"
     REASONS.setdefault(("t5", _name), "would look ahead")
@@ -67,7 +67,7 @@ for _family in ("vit", "deit", "clip", "videomae", "tcompress_grid", "tcompress_
 
 def recipe_for(name: str, **options: Any) -> Convert:
     """Makes a recipe that needs no data."""
-    base = {"attention": MECHANISMS[name], "calibration": {"source": "none"}}
+    base = {"attention": REPLACEMENTS[name], "calibration": {"source": "none"}}
     return Convert.model_validate({**base, **options})
 
 

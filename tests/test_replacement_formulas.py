@@ -11,13 +11,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcompress.attention import Host, MechanismSpec, Visible, mechanism, mechanism_of
+from tcompress.attention import (
+    BaseAttention,
+    ReplacementSpec,
+    Visible,
+    replacement_named,
+    replacement_of,
+)
 from tcompress.attention.kronecker import KroneckerLayout, mix_grid
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.attention.tam import TamLayout, pooled_semantics, tam_scores
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 from tcompress.structures import Refusal
-from tests.support.mechanisms import (
+from tests.support.replacements import (
     CASES,
     HEADS,
     TEXT,
@@ -39,7 +45,7 @@ from tests.support.mechanisms import (
 )
 def test_multiply_adds_are_those_of_a_real_pass(name: str) -> None:
     layout = layout_of(name)
-    kind = mechanism(layout.mechanism)
+    kind = replacement_named(layout.mechanism)
     tensors = tensors_of(name) | {k: t.double() for k, t in kind.constants(layout).items()}
     for tokens in {CASES[name][2], 5 if CASES[name][1].tokens is None else CASES[name][2]}:
         own = [x[:1, :, :tokens] for x in inputs_of(name)]
@@ -68,7 +74,7 @@ def test_graph_filters_equal_powers_written_out(name: str) -> None:
 @pytest.mark.parametrize("decay", [None, 0.7])
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float | None) -> None:
-    kind, host = mechanism("graph"), Host(HEADS, HEADS, WIDTH)
+    kind, host = replacement_named("graph"), BaseAttention(HEADS, HEADS, WIDTH)
     layout = kind.layout(GraphSpec(decay=decay), host)
     first = kind.start(layout, torch.Generator(), pretrained=pretrained)["decay"].sigmoid()
     expected = decay or (0.05 if pretrained else 0.9)
@@ -78,10 +84,10 @@ def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float
 def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
     with pytest.raises(ValueError, match="`tga` has a filter of order 2"):
         GraphSpec(filter_order=3)
-    near = Host(HEADS, HEADS, WIDTH, window=4)
-    assert mechanism("graph").layout(GraphSpec(), near).filter_order == 2
+    near = BaseAttention(HEADS, HEADS, WIDTH, window=4)
+    assert replacement_named("graph").layout(GraphSpec(), near).filter_order == 2
     with pytest.raises(Refusal, match="beyond the window"):
-        mechanism("graph").layout(GraphSpec(name="tsa", filter_order=3), near)
+        replacement_named("graph").layout(GraphSpec(name="tsa", filter_order=3), near)
 
 
 # ---------------------------------------------------------------- Kronecker
@@ -89,11 +95,11 @@ def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
 @pytest.mark.parametrize("grid", [(6,), (2, 3), (2, 3, 2)])
 def test_kronecker_equals_the_explicit_product(grid: tuple[int, ...], pool: Any) -> None:
     tokens = int(torch.tensor(grid).prod())
-    host = Host(HEADS, HEADS, WIDTH, tokens=tokens, grid=grid)
-    layout = mechanism("kronecker").layout(KroneckerSpec(pool=pool), host)
+    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=tokens, grid=grid)
+    layout = replacement_named("kronecker").layout(KroneckerSpec(pool=pool), host)
     q, k, v = (randn(2, HEADS, tokens, WIDTH, seed=s) for s in range(3))
     scale = 0.5 * randn(len(grid), HEADS, seed=3)
-    mixed = mechanism("kronecker").apply(q, k, v, {"scale": scale}, layout, Visible())
+    mixed = replacement_named("kronecker").apply(q, k, v, {"scale": scale}, layout, Visible())
     for b in range(2):
         for h in range(HEADS):
             own = scale[:, h].exp()
@@ -124,7 +130,7 @@ def test_special_tokens_see_all_and_are_gated_in() -> None:
 
 @pytest.mark.parametrize(("name", "share"), [("hot-image", 6 / 7), ("hot-two-special", 6 / 8)])
 def test_the_gate_starts_at_the_share_of_the_grid(name: str, share: float) -> None:
-    kind, layout = mechanism("kronecker"), layout_of(name)
+    kind, layout = replacement_named("kronecker"), layout_of(name)
     values = kind.start(layout, torch.Generator(), pretrained=True)
     torch.testing.assert_close(values["gate"].sigmoid(), torch.full((HEADS,), share))
 
@@ -140,7 +146,7 @@ def test_random_features_come_near_to_softmax() -> None:
     q, k, v = (0.5 * randn(2, HEADS, 20, WIDTH, seed=s) for s in range(3))
     scale = {"scale": torch.zeros(2, HEADS).double()}
     right = mix_grid(q, k, v, None, scale, exact)
-    kind = mechanism("kronecker")
+    kind = replacement_named("kronecker")
 
     def error(layout: KroneckerLayout) -> float:
         own = {key: value.double() for key, value in kind.constants(layout).items()}
@@ -154,9 +160,9 @@ def test_random_features_come_near_to_softmax() -> None:
 def test_the_regularised_kernel_written_out() -> None:
     """The paper's Eq. 10 with directions of one length and sums as pools, in numpy."""
     grid, width, features = (4, 3), 8, 20
-    host = Host(1, 1, width, tokens=12, grid=grid)
+    host = BaseAttention(1, 1, width, tokens=12, grid=grid)
     spec = KroneckerSpec(kernel="smreg", pool="sum", features=features)
-    kind, layout = mechanism("kronecker"), mechanism("kronecker").layout(spec, host)
+    kind, layout = replacement_named("kronecker"), replacement_named("kronecker").layout(spec, host)
     own = {key: value.double() for key, value in kind.constants(layout).items()}
     directions = own["directions"].numpy()
     np.testing.assert_allclose(np.linalg.norm(directions, axis=1), width**0.5, rtol=1e-5)
@@ -187,17 +193,27 @@ def test_the_regularised_kernel_written_out() -> None:
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
         (KroneckerSpec(fold=3), CASES["hot-image"][1], "on a grid of 2 x 3 already"),
         (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
-        (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
-        (KroneckerSpec(fold=4), Host(HEADS, HEADS, WIDTH, biased=True), "bias of positions"),
+        (KroneckerSpec(fold=4), BaseAttention(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
+        (
+            KroneckerSpec(fold=4),
+            BaseAttention(HEADS, HEADS, WIDTH, biased=True),
+            "bias of positions",
+        ),
         (MultilinearSpec(), TEXT, "give `length`"),
         (MultilinearSpec(length=9), CASES["hot-image"][1], "inputs have 7 tokens"),
-        (MultilinearSpec(length=9), Host(HEADS, HEADS, WIDTH, longest=8), "takes 8 at most"),
-        (TamSpec(), Host(3, 2, WIDTH), "do not share 2 heads"),
+        (
+            MultilinearSpec(length=9),
+            BaseAttention(HEADS, HEADS, WIDTH, longest=8),
+            "takes 8 at most",
+        ),
+        (TamSpec(), BaseAttention(3, 2, WIDTH), "do not share 2 heads"),
     ],
 )
-def test_hosts_that_do_not_suit_are_refused(spec: MechanismSpec, host: Host, reason: str) -> None:
+def test_hosts_that_do_not_suit_are_refused(
+    spec: ReplacementSpec, host: BaseAttention, reason: str
+) -> None:
     with pytest.raises(Refusal, match=reason):
-        mechanism_of(spec).layout(spec, host)
+        replacement_of(spec).layout(spec, host)
 
 
 # ---------------------------------------------------------------- TAM and multilinear
@@ -229,7 +245,7 @@ def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
     valid = torch.tensor([[[[True, True, True, True, False]]]])
     tensors = {"core": g, "semantic_weight": weight, "semantic_bias": bias}
     layout = _tam(core, normalize="none")
-    found = mechanism("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
+    found = replacement_named("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
     s = q[0, 0, :2] @ weight[0].T + bias[0]
 
     def value(a: int, j: int, m: int) -> float:
@@ -265,7 +281,7 @@ def test_the_tucker_core_equals_the_whole_contraction() -> None:
 
 @pytest.mark.parametrize("core", ["cp", "tucker"])
 def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
-    kind, spec = mechanism("tam"), TamSpec(core=core)
+    kind, spec = replacement_named("tam"), TamSpec(core=core)
     layout = kind.layout(spec, TEXT)
     values = kind.start(layout, torch.Generator().manual_seed(0), pretrained=True)
     q, k, v = (randn(2, HEADS, 6, WIDTH, seed=s) for s in range(3))
@@ -276,7 +292,7 @@ def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
 
 def test_a_small_tucker_core_loses_what_the_best_one_must() -> None:
     """E (q^T (I - P R^T) k)^2 comes to the squares of the smallest singular values."""
-    kind, host = mechanism("tam"), Host(HEADS, 1, WIDTH)
+    kind, host = replacement_named("tam"), BaseAttention(HEADS, 1, WIDTH)
     layout = kind.layout(TamSpec(core="tucker", rank=2), host)
     q, k = randn(HEADS, 50, WIDTH), randn(1, 60, WIDTH, seed=1) * torch.tensor([3.0, 2, 1, 0.1])
     found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k))
@@ -307,7 +323,7 @@ def test_semantics_leave_padding_out() -> None:
 
 
 def test_the_aligned_core_says_how_far_it_sees() -> None:
-    kind = mechanism("tam")
+    kind = replacement_named("tam")
     for normalize, left in (("softmax", "see all tokens alike"), ("none", "get nothing")):
         spec = TamSpec.model_validate({"core": "aligned", "normalize": normalize})
         note = kind.note(kind.layout(spec, TEXT), None, pretrained=True)

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from tcompress.attention import Host, MechanismSpec, mechanism, mechanism_of, mechanisms
+from tcompress.attention import (
+    BaseAttention,
+    ReplacementSpec,
+    replacement_named,
+    replacement_of,
+    replacements,
+)
 from tcompress.attention.graph import GraphLayout
 from tcompress.attention.kronecker import KroneckerLayout
-from tcompress.attention.module import GuardedLinear, MechanismModule, UnusedProjection
+from tcompress.attention.module import GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.attention.replacement import Visible, register
 from tcompress.attention.tam import add_context, gru_tensors, read_texts
 from tcompress.conversion.converter import convert
@@ -22,7 +28,7 @@ from tcompress.errors import DataError, RecipeError
 from tcompress.options import Convert
 from tcompress.options.method_options import KroneckerSpec, MultilinearSpec, TamSpec
 from tcompress.structures import Refusal
-from tests.support.mechanisms import (
+from tests.support.replacements import (
     CASES,
     HEADS,
     TEXT,
@@ -41,7 +47,7 @@ from tests.support.tiny import build
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str) -> None:
     tensors = tensors_of(name)
-    fixed = set(tensors) - set(mechanism_of(CASES[name][0]).tensors(layout_of(name)))
+    fixed = set(tensors) - set(replacement_of(CASES[name][0]).tensors(layout_of(name)))
     names = [key for key in tensors if key not in fixed]
     q, k, v = inputs_of(name, batch=1)
     k = k + 0.3  # away from the kinks of relu
@@ -67,8 +73,8 @@ def test_a_padded_batch_equals_single_examples(name: str) -> None:
         torch.testing.assert_close(together[index : index + 1, :, :length], single)
 
 
-def _module(name: str) -> MechanismModule:
-    own = MechanismModule(layout_of(name), "here", dtype=torch.float64)
+def _module(name: str) -> ReplacementModule:
+    own = ReplacementModule(layout_of(name), "here", dtype=torch.float64)
     own.load_state_dict({key: tensors_of(name)[key] for key in own.state_dict()})
     return own
 
@@ -99,7 +105,7 @@ def test_texts_packed_into_one_row(name: str) -> None:
     pairs = (text[:, None] == text)[None, None]
     if own.layout.causal:
         pairs = pairs.tril()
-    if not mechanism_of(CASES[name][0]).pairwise:
+    if not replacement_of(CASES[name][0]).pairwise:
         for _ in range(2):  # what was refused is not taken for checked
             with pytest.raises(DataError, match="attention `here`: tokens are told to see differ"):
                 own(q, k, v, pairs)
@@ -153,10 +159,10 @@ def test_causal_mechanisms_never_look_ahead(name: str) -> None:
 @pytest.mark.parametrize(
     "spec", [KroneckerSpec(fold=4), TamSpec(), MultilinearSpec(length=8)], ids=lambda s: s.name
 )
-def test_mechanisms_that_look_ahead_refuse_causal_hosts(spec: MechanismSpec) -> None:
-    host = Host(HEADS, HEADS, WIDTH, causal=True)
+def test_mechanisms_that_look_ahead_refuse_causal_hosts(spec: ReplacementSpec) -> None:
+    host = BaseAttention(HEADS, HEADS, WIDTH, causal=True)
     with pytest.raises(Refusal, match="would look ahead"):
-        mechanism_of(spec).layout(spec, host)
+        replacement_of(spec).layout(spec, host)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if layout_of(name).causal])
@@ -181,7 +187,7 @@ def test_a_cache_with_room_to_spare_is_read_by_its_mask() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_first_values_have_the_shapes_that_are_planned(name: str) -> None:
-    kind, layout = mechanism_of(CASES[name][0]), layout_of(name)
+    kind, layout = replacement_of(CASES[name][0]), layout_of(name)
     for pretrained in (True, False):
         seeds = (torch.Generator().manual_seed(s) for s in (0, 0))
         first, again = (kind.start(layout, seed, pretrained=pretrained) for seed in seeds)
@@ -196,20 +202,20 @@ def test_first_values_have_the_shapes_that_are_planned(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_are_read_back_from_plans(name: str) -> None:
     layout = layout_of(name)
-    kind = mechanism(layout.mechanism)
+    kind = replacement_named(layout.mechanism)
     stored = layout.model_dump(mode="json", exclude_defaults=True)
     assert kind.layout_type.model_validate(stored) == layout
 
 
 def test_modules_are_pickled_cast_and_name_their_layer() -> None:
     layout = layout_of("hot-favor")
-    module = MechanismModule(layout, "layers.3.attention").requires_grad_(False)
+    module = ReplacementModule(layout, "layers.3.attention").requires_grad_(False)
     module.fill(0, pretrained=True)
     q, k, v = (x.float() for x in inputs_of("hot-favor"))
     copy = pickle.loads(pickle.dumps(module))
     torch.testing.assert_close(copy(q, k, v), module(q, k, v))
     assert module.bfloat16()(q.bfloat16(), k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
-    long = MechanismModule(layout_of("multilinear"), "layers.3.attention")
+    long = ReplacementModule(layout_of("multilinear"), "layers.3.attention")
     with pytest.raises(DataError, match=r"attention `layers.3.attention`: .* over 6 tokens met 9"):
         long(*(randn(1, HEADS, 9, WIDTH) for _ in range(3)))
     with pytest.raises(DataError, match=r"`layers.3.attention`: an attention mask of"):
@@ -217,19 +223,19 @@ def test_modules_are_pickled_cast_and_name_their_layer() -> None:
 
 
 def test_another_scaling_of_the_host_counts() -> None:
-    module = MechanismModule(layout_of("tam-cp"))
+    module = ReplacementModule(layout_of("tam-cp"))
     module.fill(0, pretrained=True)
     q, k, v = (x.float() for x in inputs_of("tam-cp"))
     torch.testing.assert_close(module(q, k, v, scaling=1.0), module(q * WIDTH**0.5, k, v))
 
 
 def test_the_registry_knows_its_own() -> None:
-    assert [item.name for item in mechanisms()] == ["graph", "kronecker", "multilinear", "tam"]
-    with pytest.raises(RecipeError, match=r"unknown mechanism `graf`.*known") as error:
-        mechanism("graf")
+    assert [item.name for item in replacements()] == ["graph", "kronecker", "multilinear", "tam"]
+    with pytest.raises(RecipeError, match=r"unknown attention replacement `graf`.*known") as error:
+        replacement_named("graf")
     assert error.value.hint == "did you mean `graph`?"
     with pytest.raises(ValueError, match="already registered"):
-        register(mechanism("graph"))
+        register(replacement_named("graph"))
 
 
 def test_stand_ins_answer_as_hosts_expect() -> None:
@@ -270,7 +276,7 @@ def test_large_scores_and_rows_of_padding(
 ) -> None:
     """Nothing overflows, and nothing vanishes: products of small shares leave half precision."""
     layout = KroneckerLayout.model_validate({"mechanism": "kronecker", **SMALL, **options})
-    own = MechanismModule(layout, dtype=torch.float32 if autocast else dtype)
+    own = ReplacementModule(layout, dtype=torch.float32 if autocast else dtype)
     own.fill(0, pretrained=True)
     generator = torch.Generator().manual_seed(0)
     shared = 8 * torch.randn(1, 2, 1, 16, generator=generator)
@@ -294,7 +300,7 @@ def test_large_scores_and_rows_of_padding(
 def test_large_keys_of_a_graph() -> None:
     """Edges of keys that are alike and long stay within half precision."""
     layout = GraphLayout(heads=2, key_heads=2, head_dim=64, causal=False, filter_order=2)
-    own = MechanismModule(layout, dtype=torch.float16)
+    own = ReplacementModule(layout, dtype=torch.float16)
     own.fill(0, pretrained=True)
     generator = torch.Generator().manual_seed(0)
     shared = 30 * torch.randn(1, 2, 1, 64, generator=generator)
@@ -391,7 +397,7 @@ def _states(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
-    own = next(item for item in model.modules() if isinstance(item, MechanismModule))
+    own = next(item for item in model.modules() if isinstance(item, ReplacementModule))
     seen: list[Tensor] = []
     handle = own.register_forward_hook(lambda module, args, out: seen.append(module.segments))
     pair = _states(model, token_type_ids=TYPES)
@@ -465,7 +471,7 @@ def test_gradients_of_two_passes_with_checkpoints(model: nn.Module) -> None:
 def test_layouts_of_before_have_no_network() -> None:
     """What was saved without the option is read as `states`."""
     spec = TamSpec()
-    layout = mechanism("tam").layout(spec, TEXT)
-    assert "context_gate" not in mechanism("tam").tensors(layout)
+    layout = replacement_named("tam").layout(spec, TEXT)
+    assert "context_gate" not in replacement_named("tam").tensors(layout)
     stored = layout.model_dump(exclude_defaults=True)
     assert "memory" not in stored

@@ -27,7 +27,7 @@ from tcompress.own_models.grid import (
 from tcompress.own_models.text import TCompressTextForSequenceClassification
 from tcompress.own_models.text import turned as turned_by
 from tcompress.planning.planner import make_plan
-from tcompress.roles import anatomy_of, attentions_of
+from tcompress.roles import attentions_of, find_roles
 from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build
 
@@ -226,7 +226,7 @@ def test_what_is_no_series_is_refused() -> None:
 @pytest.mark.parametrize(("name", "grid"), [("tcompress_grid", (4, 2, 2)), (HOSTS[2], (3, 4))])
 def test_kronecker_attention_sees_the_grid(name: str, grid: tuple[int, ...]) -> None:
     model = build(name)
-    for attention in attentions_of(model, anatomy_of(model)):
+    for attention in attentions_of(model, find_roles(model)):
         assert (attention.grid, attention.special, attention.reason) == (grid, 0, None)
         assert not attention.causal
 

@@ -56,7 +56,7 @@ def test_what_asks_for_a_backward_pass() -> None:
     ]
     for changes, first, second in rows:
         chosen = _aware(**changes)
-        assert (chosen.surveys, chosen.by_loss) == (first, second), changes
+        assert (chosen.measures_sensitivity, chosen.by_loss) == (first, second), changes
 
 
 @pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])

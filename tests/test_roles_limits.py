@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tcompress.errors import InputError
-from tcompress.roles import Layer, Part, Refusal, anatomy_of
+from tcompress.roles import Layer, Part, Refusal, find_roles
 from tests.support.tiny import TINY, build
 
 
 def test_position_tables_of_deberta_are_refused_and_shared_keys_are_marked() -> None:
     config = transformers.DebertaV2Config(**{**TINY["deberta-v2"].options, "share_att_key": False})
-    apart = anatomy_of(transformers.DebertaV2Model(config))
+    apart = find_roles(transformers.DebertaV2Model(config))
     assert [refusal.name.rpartition(".")[2] for refusal in apart.refused] == [
         "pos_key_proj",
         "pos_query_proj",
     ] * 2
     assert not apart.warnings
-    shared = anatomy_of(build("deberta-v2"))
+    shared = find_roles(build("deberta-v2"))
     assert {layer.role for layer in shared.layers if layer.calls == 2} == {"q", "k"}
     assert shared.warnings == (
         "the `k`, `q` layers also project the table of relative positions: their second call"
@@ -54,11 +54,11 @@ def test_layers_whose_weights_a_forward_pass_reads_stay_dense(
 ) -> None:
     with torch.device("meta"):
         config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
-        anatomy = anatomy_of(getattr(transformers, f"{kind}Model")(config))
-    reasons = [item for item in anatomy.refused if "uses its weight directly" in item.reason]
+        roles = find_roles(getattr(transformers, f"{kind}Model")(config))
+    reasons = [item for item in roles.refused if "uses its weight directly" in item.reason]
     assert {item.name.rpartition(".")[2] for item in reasons} == direct
-    assert anatomy.layers
-    assert not any("left alone" in warning for warning in anatomy.warnings)
+    assert roles.layers
+    assert not any("left alone" in warning for warning in roles.warnings)
 
 
 class _Backwards(nn.Linear):
@@ -73,11 +73,9 @@ class _Clipped(nn.Linear):
 
 def test_subclasses_of_linear_layers_are_told_by_what_they_compute() -> None:
     block = nn.ModuleDict({"a": _Backwards(8, 8), "b": _Clipped(8, 8), "norm": nn.LayerNorm(8)})
-    anatomy = anatomy_of(nn.ModuleList([block]))
-    assert [layer.name for layer in anatomy.layers] == ["0.a"]
-    assert anatomy.refused == (
-        Refusal("0.b", "its class `_Clipped` has a forward pass of its own"),
-    )
+    roles = find_roles(nn.ModuleList([block]))
+    assert [layer.name for layer in roles.layers] == ["0.a"]
+    assert roles.refused == (Refusal("0.b", "its class `_Clipped` has a forward pass of its own"),)
 
 
 def test_prediction_heads_beside_a_decoder_are_no_blocks() -> None:
@@ -87,7 +85,7 @@ def test_prediction_heads_beside_a_decoder_are_no_blocks() -> None:
     model = nn.ModuleDict(
         {"layers": nn.ModuleList([_Item()]), "boxes": nn.ModuleList([head(), head()])}
     )
-    assert [block.name for block in anatomy_of(model).blocks] == ["layers.0"]
+    assert [block.name for block in find_roles(model).blocks] == ["layers.0"]
 
 
 def test_each_tower_follows_its_own_config() -> None:
@@ -98,9 +96,9 @@ def test_each_tower_follows_its_own_config() -> None:
     )
     with torch.device("meta"):
         model = transformers.Gemma3ForConditionalGeneration(config)
-    anatomy = anatomy_of(model)
-    assert (anatomy.family, anatomy.supported) == ("gemma3", True)
-    assert {block.name: len(block.layers) for block in anatomy.blocks} == {
+    roles = find_roles(model)
+    assert (roles.family, roles.supported) == ("gemma3", True)
+    assert {block.name: len(block.layers) for block in roles.blocks} == {
         **{f"model.vision_tower.encoder.layers.{i}": 6 for i in range(2)},
         **{f"model.language_model.layers.{i}": 7 for i in range(2)},
     }
@@ -114,9 +112,9 @@ def test_unknown_family_that_joins_known_ones_is_supported() -> None:
         ).to_dict(),
     )
     with torch.device("meta"):
-        anatomy = anatomy_of(transformers.EncoderDecoderModel(config))
-    assert anatomy.supported
-    assert [len(block.layers) for block in anatomy.blocks] == [6, 6, 10, 10]
+        roles = find_roles(transformers.EncoderDecoderModel(config))
+    assert roles.supported
+    assert [len(block.layers) for block in roles.blocks] == [6, 6, 10, 10]
 
 
 class _Item(nn.Module):
@@ -144,10 +142,10 @@ class _Scanned(nn.Module):
 
 
 def test_unknown_model_is_scanned_by_structure() -> None:
-    anatomy = anatomy_of(_Scanned())
-    assert not anatomy.supported
-    assert [block.name for block in anatomy.blocks] == ["layers.0"]
-    assert anatomy.layers[2] == Layer(
+    roles = find_roles(_Scanned())
+    assert not roles.supported
+    assert [block.name for block in roles.blocks] == ["layers.0"]
+    assert roles.layers[2] == Layer(
         name="layers.0.ffn.2",
         role="linear",
         kind="linear",
@@ -157,32 +155,32 @@ def test_unknown_model_is_scanned_by_structure() -> None:
         parts=(Part("linear", 8),),
         group="layers.0.ffn.2",
     )
-    assert {layer.side for layer in anatomy.layers} == {"both"}
-    assert {refusal.name: refusal.reason for refusal in anatomy.refused} == {
+    assert {layer.side for layer in roles.layers} == {"both"}
+    assert {refusal.name: refusal.reason for refusal in roles.refused} == {
         "layers.0.attention": "`nn.MultiheadAttention` uses its weight directly",
         "layers.0.attention.out_proj": "`nn.MultiheadAttention` uses its weight directly",
         "layers.1.gate": "it routes tokens to experts, which a small error changes",
         "layers.1.experts": "its forward pass does not say how it multiplies by its stacked"
         " weights: `w1`",
     }
-    assert anatomy.warnings[0].startswith("family `_Scanned` has no table of roles")
+    assert roles.warnings[0].startswith("family `_Scanned` has no table of roles")
 
 
 def test_unknown_transformers_family_is_scanned() -> None:
     options: dict[str, Any] = {
         "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
     }  # fmt: skip
-    anatomy = anatomy_of(transformers.PatchTSTModel(transformers.PatchTSTConfig(**options)))
-    assert anatomy.family == "patchtst"
-    assert [len(block.layers) for block in anatomy.blocks] == [6, 6]
-    assert len({layer.group for layer in anatomy.layers}) == 12
+    roles = find_roles(transformers.PatchTSTModel(transformers.PatchTSTConfig(**options)))
+    assert roles.family == "patchtst"
+    assert [len(block.layers) for block in roles.blocks] == [6, 6]
+    assert len({layer.group for layer in roles.layers}) == 12
 
 
 def test_model_without_blocks_is_reported() -> None:
-    anatomy = anatomy_of(nn.Sequential(nn.Linear(2, 2)))
-    assert anatomy.blocks == ()
-    assert not anatomy.supported
-    assert anatomy.warnings == (
+    roles = find_roles(nn.Sequential(nn.Linear(2, 2)))
+    assert roles.blocks == ()
+    assert not roles.supported
+    assert roles.warnings == (
         "no repeated block with linear layers was found in family `Sequential`",
     )
 
@@ -193,7 +191,7 @@ def test_renamed_module_of_a_supported_family_is_an_error() -> None:
     attention.queries = attention.query
     del attention.query
     with pytest.raises(InputError) as caught:
-        anatomy_of(model)
+        find_roles(model)
     assert caught.value.message == (
         "block `bert.encoder.layer.1` of family `bert` lacks `attention.self.query`"
     )
@@ -205,14 +203,14 @@ def test_supported_family_without_blocks_is_an_error() -> None:
     with pytest.raises(
         InputError, match="no transformer block was found in this `BertForMaskedLM`"
     ):
-        anatomy_of(model)
+        find_roles(model)
 
 
 def test_heads_that_do_not_fill_a_fused_projection_are_an_error() -> None:
     model: Any = build("phi3")
     model.config.num_key_value_heads = 1
     with pytest.raises(InputError, match=r"has 64 outputs, .* ask for 32 \+ 8 \+ 8"):
-        anatomy_of(model)
+        find_roles(model)
 
 
 def test_experts_without_stacked_weights_are_an_error() -> None:
@@ -220,7 +218,7 @@ def test_experts_without_stacked_weights_are_an_error() -> None:
     experts = model.model.layers[0].mlp.experts
     del experts.down_proj
     with pytest.raises(InputError, match="have no 3-D parameter `down_proj`"):
-        anatomy_of(model)
+        find_roles(model)
 
 
 # Roles and parts: what each layer of a supported family is said to be
@@ -239,7 +237,7 @@ def _scale_rows(model: nn.Module, layer: Layer, rows: slice, factor: float) -> N
 def test_output_of_the_ffn_is_linear_in_up_and_not_in_gate(name: str) -> None:
     for role, linear in (("up", True), ("gate", False)):
         model = build(name)
-        block = anatomy_of(model).blocks[-1]
+        block = find_roles(model).blocks[-1]
         up = next(layer for layer in block.layers if role in [part.name for part in layer.parts])
         down = next(layer for layer in block.layers if layer.role.endswith("down"))
         states: list[Tensor] = []
@@ -261,7 +259,7 @@ def test_parts_of_fused_attention_reach_the_attention_as_q_k_v(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = build(name)
-    layer = anatomy_of(model).blocks[0].layers[0]
+    layer = find_roles(model).blocks[0].layers[0]
     fused: list[Tensor] = []
     heads: list[tuple[Tensor, ...]] = []
 
@@ -296,7 +294,7 @@ def test_heads_of_every_family(family: str) -> None:
     config = model.config
     config = getattr(config, "text_config", None) or config
     heads = next(getattr(config, name) for name in COUNTS if getattr(config, name, None))
-    for layer in anatomy_of(model).layers:
+    for layer in find_roles(model).layers:
         if layer.role not in ATTENTION:
             assert layer.head is None
             continue

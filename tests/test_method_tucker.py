@@ -231,10 +231,10 @@ def test_a_bank_is_counted_once(bert: SourceModel) -> None:
     assert plan.structured_rewritten == size
     assert 0.35 < plan.kept <= 0.4
     assert [note.partition(",")[0] for note in plan.warnings] == [
-        "12 layers share the tensors of one bank"
+        "12 layers share the tensors of one set of factors"
     ]
     rows = [layer_report(entry).structure for entry in plan.layers]
-    assert [row.endswith("with the bank") for row in rows] == [True] + [False] * 11
+    assert [row.endswith("with shared factors") for row in rows] == [True] + [False] * 11
     assert not planned(bert, "none").warnings
 
 

@@ -55,7 +55,7 @@ class Pair(nn.Module):
         kind = structure("tucker")
         spec = kind.spec(share="heads", rank=(3, 5), cores=3)
         layouts = [
-            kind.layout(spec, Site(**{**vars(site), "peers": (into, out)})) for site in (into, out)
+            kind.layout(spec, Site(**{**vars(site), "sharing_sites": (into, out)})) for site in (into, out)
         ]
         self.q, self.o = (self._layer(layout) for layout in layouts)
         if shared:
@@ -213,7 +213,7 @@ def test_killed_and_run_again(
     build("bert").save_pretrained(source)
     chosen = recipe(aware=True, method={"name": "tucker", "share": "model", "rank": 8})
     convert_until_killed(source, chosen, tmp_path / "out", "bert", moment)
-    fitted = partial_folder(tmp_path / "out") / "banks.safetensors"
+    fitted = partial_folder(tmp_path / "out") / "factors.safetensors"
     assert fitted.exists() is (moment[0] == "fitting blocks")
     with monkeypatch.context() as patch:
         if fitted.exists():
@@ -225,7 +225,7 @@ def test_killed_and_run_again(
 
 @pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.grid)])
 def test_both_walks_measure_the_same_inputs(family: str, tmp_path: Path) -> None:
-    """The survey's moments and those of the walk without gradients lead to one bank."""
+    """The survey's moments and those of the walk without gradients lead to the same factors."""
     made = []
     for surveyed in (True, False):
         folder = tmp_path / str(surveyed)

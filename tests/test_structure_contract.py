@@ -443,5 +443,5 @@ def test_registry_refuses_names_and_specs_that_are_taken() -> None:
 def test_unknown_structures_are_refused_with_the_closest_name() -> None:
     with pytest.raises(RecipeError) as error:
         structure("lowrnk")
-    assert error.value.message.startswith("unknown structure `lowrnk`; known structures are `lowr")
+    assert error.value.message.startswith("unknown structure `lowrnk`; known are `lowr")
     assert error.value.hint == "did you mean `lowrank`?"

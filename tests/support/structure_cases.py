@@ -60,7 +60,7 @@ class Case:
 
 KINDS = ("dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted")
 PLACES: tuple[Literal["in", "out", "both"], ...] = ("in", "out", "both")
-_OWN = ("inputs", "outputs", "side", "budget", "peers", "exact", "optimal")
+_OWN = ("inputs", "outputs", "side", "budget", "sharing_sites", "exact", "optimal")
 
 
 def _case(structure: str, label: str, **rest: Any) -> Case:

@@ -98,10 +98,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, own: Tensor) -> Tensor:
-    """Applies sum_k c_k psi^k to values by Horner's rule, without a power of psi.
-
-    `own` are values of the queries' tokens; others than `v` only where the order is 2.
-    """
+    """Applies sum_k c_k psi^k to values by Horner's rule; `own` are the values of the queries."""
     y = coefficients[-1] * v
     for coefficient in coefficients[:-1].flip(0):
         y = coefficient * own + psi @ y

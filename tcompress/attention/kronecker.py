@@ -148,10 +148,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
 def mix_grid(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tensors: Tensors, layout: KroneckerLayout
 ) -> Tensor:
-    """Mixes the tokens of a grid, one axis at a time.
-
-    `valid` is True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-    """
+    """Mixes the tokens of a grid axis by axis; `valid` ones are no padding: (batch | 1, tokens)."""
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
     extra = prod(sizes) - tokens
@@ -224,10 +221,7 @@ def _favor(
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Multiplies one axis of a flat grid by a matrix (batch, heads, new, size).
-
-    Axes before it are as they were; that of `sizes` at `axis` may have changed, the tensor tells.
-    """
+    """Multiplies one axis of a flat grid, of any size now, by (batch, heads, new, size)."""
     before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
     grid = x.reshape(*x.shape[:2], before, -1, after * width)
     return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)

@@ -111,11 +111,7 @@ class Visible:
 
 
 def check_alike(mask: Tensor | None, seen: Visible) -> None:
-    """Checks that all queries see the same keys, but for those of padding, which see none.
-
-    Raises:
-        DataError: They do not.
-    """
+    """Checks that all queries see the same keys, but for those of padding, which see none."""
     pairs = seen.pairs
     if mask is None or pairs is None or pairs.shape[-2] == 1 or torch.compiler.is_compiling():
         return
@@ -313,11 +309,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return None
 
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
-        """What a user should know before converting, if there is anything.
-
-        `longest` is the most tokens of an input, if there is a limit; a model that begins at
-        random is not `pretrained`.
-        """
+        """What a user should know before converting, for inputs of at most so many tokens."""
         return None
 
 

@@ -43,10 +43,7 @@ def gru_tensors(heads: int, width: int) -> Shapes:
 def add_context(
     k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Adds what the network makes of the keys to keys and values, each through its gate.
-
-    `first` is True for tokens of the first of two texts, or None.  # (batch, tokens)
-    """
+    """Adds the network's states to keys and values through gates; `first` as in `read_texts`."""
     read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
     states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
     gates = tensors["context_gate"][:, :, None, None]
@@ -54,10 +51,7 @@ def add_context(
 
 
 def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
-    """Gives states of the network for one text, or two of which each begins with a fresh state.
-
-    `first` is True for tokens of the first text, which come before the others.  # (batch, tokens)
-    """
+    """States of the network; a second text, where `first` is not True, gets a fresh start."""
     one = _gru(x, tensors)
     if first is None:
         return one

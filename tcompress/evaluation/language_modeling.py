@@ -21,12 +21,7 @@ _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines
 
 
 class Perplexity(Task):
-    """Perplexity in windows that do not overlap; every token is predicted once.
-
-    Args:
-        pack: How texts become one stream: `eos` joins them with the end token (a newline if there
-            is none), `newline` with newlines, `none` leaves each on its own.
-    """
+    """Perplexity in windows that do not overlap; every token is predicted once."""
 
     name = "perplexity"
     needs = Needs(texts=(1, 1))

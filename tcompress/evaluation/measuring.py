@@ -167,10 +167,7 @@ def evaluate(
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
-    """Reads the data of a measurement and holds it to a model, or to the one it is made from.
-
-    With `heads` the model must be able to do the task as it is.
-    """
+    """Reads a measurement's data and, with `heads`, checks that the model can do the task."""
     pick_device(item.device)
     task = TASKS[item.task]
     examples = _examples(item, task, [source])

@@ -168,10 +168,7 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
 
 
 def store(folder: Path, metrics: Sequence[Metric]) -> bool:
-    """Adds numbers to the manifest of a model, in place of older ones on the same data.
-
-    Tells whether there is a manifest that can be written.
-    """
+    """Puts numbers into a model's manifest, in place of older ones; tells whether it could."""
     manifest = read_manifest(folder)
     if manifest is None:
         return False

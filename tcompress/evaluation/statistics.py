@@ -44,11 +44,7 @@ class Statistic:
 
 
 def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statistic:
-    """Makes a function of sums over examples.
-
-    `columns` are the summands, dense or sparse (units, sums); `finish` turns the sums of each
-    resample into its number.
-    """
+    """Makes a function of sums over examples, from summands (units, sums), maybe sparse."""
 
     def resampled(counts: Array) -> Array:
         sums = np.asarray(columns.T @ counts.T).T
@@ -132,10 +128,7 @@ def pearson(one: ArrayLike, two: ArrayLike) -> Statistic:
 
 
 def class_statistics(predicted: ArrayLike, true: ArrayLike, classes: int) -> list[Statistic]:
-    """Makes accuracy, macro F1 and, of two classes, Matthews correlation.
-
-    A prediction of -1 is none of the classes.
-    """
+    """Makes accuracy, macro F1 and, of two classes, Matthews correlation; -1 is no class."""
     guess, truth = np.asarray(predicted), np.asarray(true)
     hits = guess == truth
     columns = sparse.hstack(
@@ -170,10 +163,7 @@ def _matthews(sums: Array) -> Array:
 
 
 def rank_statistics(ranks: ArrayLike, recalls: Sequence[int], gain: bool) -> list[Statistic]:
-    """Makes numbers from the rank of the right answer of each query, counted from 1.
-
-    With `gain` MRR and nDCG are cut off at 10; else it is MRR alone, over all ranks.
-    """
+    """Makes numbers from ranks, from 1; with `gain` MRR and nDCG are cut off at 10."""
     place = np.asarray(ranks, dtype=float)
     made = [ratio(f"recall@{cut}", place <= cut) for cut in recalls]
     if not gain:
@@ -187,11 +177,7 @@ _LEVEL = 0.95
 
 
 def resampled(statistics: Sequence[Statistic], times: int, seed: int) -> list[Array]:
-    """Computes numbers on resamples of their examples.
-
-    The resamples depend on the seed and the number of examples alone, so that the numbers of two
-    models are paired.
-    """
+    """Computes numbers on resamples that depend on seed and size alone: models are paired."""
     units, generator = statistics[0].units, np.random.default_rng(seed)
     most = max(_CELLS // units, 1)
     parts = [[np.empty(0)] for _ in statistics]

@@ -96,10 +96,7 @@ _READ = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class TextReader:
-    """Writes texts as a model reads them to be measured.
-
-    They have at most `limit` tokens: `max_length`, or fewer if the model has fewer positions.
-    """
+    """Writes texts as a model reads them, with at most `limit` tokens."""
 
     def __init__(self, source: SourceModel, max_length: int) -> None:
         hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
@@ -226,10 +223,7 @@ class Task(ABC):
         device: torch.device | None = None,
         advance: Callable[[int], None] = lambda amount: None,
     ) -> Sequence[Statistic]:
-        """Measures a model, which stays in the mode (training or evaluation) that it is in.
-
-        `advance` hears of inputs that are done, `work` of them in all.
-        """
+        """Measures a model, which stays in its mode; `advance` hears of inputs done."""
         size = batch_size or self.batch_size
         with _measuring(model, None if self.max_length is None else self.reader.pad):
             return self.run(Runner(model, size, device or model.device, advance))

@@ -96,18 +96,7 @@ class _Folder:
 def open_architecture(
     architecture: Architecture, seed: int, token: str | None = None
 ) -> SourceModel:
-    """Opens a model that is described by its configuration alone, without weights.
-
-    Args:
-        architecture: The configuration, and its tokenizer.
-        seed: Seed of the weights.
-        token: Access token for the hub, for the tokenizer.
-
-    Raises:
-        RecipeError: The configuration names no model that can be built; all problems at once.
-        SourceError: There is no such tokenizer.
-        DataError: There are no texts to take words from.
-    """
+    """Opens a model without weights from its configuration; tells all problems at once."""
     kind = _config_class(architecture.model_type)
     sizes = architecture.sizes
     names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []

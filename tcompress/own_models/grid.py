@@ -115,10 +115,7 @@ def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
 
 
 def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
-    """Cuts inputs into patches on their grid, each flat, channels first.
-
-    (batch, channels, *input_size) -> (batch, *grid, channels * patch)
-    """
+    """Cuts inputs into patches, channels first.  # -> (batch, *grid, channels * patch)."""
     for axis, size in enumerate(config.patch_size):
         grid_values = grid_values.unfold(2 + axis, size, size)
     axes = len(config.grid)

@@ -38,18 +38,7 @@ class Choice:
 def plan_terms(
     choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
 ) -> tuple[Layout, ...]:
-    """Decides the summands of one weight.
-
-    Args:
-        choice: What it becomes.
-        site: Where it sits.
-        readers: How many weights share its input transform.
-        copies: How many share its output transform: the experts of a layer.
-        calibrated: Whether the fit will have data.
-
-    Raises:
-        Refusal: A structure cannot take these dimensions, or is larger than the target.
-    """
+    """Decides the summands of one weight whose input transform so many others read; may refuse."""
     kind = structure_of(choice.method)
     spec = choice.method.settled(calibrated=calibrated)
     residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
@@ -197,10 +186,7 @@ _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 
 
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
-    """Measures a plan in the unit of its recipe's budget: parameters or bytes.
-
-    For a fraction the rewritten weights count, else the whole model without dropped blocks.
-    """
+    """Measures a plan in its budget's unit: rewritten weights for a fraction, else all that stays."""
     kind = recipe.budget.kind if recipe.budget else "target"
     if kind == "target_bytes":
         return disk_bytes(source, plan, recipe.dtype)

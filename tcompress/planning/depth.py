@@ -18,10 +18,7 @@ Stacks = tuple[StackPlan, ...]
 
 
 def stacks_of(roles: Roles) -> Stacks:
-    """Lists the stacks of a model, with all their blocks.
-
-    A stack is called by the part of its path that tells it from the others, such as `decoder`.
-    """
+    """Lists the stacks of a model by the part of their path that tells them apart, as `decoder`."""
     counts: dict[str, int] = {}
     for block in roles.blocks:
         path = block.name.rpartition(".")[0]
@@ -41,10 +38,7 @@ def stacks_of(roles: Roles) -> Stacks:
 
 
 def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
-    """Plans which blocks stay; no weight is read.
-
-    Blocks that data will choose are stood in for by others at equal distances.
-    """
+    """Plans which blocks stay; those that data will choose are stood in for by equal distances."""
     if not recipe.changes_depth:
         return None
     whole = stacks_of(roles_of(source))

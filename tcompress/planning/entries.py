@@ -108,10 +108,7 @@ class DepthPlan(_Entry):
 
     @property
     def target_blocks(self) -> tuple[int, ...]:
-        """For each block the dense one whose output it should give, counted over all stacks.
-
-        The last one of a stack stands for the last one.
-        """
+        """For each block the dense one whose output it gives; the last gives that of the last."""
         found, start = [], 0
         for stack in self.stacks:
             found += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]

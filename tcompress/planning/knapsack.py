@@ -166,11 +166,7 @@ class _Ladder:
 
 
 def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
-    """Steps up the hulls of all sites, those that save most per unit of cost first.
-
-    Yields:
-        Index of the site, the place it steps to, the price and the loss saved.
-    """
+    """Yields site, place, price and saved loss of steps up the hulls, the best per cost first."""
     if not ladders:
         return
     hulls = [ladder.hull() for ladder in ladders]

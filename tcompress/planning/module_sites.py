@@ -82,10 +82,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
-    """Makes sure that plain Transformers stops on the result.
-
-    Where no layer is rewritten and none dropped, one dense layer is stored under another name.
-    """
+    """Stores a dense layer under another name where nothing else would stop plain Transformers."""
     needed = not (rewritten or any(entry.unused for entry in entries))
     return tuple(
         entry if needed and index == 0 else entry.model_copy(update={"guard": None})

@@ -400,15 +400,7 @@ def resized(
     chosen: Mapping[str, tuple[PartLayout, ...] | None],
     source: SourceModel,
 ) -> Plan:
-    """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
-
-    Args:
-        plan: The plan; no layer of it shares factors.
-        groups: Its layers, see `grouped`.
-        chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
-            that would not shrink. Layers that are not named stay as they are.
-        source: The dense model, without blocks that are dropped.
-    """
+    """Gives layers other layouts, by weight name; None leaves one dense, others stay as planned."""
     layers: list[LayerPlan] = []
     left = [*plan.left]
     for group in groups:
@@ -430,11 +422,7 @@ def _runtime(source: SourceModel, entry: LayerPlan) -> str:
 def regrouped(
     group: Sequence[LayerPlan], chosen: Mapping[str, tuple[PartLayout, ...] | None]
 ) -> tuple[list[LayerPlan], list[LayerPlan]]:
-    """Gives layers that read one input what was chosen for them.
-
-    Returns:
-        Those that are rewritten, the owner of a shared transform first, and those that stay dense.
-    """
+    """Gives layers of one input what was chosen: those rewritten, and those that stay dense."""
     if all(entry.key not in chosen for entry in group):
         return [*group], []
     own, left = [], []

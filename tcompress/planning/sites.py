@@ -28,25 +28,13 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 
 def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists what `auto` chooses among, where a budget comes to about a kept fraction.
-
-    Returns:
-        By the name of each its options in the order of preference: a layer takes the first that
-        its dimensions allow.
-    """
+    """Lists what `auto` chooses among near a kept fraction: options by name, preferred first."""
     offer = spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
     return {name: own.offered(target) for name, own in _specs(offer).items()}
 
 
 def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists methods that are worth trying on their own beside `auto`, as each would be used.
-
-    Those that it has on offer; where nothing was said of these, one of every structure.
-
-    Returns:
-        By the name of each its options in the order of preference: the first that the dimensions
-        of all layers allow is meant.
-    """
+    """Lists methods to try alone beside `auto`: those on offer, else one of each structure."""
     offer = spec.offer or tuple(item.spec.names()[0] for item in structures())
     return {name: own.alone(target) for name, own in _specs(offer).items()}
 
@@ -77,13 +65,7 @@ _MOST_WAYS = 2e7  # four times `.*`, for example
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Tells whether a pattern selects any of a layer's names.
-
-    Args:
-        pattern: A name, a name with `*` wildcards, `re:` and a regular expression (searched), or
-            the last components of a name, such as `output.dense`.
-        names: Names of one layer: in the checkpoint, in the model, its role.
-    """
+    """Tells whether a name, `*` wildcards, `re:...` or an end of a name selects a layer's names."""
     if pattern.startswith("re:"):
         expression = _compiled(pattern)
         return any(expression.search(name) for name in names)

@@ -97,10 +97,7 @@ class Loop:
         return "validation loss" if task is None or task.validated == "loss" else task.validated
 
     def run(self) -> RunState:
-        """Trains, from the last checkpoint if there is one.
-
-        Ctrl-C is heard between steps, and raised once a checkpoint is written.
-        """
+        """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
         if (found := self.checkpoints.last()) is not None:
             self._resume(found)
         self.losses.prepare_objectives()

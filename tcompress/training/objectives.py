@@ -53,10 +53,7 @@ class Observed:
 
 
 class Observer:
-    """Runs a model and reads off what its blocks compute, all or some.
-
-    With `projections` it also reads queries, keys and values of the last of them.
-    """
+    """Runs a model and reads off what (some) blocks compute, and the last one's `projections`."""
 
     def __init__(
         self,
@@ -104,11 +101,7 @@ class Observer:
 
 @contextmanager
 def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator[None]:
-    """Makes every block but the first read the teacher's state instead of its predecessor's.
-
-    So each block is trained alone: no gradient passes from one to another. `states` are the
-    teacher's behind each of the blocks.
-    """
+    """Feeds every block but the first the teacher's state, so that each is trained alone."""
     with ExitStack() as hooks:
         for module, state in zip(modules[1:], states, strict=False):
             hook = partial(_feed, state)
@@ -145,10 +138,7 @@ def embedded(pooling: Pooling, batch: Batch, seen: Observed) -> Tensor:
 
 
 def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
-    """Weights of a state's rows in a sum over tokens.  # (examples, tokens).
-
-    Without a mask, as for pictures, an example counts as one token.
-    """
+    """Weights of rows in a sum over tokens: without a mask, as for pictures, an example is one."""
     mask = token_mask(batch, state).to(state.dtype)
     has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
     return mask if has_mask else mask / mask.shape[1]
@@ -178,12 +168,7 @@ class Setting:
 
 
 class Objective(ABC):
-    """One term of the loss.
-
-    A term is a sum over units of a batch, which the loop divides by their number in the whole
-    step. So it depends neither on how a batch is cut nor on the number of processes. Padding is no
-    token.
-    """
+    """One term of the loss: a sum over units, so that neither pieces nor processes change it."""
 
     name: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
@@ -269,11 +254,7 @@ ANCHORS = 256  # sentences whose teacher embeddings the others are compared with
 
 
 class Embedding(Objective):
-    """Distance of an embedding from the teacher's, and of its similarities to fixed anchors.
-
-    Similarities to the teacher's embeddings of some training sentences are compared, rather than
-    those within a batch, so that the term does not depend on how batches are cut.
-    """
+    """Distance of embeddings, and of similarities to anchors, so that batches do not matter."""
 
     name = "embedding"
     unit = "examples"

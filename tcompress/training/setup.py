@@ -83,10 +83,7 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 
 @dataclass
 class Pace:
-    """Finds out how many steps a time limit allows, so that the schedule comes to its end in time.
-
-    There is a validation every so many steps.
-    """
+    """Finds how many steps a time limit allows, with a validation `every` so many of them."""
 
     minutes: float | None
     every: int = 100
@@ -128,10 +125,7 @@ _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `obj
 
 @dataclass
 class Setup:
-    """A run before its first step: the student, and who reads its states and the teacher's.
-
-    Objectives have weights; `untrained` says that the student's are as they began at random.
-    """
+    """A run before its first step; `untrained` weights are as they began at random."""
 
     options: Finetune
     model: PreTrainedModel
@@ -214,11 +208,7 @@ def _observe_teacher(
 
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
-    """Refuses, before any work, what a run on a model made of the source would meet.
-
-    Raises:
-        InputError: Teacher, data, device and task do not fit one another; names all problems.
-    """
+    """Refuses, before any work, what a run on a model made of the source would meet."""
     problems = Problems()
     with problems.collected():
         pick_device(options.device)
@@ -238,10 +228,7 @@ def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetun
 def _objective_weights(
     source: SourceModel, teacher: SourceModel | None, options: Finetune, *, from_random: bool
 ) -> dict[str, float]:
-    """Weights of the objectives, given or by default; fails where there is nothing to learn from.
-
-    `from_random` says that the student began at random.
-    """
+    """Weights of the objectives, given or by default; fails where nothing can be learnt."""
     names = {str(name): weight for name, weight in options.objectives.items()}
     names = names or _default_weights(source, teacher, options)
     if not names and from_random:

@@ -22,18 +22,14 @@ WRONG_PAIRS = 3  # wrong responses beside every right one
 
 
 class Task(ABC):
-    """A task that a model can be taught.
-
-    `validated` is the number that is validated. If fewer examples would be held out than
-    `fewest_held`, as many are, where they are not half of all.
-    """
+    """A task that a model can be taught; `validated` names the number that is validated."""
 
     name: ClassVar[str]
     head: ClassVar[Head | None] = None
     needs: ClassVar[Needs]
     validated: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
-    fewest_held: ClassVar[int] = 1
+    fewest_held: ClassVar[int] = 1  # examples to hold out, where they are not half of all
 
     def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
@@ -254,10 +250,7 @@ def _logits(seen: Observed) -> Tensor:
 
 
 def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
-    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any token.
-
-    Of the tokens of one text `special` ones are never chosen; `words` is the vocabulary's size.
-    """
+    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any of `words`."""
     rng = np.random.default_rng(seed)
     draw = torch.from_numpy(rng.random(len(ids)))
     chosen = (draw < 0.15) & ~special

@@ -379,11 +379,7 @@ def _chosen(examples: Examples, indices: NDArray[np.int64]) -> Examples:
 def head_options(
     task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
 ) -> Mapping[str, Any]:
-    """Options of a head that is added, or a check of the one that is there.
-
-    The classes of the data are numbered anew, as the head, or else the teacher whose logits are
-    imitated, numbers its labels.
-    """
+    """Options of a head to be added, or a check of the one there; numbers the classes likewise."""
     if task is None or task.head is None:
         return {}
     has = has_head(source, task.head)

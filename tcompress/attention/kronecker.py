@@ -203,11 +203,9 @@ def _pooled(
 def _favor(
     rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns two thin factors of an axis' matrix: positive random features (Performer).
-
-    Both are normalised as logarithms: features by columns first, then rows by features. No row is
-    lost whose features hardly any column has.
-    """
+    """Returns two thin factors of an axis' matrix: positive random features (Performer)."""
+    # Both are normalised as logarithms, features by columns first, then rows by features: no row is
+    # lost whose features hardly any column has.
 
     def exponents(x: Tensor) -> Tensor:
         x = x * scale

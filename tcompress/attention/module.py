@@ -88,8 +88,7 @@ class ReplacementModule(nn.Module):
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
                 made = self.kind.constants(self.layout)
-                device, dtype = key
-                self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
+                self._constants[key] = {name: item.to(*key) for name, item in made.items()}
         return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -233,12 +233,8 @@ def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | 
 def tam_scores(
     q: Tensor, k: Tensor, semantics: Tensor, tensors: Tensors, layout: TamLayout
 ) -> Tensor:
-    """Scores queries against keys; nothing of queries x keys x semantics is ever built.
-
-    Cores are averaged before they are used: scores are linear in them. Semantics (batch, heads,
-    width) are pooled, or summed, over their tokens.
-    """
-    core = tensors["core"].mean(0)
+    """Scores queries against keys, given pooled or summed semantics (batch, heads, width)."""
+    core = tensors["core"].mean(0)  # scores are linear in the cores
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d
         return q * (core * semantics)[..., None, :] @ k.mT
     if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features

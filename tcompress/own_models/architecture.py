@@ -35,14 +35,7 @@ def word_tokenizer(words: Words, segments: bool = False) -> Any:
     """Makes a tokenizer of the most frequent words of some texts, as papers of small models do.
 
     Text is lower-cased and loses its accents; words end at spaces and punctuation, all others are
-    one unknown word. A text becomes `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
-
-    Args:
-        words: Where texts are, and how many words are known.
-        segments: Whether the model is told which text of a pair a word is of, 0 or 1.
-
-    Raises:
-        DataError: There are no such texts.
+    one unknown word. With `segments` the model is told which text of a pair a word is of.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

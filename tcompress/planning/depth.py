@@ -23,13 +23,11 @@ def stacks_of(roles: Roles) -> Stacks:
     for block in roles.blocks:
         path = block.name.rpartition(".")[0]
         counts[path] = counts.get(path, 0) + 1
-    found = []
+    found, others = [], [other.split(".") for other in counts]
     for path, count in counts.items():
-        steps = path.split(".")
-        others = [other.split(".") for other in counts]
         apart = (
             step
-            for index, step in enumerate(steps)
+            for index, step in enumerate(path.split("."))
             if any(other[index : index + 1] != [step] for other in others)
         )
         kept = tuple(range(count))
@@ -115,8 +113,8 @@ def _problems(wanted: Any, stack: StackPlan) -> list[str]:
     if isinstance(wanted, int):
         if 1 <= wanted < blocks:
             return []
-        found = f"{wanted} blocks of `{stack.name}` are to be dropped"
-        return [f"{found}, allowed are 1 to {blocks - 1}"]
+        allowed = f"allowed are 1 to {blocks - 1}"
+        return [f"{wanted} blocks of `{stack.name}` are to be dropped, {allowed}"]
     where = f"of the {blocks} blocks of `{stack.name}`"
     if not wanted:
         return [f"`keep_layers` keeps none {where}"]
@@ -127,9 +125,8 @@ def _problems(wanted: Any, stack: StackPlan) -> list[str]:
         problems.append(f"there is no block {lost}: `{stack.name}` has 0 to {blocks - 1}")
     if list(wanted) != sorted(set(wanted)):
         text = ", ".join(map(str, wanted))
-        problems.append(
-            f"`keep_layers` is {text}, expected are different blocks in ascending order"
-        )
+        expected = "expected are different blocks in ascending order"
+        problems.append(f"`keep_layers` is {text}, {expected}")
     if not problems and len(wanted) == blocks:
         problems.append(f"`keep_layers` keeps all {where}")
     return problems

@@ -181,9 +181,6 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
 
-Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
-
-
 def _upgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
     """Best place that the rest of a budget pays for, the loss it saves, and its price."""
     last = int(np.searchsorted(ladder.costs, ladder.costs[place] + left, side="right")) - 1
@@ -199,12 +196,12 @@ def _downgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, fl
     return first, saved, float(ladder.losses[first] - ladder.losses[place])
 
 
-def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: Better) -> None:
-    """Spends what is left over, each time where one move saves most.
+_Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
 
-    What a site could save only shrinks as less is left, so a stale entry of the queue is an upper
-    bound, and only its top has to be brought up to date.
-    """
+
+def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: _Better) -> None:
+    """Spends what is left over, each time where one move saves most."""
+    # A site can only save less as less is left: a stale entry of the queue is an upper bound.
     queue = [(-better(a, places[index], left)[1], index) for index, a in enumerate(ladders)]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:

@@ -22,7 +22,13 @@ from tcompress.structures.capabilities import LooksUp
 from tcompress.structures.modules.embedding import LookupScale
 from tcompress.structures.modules.linear import PartLayout
 
-# Attentions that are replaced.
+_NO_TYPES = (
+    "this model has no types of tokens, which tell the texts of a pair apart: both are taken as one"
+)
+_FUSED = (
+    "queries are part of a fused projection, which stays whole: their part is computed, and not "
+    "used"
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,11 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             continue
         try:
             entries.append(_attention(recipe, source, item))
+            dropped = replacement_of(recipe.attention).unused
+            unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             left.append(Left(role="attention", parameters=0, **facts))
-            continue
-        dropped = replacement_of(recipe.attention).unused
-        unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
     if not entries:
         name = spec_name(recipe.attention)
         if not left:
@@ -77,8 +82,16 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             f"`{name}` suits none of {len(left)} attentions:\n" + "\n".join(lines),
             "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
         )
-    notes = _attention_notes(recipe, source, entries, found)
-    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), notes)
+    kind = replacement_of(recipe.attention)
+    lengths = [item.tokens or item.longest for item in found]
+    longest = None if None in lengths else max(length for length in lengths if length)
+    notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
+    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
+        notes.append(_NO_TYPES)
+    if kind.unused and not unused:
+        notes.append(_FUSED)
+    told = tuple(note for note in notes if note)
+    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), told)
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
@@ -123,33 +136,6 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         )
     except SourceError as error:
         raise Refusal(error.message) from error
-
-
-def _attention_notes(
-    recipe: Convert,
-    source: SourceModel,
-    entries: Sequence[AttentionPlan],
-    found: Sequence[Attention],
-) -> tuple[str, ...]:
-    assert recipe.attention is not None
-    kind = replacement_of(recipe.attention)
-    lengths = [item.tokens or item.longest for item in found]
-    longest = None if None in lengths else max(length for length in lengths if length)
-    notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
-    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
-        notes.append(
-            "this model has no types of tokens, which tell the texts of a pair apart: both are "
-            "taken as one"
-        )
-    if kind.unused and not any(entry.unused for entry in entries):
-        notes.append(
-            "queries are part of a fused projection, which stays whole: their part is computed, "
-            "and not used"
-        )
-    return tuple(note for note in notes if note)
-
-
-# Tables of word embeddings.
 
 
 def plan_embeddings(
@@ -210,9 +196,6 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
     if entry.parameters >= dense:
         raise Refusal(f"it would not shrink: {entry.parameters / dense:.0%} of {dense:,}")
     return entry
-
-
-# Tables of positions, and layer norms.
 
 
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:

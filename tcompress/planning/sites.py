@@ -57,9 +57,6 @@ def roles_of(source: SourceModel) -> Roles:
     return found
 
 
-# Patterns that select layers by name or role.
-
-
 _LONGEST = 60  # characters of a layer's name, about
 _MOST_WAYS = 2e7  # four times `.*`, for example
 

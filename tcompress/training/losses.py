@@ -67,7 +67,7 @@ class Losses:
     model: nn.Module
 
     def gradients(self, batch: Batch, parts: int, *, alone: bool) -> float:
-        """Adds a batch's gradients and returns its loss, over all processes and whatever the pieces."""
+        """Adds a batch's gradients and returns its loss, over all processes and pieces alike."""
         device = self.accelerator.device
         found = self.accelerator.reduce(_counts(batch).to(device), "sum")
         counts = dict(zip(UNITS, found.clamp_min(1.0), strict=True))  # type: ignore[union-attr]

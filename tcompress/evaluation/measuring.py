@@ -134,9 +134,7 @@ def evaluate(
 ) -> list[ModelScores]:
     """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
 
-    Of the longest text the model with the fewest positions decides for all. A baseline that is not
-    among the models is measured before them; one that was measured before, as
-    `ModelScores.baseline` has it, is not measured again.
+    A baseline that is not among the models is measured first; a `ModelScores.baseline` is known.
     """
     problems = Problems()
     names = [str(name) for name in models]

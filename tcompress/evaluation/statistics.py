@@ -22,21 +22,13 @@ Finish = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number measured on examples.
-
-    Attributes:
-        units: Number of examples.
-        resampled: Computes it on resamples, from how often each resample has each example.
-            # (resamples, units) -> (resamples,)
-        higher_is_better: Direction.
-        per_token: Whether it counts tokens, so that models with other tokens have another number.
-    """
+    """A number measured on examples."""
 
     name: str
-    units: int
-    resampled: Finish
+    units: int  # number of examples
+    resampled: Finish  # from how often each resample has each: (resamples, units) -> (resamples,)
     higher_is_better: bool = True
-    per_token: bool = False
+    per_token: bool = False  # so that models with other tokens have another number
 
     def value(self) -> float:
         """Returns the number on all examples."""
@@ -71,8 +63,7 @@ def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
 def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     """Makes the area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
 
-    Of more than two classes, each with a column of scores, it is the mean over classes, each
-    against all others; every class occurs.
+    Of more than two classes it is the mean over each against all others; every class occurs.
     """
     values, truth = np.asarray(scores, dtype=float), np.asarray(true)
     chosen = [1] if values.shape[1] == 2 else range(values.shape[1])

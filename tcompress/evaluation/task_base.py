@@ -152,26 +152,15 @@ def _hinting(hint: str) -> Iterator[None]:
 
 
 class Task(ABC):
-    """A task with its examples, written as a model's inputs once and measured as often as wanted.
-
-    Attributes:
-        needs: What it reads.
-        head: Head that the model must have, if any.
-        max_length: Longest text in tokens, if nothing else is said; None without texts.
-        unit: What is resampled and counted: `examples`, `windows`.
-        reader: Reads its texts, if it has any.
-        facts: What a protocol tells of it; complete after the first measurement.
-        notes: What the user should know, likewise.
-        signature: Equal for models that read the same tokens.
-    """
+    """A task with its examples, written as a model's inputs once and measured as often as asked."""
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
-    head: ClassVar[Head | None] = None
-    max_length: ClassVar[int | None] = 512
+    head: ClassVar[Head | None] = None  # that the model must have
+    max_length: ClassVar[int | None] = 512  # of texts, in tokens; None without texts
     batch_size: ClassVar[int] = 32
-    unit: ClassVar[str] = "examples"
-    reader: TextReader
+    unit: ClassVar[str] = "examples"  # or `windows`: what is resampled and counted
+    reader: TextReader  # of its texts, if it has any
 
     def __init__(
         self,
@@ -182,9 +171,9 @@ class Task(ABC):
         seed: int = 0,
     ) -> None:
         self.source, self.examples, self.seed = source, examples, seed
-        self.facts: dict[str, Any] = {}
-        self.notes: list[str] = []
-        self.signature = ""
+        self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
+        self.notes: list[str] = []  # what the user should know, likewise
+        self.signature = ""  # equal for models that read the same tokens
         if self.max_length is not None:
             self.reader = TextReader(source, max_length or self.max_length)
 

@@ -19,7 +19,6 @@ from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
-from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
@@ -90,10 +89,9 @@ class Pace:
     _times: list[tuple[int, float]] = field(default_factory=list)
 
     def possible(self, step: int, seconds: float, validation: float = 0.0) -> int | None:
-        """Total number of steps that the limit allows at the pace so far.
+        """Steps in all that the limit allows; None without one and while the pace is unknown.
 
-        None where there is no limit and while the pace is unknown: for some steps, or a tenth of
-        the time where steps take long. The first call comes before the steps that count.
+        The first call comes before the steps that count.
         """
         if self.minutes is None:
             return None
@@ -165,15 +163,23 @@ def set_up(
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, projections=projections)
-    if blocks_first(options):
-        _check_one_stack(roles)
+    stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
+    if blocks_first(options) and len(stacks) > 1:
+        raise InputError(
+            f"the stage `blocks` needs one stack of blocks, but the model has {len(stacks)}: "
+            f"{listed(stacks)}",
+            "leave `stage` and `block_steps` out",
+        )
     teacher_observer = None
     if teacher is not None:
+        taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+        teacher_roles = loaded_roles(teacher, taught)
         depth = None if manifest is None else manifest.plan.depth
-        teacher_observer = _observe_teacher(teacher, roles, options, depth, projections=projections)
+        blocks = blocks_to_imitate(roles, teacher_roles, options.teacher_blocks, depth)
+        teacher_observer = Observer(taught, teacher_roles, blocks, projections=projections)
         if "logits" in names:
-            _check_logits(model, teacher_observer.model)
-        _tell_padding(teacher_observer.model, data.pad)
+            _check_logits(model, taught)
+        _tell_padding(taught, data.pad)
     _tell_padding(model, data.pad)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -191,20 +197,6 @@ def set_up(
     _choose_trained(model, roles, options, from_random=from_random)
     untrained = manifest is not None and manifest.is_untrained
     return Setup(options, model, observer, teacher_observer, objectives, data, task, untrained)
-
-
-def _observe_teacher(
-    teacher: SourceModel,
-    student: Roles,
-    options: Finetune,
-    depth: DepthPlan | None,
-    *,
-    projections: bool,
-) -> Observer:
-    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-    roles = loaded_roles(teacher, model)
-    blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
-    return Observer(model, roles, blocks, projections=projections)
 
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
@@ -288,8 +280,7 @@ def _choose_trained(
     model: PreTrainedModel, roles: Roles, options: Finetune, *, from_random: bool
 ) -> None:
     """Freezes what is not trained; of a model that began at random nothing may stay as it is."""
-    how = options.train
-    inside: list[str] = []
+    how, inside = options.train, list[str]()
     if how == "auto":
         how = "all" if options.task or from_random else "blocks"
     if how == "blocks":
@@ -336,20 +327,8 @@ def _pooling_and_task(
 
 def _predicted(kind: type[PreTrainedModel]) -> str | None:
     """What the logits of a class of models are about."""
-    for what, parts in _PREDICTED.items():
-        if any(part in kind.__name__ for part in parts):
-            return what
-    return None
-
-
-def _check_one_stack(roles: Roles) -> None:
-    stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
-    if len(stacks) > 1:
-        raise InputError(
-            f"the stage `blocks` needs one stack of blocks, but the model has {len(stacks)}: "
-            f"{listed(stacks)}",
-            "leave `stage` and `block_steps` out",
-        )
+    found = (what for what, parts in _PREDICTED.items() if any(p in kind.__name__ for p in parts))
+    return next(found, None)
 
 
 def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:

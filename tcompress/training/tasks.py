@@ -111,10 +111,7 @@ class VolumeClassification(RankedClassification):
 
 
 class ResponseSelection(RankedClassification):
-    """Whether the second text answers the first: right pairs, and wrong ones drawn beside them.
-
-    Accuracy would say nothing: calling all wrong is right for most.
-    """
+    """Whether the second text answers the first; most pairs are wrong, so accuracy says nothing."""
 
     name = "response-selection"
     needs = Needs((2, 2))

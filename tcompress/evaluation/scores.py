@@ -180,7 +180,7 @@ class Threshold:
         return cls(float(text.removesuffix("x")), relative=text.endswith("x"))
 
     def missed(self, metric: Metric) -> bool:
-        """Tells whether a model fails; one with other tokens misses every factor of the baseline."""
+        """Tells whether a model fails; one with other tokens misses any factor of the baseline."""
         if not self.relative:
             bound = self.value
         elif metric.difference is not None:

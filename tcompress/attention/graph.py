@@ -110,8 +110,7 @@ def edges(
 ) -> Tensor:
     """Weighs the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
 
-    `decay` is the logit of what one step of distance multiplies by (heads,); `rows` are places of
-    the queries' tokens, if these are not all (batch | 1, queries).
+    `decay` is the logit of what a step of distance multiplies by; `rows` are the queries' places.
     """
     own = k if rows is None else take_tokens(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision

@@ -190,9 +190,8 @@ class AttentionReplacement(ABC, Generic[S, L]):
         if base.causal and not self.causal:
             raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
         if base.window is not None and not self.windows:
-            raise Refusal(
-                f"each token sees only {base.window} others, and `{spec_name(spec)}` mixes all"
-            )
+            near = f"each token sees only {base.window} others"
+            raise Refusal(f"{near}, and `{spec_name(spec)}` mixes all")
         if base.biased:
             raise Refusal("its attention adds a bias of positions, which has no place here")
         if base.heads % base.key_heads:

@@ -157,8 +157,7 @@ class ResponseSelection(_PairTask):
             )
         generator = np.random.default_rng(self.seed)
         right = self._two.numpy()[:, None]
-        others = np.stack(
-            [generator.choice(count - 1, candidates - 1, replace=False) for _ in right]
-        )
+        draw = generator.choice
+        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
         # Numbers from the right one on mean the next response, which leaves it out.
         return torch.from_numpy(np.concatenate([right, others + (others >= right)], axis=1))

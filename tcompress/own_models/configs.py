@@ -45,12 +45,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
     input_size: list[int] | tuple[int, ...] = (28, 28, 28)  # along each axis; or variables, time
     patch_size: list[int] | tuple[int, ...] = (4, 4, 4)  # it divides `input_size`
     stem: str = "linear"  # or `convolution`: of stride 2, as HOT has before volumes
-    positions: str = (
-        "learnt"  # a table for each axis; or `rotary`: queries and keys turn (HOT)
-    )
-    rotary_axes: list[int] | tuple[int, ...] | None = (
-        None  # default all
-    )
+    positions: str = "learnt"  # a table for each axis; or `rotary`: queries and keys turn (HOT)
+    rotary_axes: list[int] | tuple[int, ...] | None = None  # that turn, from 0; default all
     num_channels: int = 1
     hidden_size: int = 64
     num_hidden_layers: int = 2

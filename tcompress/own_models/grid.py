@@ -67,11 +67,10 @@ class GridEmbeddings(nn.Module):
         super().__init__()
         self.config = config
         inputs = config.num_channels * prod(config.patch_size)
-        self.projection = (
-            Convolutions(config)
-            if config.stem == "convolution"
-            else nn.Linear(inputs, config.hidden_size)
-        )
+        if config.stem == "convolution":
+            self.projection: nn.Module = Convolutions(config)
+        else:
+            self.projection = nn.Linear(inputs, config.hidden_size)
         sizes = config.grid if config.positions == "learnt" else ()
         tables = [nn.Embedding(size, config.hidden_size) for size in sizes]
         self.positions = nn.ModuleList(tables)

@@ -140,9 +140,8 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
-    total = sum(
-        prod(store.shape(k)) * _itemsize(store.dtype(k), dtype) for k in copied_keys(source, plan)
-    )
+    keys = copied_keys(source, plan)
+    total = sum(prod(store.shape(key)) * _itemsize(store.dtype(key), dtype) for key in keys)
     for path in keymap.apart(rewritten_names(source, plan.entries)).values():
         own = store.dtype(keymap.sources(path).keys[0])
         total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, dtype)
@@ -161,8 +160,9 @@ def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> in
 
 
 def _itemsize(own: torch.dtype, asked: str | None) -> int:
-    kept = asked is None or not own.is_floating_point
-    return (own if kept else getattr(torch, asked)).itemsize
+    if asked is None or not own.is_floating_point:
+        return own.itemsize
+    return getattr(torch, asked).itemsize
 
 
 STAND_IN = 0.5
@@ -250,11 +250,11 @@ def _largest(
         except PlanError:
             break
         over = size_of(plan, source, recipe) - limit
-        units = [
-            weight_bytes(source, e, recipe.dtype) if budget.kind == "target_bytes" else 1
-            for e in plan.layers
+        counts_bytes = budget.kind == "target_bytes"
+        pairs = [
+            (entry, weight_bytes(source, entry, recipe.dtype) if counts_bytes else 1)
+            for entry in plan.layers
         ]
-        pairs = list(zip(plan.layers, units, strict=True))
         own = sum(entry.parameters * unit for entry, unit in pairs)
         dense = sum(entry.dense_parameters * unit for entry, unit in pairs)
         if over <= 0:

@@ -151,11 +151,7 @@ def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
 
 
 def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Convert:
-    """What is asked of the blocks that stay.
-
-    Where the number of blocks was chosen by data, a kept fraction is one of all blocks; layers may
-    then stay dense, if dropping blocks has met the budget alone.
-    """
+    """What is asked of the blocks that stay; where data chose them, a fraction is one of all."""
     inner, budget = recipe.within_blocks, recipe.budget
     if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
         assert depth is not None

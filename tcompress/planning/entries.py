@@ -299,11 +299,7 @@ class Coverage(_Entry):
 
 
 class BudgetPlan(_Entry):
-    """What a conversion may keep, and how that was spent.
-
-    Errors are predicted: squared errors of outputs, weighted by the sensitivity of the model,
-    summed over layers, relative to leaving all of them out.
-    """
+    """What a conversion may keep, and how it was spent; errors are relative to leaving all out."""
 
     kind: BudgetKind
     limit: float  # a fraction, a number of parameters or bytes, or an error
@@ -379,9 +375,8 @@ class Plan(_Entry):
     @property
     def saved(self) -> int:
         """Parameters that the whole model loses."""
-        return self.saved_in_blocks + sum(
-            item.dense_parameters - item.parameters for item in self.embeddings
-        )
+        tables = sum(item.dense_parameters - item.parameters for item in self.embeddings)
+        return self.saved_in_blocks + tables
 
     @property
     def saved_in_blocks(self) -> int:
@@ -398,6 +393,4 @@ class Plan(_Entry):
     @property
     def kept(self) -> float:
         """Kept fraction of the blocks' rewritten weights; all where none is rewritten."""
-        if not self.layers:
-            return 1.0
-        return self.structured_rewritten / max(1, self.dense_rewritten)
+        return self.structured_rewritten / self.dense_rewritten if self.layers else 1.0

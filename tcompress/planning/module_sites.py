@@ -108,10 +108,8 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         raise Refusal(item.reason)
     assert recipe.attention is not None
     kind = replacement_of(recipe.attention)
-    base = BaseAttention(
-        **{field.name: getattr(item, field.name) for field in fields(BaseAttention)}
-    )
-    layout = kind.layout(recipe.attention, base)
+    facts = {field.name: getattr(item, field.name) for field in fields(BaseAttention)}
+    layout = kind.layout(recipe.attention, BaseAttention(**facts))
     prefix = source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
@@ -147,9 +145,7 @@ def plan_embeddings(
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     planned: list[LayerPlan] = []
     lines = ""
-    for path in roles.embeddings:
-        if f"{path}.weight" in ties:  # to another one
-            continue
+    for path in (path for path in roles.embeddings if f"{path}.weight" not in ties):
         try:
             planned.append(_embedding(options, source, path))
         except Refusal as refusal:
@@ -185,13 +181,9 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
     if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
         known = ", ".join(f"`{name}`" for name in lookup_methods())
         raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
+    parts = (PartLayout(name="embedding", terms=(layout,)),)
     entry = LayerPlan(
-        name=name,
-        block="embeddings",
-        role="embedding",
-        kind="embedding",
-        bias=False,
-        parts=(PartLayout(name="embedding", terms=(layout,)),),
+        name=name, block="embeddings", role="embedding", kind="embedding", bias=False, parts=parts
     )
     if entry.parameters >= dense:
         raise Refusal(f"it would not shrink: {entry.parameters / dense:.0%} of {dense:,}")

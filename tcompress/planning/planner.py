@@ -120,13 +120,9 @@ Place = tuple[str, str]
 
 @dataclass
 class SharingGroups:
-    """Weights by the factors that they share; those `left_out` turned out to stay dense.
+    """Weights by the factors that they share, which are sized for all that use them."""
 
-    Factors are sized for all that use them, so that a plan begins by asking every weight which it
-    would use. Experts use none: their moments differ, and one module applies them.
-    """
-
-    left_out: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)  # weights that turned out to stay dense
     _keys: dict[Place, Hashable] = field(default_factory=dict)
     _weights: set[str] = field(default_factory=set)
     _members: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
@@ -203,6 +199,7 @@ class _Planner:
             except Refusal:
                 continue
             kind = structure_of(choice.method)
+            # Experts use none: their moments differ, and one module applies them.
             if layer.kind == "experts" or not isinstance(kind, SharesFactors):
                 continue
             for part in layer.parts:
@@ -335,17 +332,7 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
 
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
-    """Plans a conversion.
-
-    Args:
-        recipe: What to do.
-        source: The model; its weights are not read.
-        method_label: Name of the method for people; default its own name.
-
-    Raises:
-        PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
-            one message.
-    """
+    """Plans a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
     depth = plan_depth(recipe, source)
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped

@@ -139,20 +139,15 @@ def check_patterns(recipe: Convert, source: SourceModel) -> None:
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        known_roles = ", ".join(
-            f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers)
-        )
+        known_roles = ", ".join(f"`{role}`" for role in dict.fromkeys(i.role for i in layers))
         close = f"{lost[0]}.*"  # what is inside a module, or the closest known name
         if not matches(close, known):
             # Patterns mostly name the end of a path, such as `output.dense`.
             ends = {".".join(name.split(".")[-size:]) for name in known for size in (1, 2, 3)}
             close = next(iter(difflib.get_close_matches(lost[0], sorted(ends), 1, 0.5)), "")
-        raise PlanError(
-            f"no layer matches {listed}; roles are {known_roles}",
-            f"did you mean `{close}`?"
-            if close
-            else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
-        )
+        hint = f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names"
+        hint = f"did you mean `{close}`?" if close else hint
+        raise PlanError(f"no layer matches {listed}; roles are {known_roles}", hint)
 
 
 def named_outside(recipe: Convert, source: SourceModel, roles: Roles) -> list[Layer]:

@@ -90,8 +90,8 @@ def finetune(
 ) -> Finetuned:
     """Trains a model, converted or not, and writes the result, as `tcompress.finetune` does.
 
-    The output appears only when everything is finished. `say` hears of what the user should know,
-    such as a smaller batch. Where it is stopped, the same call goes on where it was.
+    The output appears when all is finished; where it was stopped, the same call goes on. `say`
+    hears of what the user should know, such as a smaller batch.
     """
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
@@ -303,9 +303,8 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             "choose another `--mixed-precision`, `--track` or `--device`",
         ) from error
     if precision == "fp16" and made.device.type == "cpu":
-        raise InputError(
-            "mixed precision in float16 needs a GPU", "choose `--mixed-precision bf16`, or `no`"
-        )
+        hint = "choose `--mixed-precision bf16`, or `no`"
+        raise InputError("mixed precision in float16 needs a GPU", hint)
     absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
     if absent:
         raise InputError(

@@ -118,6 +118,7 @@ _PREDICTED = {
 }
 _HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
 
+_REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
 _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
 
@@ -286,13 +287,10 @@ def _choose_trained(
     if how == "blocks":
         inside = [block.name for block in roles.blocks] + _paths(model, StructuredEmbedding)
     elif how == "rewritten":
-        inside = _paths(
-            model, StructuredLinear, StructuredExperts, TransformModule, ReplacementModule
-        )
+        inside = _paths(model, *_REWRITTEN)
         if not inside:
-            raise InputError(
-                "no layer of the model is rewritten", "train `blocks` or `all` of it instead"
-            )
+            hint = "train `blocks` or `all` of it instead"
+            raise InputError("no layer of the model is rewritten", hint)
     prefixes = tuple(f"{path}." for path in inside)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(how == "all" or name.startswith(prefixes))

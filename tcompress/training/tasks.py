@@ -119,9 +119,8 @@ class ResponseSelection(RankedClassification):
 
     def prepare(self, examples: Examples) -> Examples:
         """Calls the pairs right ones; wrong ones come later, once data is held out."""
-        return replace(
-            examples, targets=[1] * len(examples), classes=("other response", "right response")
-        )
+        classes = ("other response", "right response")
+        return replace(examples, targets=[1] * len(examples), classes=classes)
 
     def expand(self, examples: Examples, seed: int) -> Examples:
         return with_wrong_pairs(examples, WRONG_PAIRS, seed)
@@ -142,14 +141,10 @@ def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
     rng = np.random.default_rng(seed)
     others = np.stack([rng.choice(len(distinct) - 1, count, replace=False) for _ in own])
     wrong = others + (others >= own)  # numbers from the right one on mean the next
-    return replace(
-        examples,
-        texts=(
-            first + [text for text in first for _ in range(count)],
-            second + [distinct[index] for index in wrong.flatten().tolist()],
-        ),
-        targets=[1] * len(first) + [0] * (count * len(first)),
-    )
+    one = first + [text for text in first for _ in range(count)]
+    two = second + [distinct[index] for index in wrong.flatten().tolist()]
+    targets = [1] * len(first) + [0] * (count * len(first))
+    return replace(examples, texts=(one, two), targets=targets)
 
 
 class Regression(Task):
@@ -257,7 +252,5 @@ def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list
     anything = torch.from_numpy(rng.integers(0, words, len(ids)))
     changed = torch.where(how < 0.8, mask_token, ids)
     changed = torch.where(how >= 0.9, anything, changed)
-    return {
-        "input_ids": torch.where(chosen, changed, ids),
-        "labels": torch.where(chosen, ids, IGNORED),
-    }
+    labels = torch.where(chosen, ids, IGNORED)
+    return {"input_ids": torch.where(chosen, changed, ids), "labels": labels}

@@ -102,10 +102,8 @@ class _Reader:
         elif inputs.image and frames_of(self.source.config):
             what = "clips"
         elif inputs.image and inputs.text:
-            what, how = (
-                "texts and pictures together",
-                "train its towers alone, or with their own scripts",
-            )
+            what = "texts and pictures together"
+            how = "train its towers alone, or with their own scripts"
         else:
             return
         raise DataError(

@@ -98,10 +98,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, own: Tensor) -> Tensor:
-    """Applies sum_k c_k psi^k to values by Horner's rule, without a power of psi.
-
-    `own` are values of the queries' tokens; others than `v` only where the order is 2.
-    """
+    """Applies sum_k c_k psi^k to values by Horner's rule; `own` are the values of the queries."""
     y = coefficients[-1] * v
     for coefficient in coefficients[:-1].flip(0):
         y = coefficient * own + psi @ y
@@ -113,8 +110,7 @@ def edges(
 ) -> Tensor:
     """Weighs the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
 
-    `decay` is the logit of what one step of distance multiplies by (heads,); `rows` are places of
-    the queries' tokens, if these are not all (batch | 1, queries).
+    `decay` is the logit of what a step of distance multiplies by; `rows` are the queries' places.
     """
     own = k if rows is None else take_tokens(k, rows)
     theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision

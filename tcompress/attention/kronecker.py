@@ -148,10 +148,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
 def mix_grid(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tensors: Tensors, layout: KroneckerLayout
 ) -> Tensor:
-    """Mixes the tokens of a grid, one axis at a time.
-
-    `valid` is True where a token is no padding; None where all are valid.  # (batch | 1, tokens)
-    """
+    """Mixes the tokens of a grid axis by axis; `valid` ones are no padding: (batch | 1, tokens)."""
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
     extra = prod(sizes) - tokens
@@ -206,11 +203,9 @@ def _pooled(
 def _favor(
     rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns two thin factors of an axis' matrix: positive random features (Performer).
-
-    Both are normalised as logarithms: features by columns first, then rows by features. No row is
-    lost whose features hardly any column has.
-    """
+    """Returns two thin factors of an axis' matrix: positive random features (Performer)."""
+    # Both are normalised as logarithms, features by columns first, then rows by features: no row is
+    # lost whose features hardly any column has.
 
     def exponents(x: Tensor) -> Tensor:
         x = x * scale
@@ -224,10 +219,7 @@ def _favor(
 
 
 def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Multiplies one axis of a flat grid by a matrix (batch, heads, new, size).
-
-    Axes before it are as they were; that of `sizes` at `axis` may have changed, the tensor tells.
-    """
+    """Multiplies one axis of a flat grid, of any size now, by (batch, heads, new, size)."""
     before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
     grid = x.reshape(*x.shape[:2], before, -1, after * width)
     return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)

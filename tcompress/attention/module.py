@@ -23,13 +23,7 @@ CHILD = "tc_attn"
 
 
 class ReplacementModule(nn.Module):
-    """Owns the tensors of a replacement, and mixes tokens.
-
-    Args:
-        layout: What it is.
-        name: Name of the attention, for errors.
-        **place: Dtype and device of the tensors.
-    """
+    """Owns the tensors of a replacement, and mixes tokens; errors tell its `name`."""
 
     def __init__(self, layout: ReplacementLayout, name: str = "", **place: Any) -> None:
         super().__init__()
@@ -42,13 +36,7 @@ class ReplacementModule(nn.Module):
         self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def fill(self, seed: int, *, pretrained: bool, moments: QueryKeyMoments | None = None) -> None:
-        """Gives the tensors their first values.
-
-        Args:
-            seed: Seed of what is random.
-            pretrained: Whether to begin near the model's own attention, or as the paper says.
-            moments: Of its queries and keys, where they are known.
-        """
+        """Gives first values, near a pretrained model's attention or as the paper says."""
         generator = torch.Generator().manual_seed(seed)
         values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
@@ -67,13 +55,7 @@ class ReplacementModule(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> Tensor:
-        """Mixes tokens; arguments as for `Visible.of`.  # (batch, queries, heads, head_dim).
-
-        `scaling` is what scores are multiplied by; default 1 / sqrt(head_dim).
-
-        Raises:
-            DataError: The input does not suit the replacement; the message names the layer.
-        """
+        """Mixes tokens, see `Visible.of`.  # (batch, queries, heads, head_dim)."""
         usual = self.layout.head_dim**-0.5
         if scaling is not None and scaling != usual:  # some models scale their queries before
             q = q * (scaling / usual)
@@ -106,8 +88,7 @@ class ReplacementModule(nn.Module):
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
                 made = self.kind.constants(self.layout)
-                device, dtype = key
-                self._constants[key] = {n: t.to(device, dtype) for n, t in made.items()}
+                self._constants[key] = {name: item.to(*key) for name, item in made.items()}
         return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,11 +104,7 @@ class ReplacementModule(nn.Module):
 
 
 class _Guarded(nn.Module):
-    """Answers under the dense name with an empty tensor.
-
-    Plain Transformers then stops on a checkpoint, instead of running attention that the weights
-    were not made for.
-    """
+    """Answers under the dense name with an empty tensor, at which plain Transformers stops."""
 
     weight: Tensor
 
@@ -139,10 +116,7 @@ class _Guarded(nn.Module):
 
 
 class UnusedProjection(_Guarded):
-    """Stands where a model calls a projection that its attention has no more use for.
-
-    The output, of width `out_features`, is all zeros and takes no memory.
-    """
+    """Gives zeros, without memory, where a model calls a projection that has no more use."""
 
     def __init__(self, out_features: int, **place: Any) -> None:
         super().__init__(**place)
@@ -158,17 +132,7 @@ class UnusedProjection(_Guarded):
 
 
 class GuardedLinear(_Guarded):
-    """A dense layer that stores its weight as `tc_weight`, beside an empty `weight`.
-
-    Where only the mixing of tokens changes, all dense weights stay, and nothing else would keep
-    plain Transformers from running them with another attention.
-
-    Args:
-        shape: Shape of the weight as the model stores it.
-        bias: Width of the bias, or None without one.
-        transposed: Whether the model stores it as (in, out).
-        **place: Dtype and device of the tensors.
-    """
+    """A dense layer that stores its weight as `tc_weight`; `bias` is the bias' width."""
 
     bias: nn.Parameter | None
 

@@ -35,16 +35,10 @@ _ALIKE = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys every query sees: one form of the many in which models hand over their masks.
+    """Which keys every query sees: one form of the many in which models hand over their masks."""
 
-    Attributes:
-        pairs: True where it does; None where all see all.  # (batch | 1, 1, queries | 1, keys)
-        first: True for tokens of the first of two texts; None where texts are not told apart.
-            # (batch, keys)
-    """
-
-    pairs: Tensor | None = None
-    first: Tensor | None = None
+    pairs: Tensor | None = None  # True where it does, or None: (batch | 1, 1, queries | 1, keys)
+    first: Tensor | None = None  # True for tokens of the first of two texts: (batch, keys)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -79,17 +73,10 @@ class Visible:
 
     @classmethod
     def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
-        """Reads a model's mask.
+        """Reads a model's mask: (batch | 1, 1, queries, keys), (batch, keys), or None.
 
-        Args:
-            mask: None, where only `causal` counts; True, or zero, where a query sees a key; or
-                one where a token is no padding.  # (batch | 1, 1, queries, keys), (batch, keys)
-            q: Queries.  # (batch, heads, queries, head_dim)
-            k: Keys.  # (batch, key_heads, keys, head_dim)
-            causal: Whether tokens look only back; four-dimensional masks say so themselves.
-
-        Raises:
-            DataError: The mask has another form, such as that of a compiled kernel.
+        It is True, or zero, where a query sees a key, or one where a token is no padding. Masks of
+        four dimensions say themselves what is `causal`. Other forms are refused.
         """
         queries, keys = q.shape[-2], k.shape[-2]
         if mask is None:
@@ -111,11 +98,7 @@ class Visible:
 
 
 def check_alike(mask: Tensor | None, seen: Visible) -> None:
-    """Checks that all queries see the same keys, but for those of padding, which see none.
-
-    Raises:
-        DataError: They do not.
-    """
+    """Checks that all queries see the same keys, but for those of padding, which see none."""
     pairs = seen.pairs
     if mask is None or pairs is None or pairs.shape[-2] == 1 or torch.compiler.is_compiling():
         return
@@ -142,45 +125,29 @@ def past(queries: int, keys: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class BaseAttention:
-    """The attention that would be replaced.
+    """The attention that would be replaced."""
 
-    Attributes:
-        heads: Number of query heads.
-        key_heads: Number of heads of keys and values; a divisor of `heads`.
-        head_dim: Width of one head.
-        causal: Whether a token sees only itself and those before it.
-        window: How far a token sees, if it does not see all.
-        biased: Whether a bias of positions is added to scores.
-        tokens: Number of tokens of every input, if it is fixed.
-        grid: Sizes of the grid on which the last tokens sit; empty without one.
-        special: Number of tokens before the grid, such as a class token.
-        longest: Most tokens of an input, if there is a limit.
-    """
-
-    heads: int
-    key_heads: int
+    heads: int  # of queries
+    key_heads: int  # of keys and values; a divisor of `heads`
     head_dim: int
-    causal: bool = False
-    window: int | None = None
-    biased: bool = False
-    tokens: int | None = None
-    grid: tuple[int, ...] = ()
-    special: int = 0
-    longest: int | None = None
+    causal: bool = False  # whether a token sees only itself and those before it
+    window: int | None = None  # how far a token sees, if it does not see all
+    biased: bool = False  # whether a bias of positions is added to scores
+    tokens: int | None = None  # of every input, if their number is fixed
+    grid: tuple[int, ...] = ()  # on which the last tokens sit
+    special: int = 0  # tokens before the grid, such as a class token
+    longest: int | None = None  # most tokens of an input, if there is a limit
 
 
 @dataclass(frozen=True)
 class QueryKeyMoments:
     """Second moments of queries and keys, head by head, float64.
 
-    Attributes:
-        queries: E[q q^T].  # (heads, head_dim, head_dim)
-        keys: E[k k^T], of keys less their mean over a text where softmax follows: what all keys
-            have in common shifts all scores of a query alike.  # (key_heads, head_dim, head_dim)
+    Where softmax follows, keys count less their mean over a text, which shifts all scores alike.
     """
 
-    queries: Tensor
-    keys: Tensor
+    queries: Tensor  # (heads, head_dim, head_dim)
+    keys: Tensor  # (key_heads, head_dim, head_dim)
 
 
 class ReplacementLayout(BaseModel):
@@ -205,40 +172,26 @@ L = TypeVar("L", bound=ReplacementLayout)
 
 
 class AttentionReplacement(ABC, Generic[S, L]):
-    """One way of mixing tokens. Stateless; tensors are passed in.
+    """One way of mixing tokens. Stateless; tensors are passed in."""
 
-    Attributes:
-        name: Lower snake case.
-        summary: One line.
-        reference: Paper.
-        spec: Options.
-        layout_type: What is stored.
-        unused: Roles of the projections that it has no use for.
-        causal: Whether a token never sees later ones in a causal model.
-        windows: Whether it keeps to the window of an attention.
-        pairwise: Whether every query may see other keys; else all see all but padding.
-        segments: Whether it tells the two texts of a pair apart.
-    """
-
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    reference: ClassVar[str]
-    spec: type[S]
-    layout_type: type[L]
-    unused: ClassVar[tuple[str, ...]] = ()
-    causal: ClassVar[bool] = False
-    windows: ClassVar[bool] = False
-    pairwise: ClassVar[bool] = False
-    segments: ClassVar[bool] = False
+    name: ClassVar[str]  # lower snake case
+    summary: ClassVar[str]  # one line
+    reference: ClassVar[str]  # paper
+    spec: type[S]  # options
+    layout_type: type[L]  # what is stored
+    unused: ClassVar[tuple[str, ...]] = ()  # roles of projections that it has no use for
+    causal: ClassVar[bool] = False  # whether a token never sees later ones in a causal model
+    windows: ClassVar[bool] = False  # whether it keeps to the window of an attention
+    pairwise: ClassVar[bool] = False  # whether queries may see different keys
+    segments: ClassVar[bool] = False  # whether it tells the two texts of a pair apart
 
     def layout(self, spec: S, base: BaseAttention) -> L:
         """Decides sizes for an attention, or raises `Refusal`."""
         if base.causal and not self.causal:
             raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
         if base.window is not None and not self.windows:
-            raise Refusal(
-                f"each token sees only {base.window} others, and `{spec_name(spec)}` mixes all"
-            )
+            near = f"each token sees only {base.window} others"
+            raise Refusal(f"{near}, and `{spec_name(spec)}` mixes all")
         if base.biased:
             raise Refusal("its attention adds a bias of positions, which has no place here")
         if base.heads % base.key_heads:
@@ -262,14 +215,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
     def start(
         self, layout: L, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
-        """Makes first values of the tensors, float32.
-
-        Args:
-            layout: The layout.
-            generator: Source of what is random.
-            pretrained: Whether the projections are trained, so that the result should be as near
-                to the model's own attention as it can be; else as in the paper.
-        """
+        """Makes first values: near a `pretrained` model's own attention, or as in the paper."""
 
     def centres_keys(self, layout: L) -> bool | None:
         """Whether `adapted` wants moments of centred keys; None where it wants no moments."""
@@ -283,21 +229,9 @@ class AttentionReplacement(ABC, Generic[S, L]):
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, seen: Visible
     ) -> Tensor:
-        """Mixes tokens.
+        """Mixes tokens; `tensors` are its own and its constants. Padding comes last if `ordered`.
 
-        Args:
-            q: Queries.  # (batch, heads, queries, head_dim)
-            k: Keys.  # (batch, key_heads, keys, head_dim)
-            v: Values.  # (batch, key_heads, keys, head_dim)
-            tensors: Its own, and its constants.
-            layout: The layout.
-            seen: What tokens see of each other; if `ordered`, padding comes last.
-
-        Returns:
-            The mixed values.  # (batch, heads, queries, head_dim)
-
-        Raises:
-            DataError: The input has more tokens than it can take.
+        (batch, heads, queries, head_dim), twice (batch, key_heads, keys, head_dim) -> as the first
         """
 
     def constants(self, layout: L) -> Tensors:
@@ -313,11 +247,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return None
 
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
-        """What a user should know before converting, if there is anything.
-
-        `longest` is the most tokens of an input, if there is a limit; a model that begins at
-        random is not `pretrained`.
-        """
+        """What a user should know before converting, for inputs of at most so many tokens."""
         return None
 
 

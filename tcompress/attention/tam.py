@@ -43,10 +43,7 @@ def gru_tensors(heads: int, width: int) -> Shapes:
 def add_context(
     k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Adds what the network makes of the keys to keys and values, each through its gate.
-
-    `first` is True for tokens of the first of two texts, or None.  # (batch, tokens)
-    """
+    """Adds the network's states to keys and values through gates; `first` as in `read_texts`."""
     read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
     states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
     gates = tensors["context_gate"][:, :, None, None]
@@ -54,10 +51,7 @@ def add_context(
 
 
 def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
-    """Gives states of the network for one text, or two of which each begins with a fresh state.
-
-    `first` is True for tokens of the first text, which come before the others.  # (batch, tokens)
-    """
+    """States of the network; a second text, where `first` is not True, gets a fresh start."""
     one = _gru(x, tensors)
     if first is None:
         return one
@@ -239,12 +233,8 @@ def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | 
 def tam_scores(
     q: Tensor, k: Tensor, semantics: Tensor, tensors: Tensors, layout: TamLayout
 ) -> Tensor:
-    """Scores queries against keys; nothing of queries x keys x semantics is ever built.
-
-    Cores are averaged before they are used: scores are linear in them. Semantics (batch, heads,
-    width) are pooled, or summed, over their tokens.
-    """
-    core = tensors["core"].mean(0)
+    """Scores queries against keys, given pooled or summed semantics (batch, heads, width)."""
+    core = tensors["core"].mean(0)  # scores are linear in the cores
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d
         return q * (core * semantics)[..., None, :] @ k.mT
     if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features

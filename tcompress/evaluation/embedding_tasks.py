@@ -19,10 +19,7 @@ from tcompress.models import SourceModel
 
 
 class _PairTask(Task):
-    """Pairs of texts; each distinct text is encoded and embedded once.
-
-    Heads of at most `most_labels` score pairs too, which are encoded when it comes to that.
-    """
+    """Pairs of texts, embedded, or scored by heads of at most `most_labels`."""
 
     needs = Needs(texts=(2, 2))
     max_length = 256
@@ -117,11 +114,7 @@ class Retrieval(_PairTask):
 
 
 def ranks(scores: Tensor, right: Tensor) -> Tensor:
-    """Gives the rank of the right candidate among all of a query, counted from 1.
-
-    Candidates that score the same come before it, so that a model which scores all alike, as a
-    ruined one may, gets no credit.
-    """
+    """Rank of the right candidate from 1; ties come first, so a ruined model gets no credit."""
     own = scores.gather(1, right[:, None])
     return (scores >= own).sum(1)
 
@@ -164,8 +157,7 @@ class ResponseSelection(_PairTask):
             )
         generator = np.random.default_rng(self.seed)
         right = self._two.numpy()[:, None]
-        others = np.stack(
-            [generator.choice(count - 1, candidates - 1, replace=False) for _ in right]
-        )
+        draw = generator.choice
+        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
         # Numbers from the right one on mean the next response, which leaves it out.
         return torch.from_numpy(np.concatenate([right, others + (others >= right)], axis=1))

@@ -260,10 +260,7 @@ def _parts(windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _linear(windows: Windows) -> Forecast | None:
-    """One linear map from a context to a horizon for all variables, fitted to the training part.
-
-    Values count less the last of the context; None without a training part.
-    """
+    """A linear map of values less the last one, fitted to the training part if there is one."""
     last = windows.train - windows.context - windows.horizon
     if last < 0:
         return None

@@ -21,12 +21,7 @@ _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines
 
 
 class Perplexity(Task):
-    """Perplexity in windows that do not overlap; every token is predicted once.
-
-    Args:
-        pack: How texts become one stream: `eos` joins them with the end token (a newline if there
-            is none), `newline` with newlines, `none` leaves each on its own.
-    """
+    """Perplexity in windows that do not overlap; every token is predicted once."""
 
     name = "perplexity"
     needs = Needs(texts=(1, 1))
@@ -176,9 +171,8 @@ class MaskedLM(Task):
         self._truth = [row["input_ids"][at] for row, at in zip(rows, self._hidden, strict=True)]
         self._counts = np.array([len(at) for at in self._hidden])
         if not self._counts.sum():
-            raise DataError(
-                f"the texts of `{examples.name}` have no words to hide", "give longer texts"
-            )
+            what = f"the texts of `{examples.name}` have no words to hide"
+            raise DataError(what, "give longer texts")
         self._rows = [
             {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
             for row, at in zip(rows, self._hidden, strict=True)

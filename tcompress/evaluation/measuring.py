@@ -134,9 +134,7 @@ def evaluate(
 ) -> list[ModelScores]:
     """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
 
-    Of the longest text the model with the fewest positions decides for all. A baseline that is not
-    among the models is measured before them; one that was measured before, as
-    `ModelScores.baseline` has it, is not measured again.
+    A baseline that is not among the models is measured first; a `ModelScores.baseline` is known.
     """
     problems = Problems()
     names = [str(name) for name in models]
@@ -167,10 +165,7 @@ def evaluate(
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
-    """Reads the data of a measurement and holds it to a model, or to the one it is made from.
-
-    With `heads` the model must be able to do the task as it is.
-    """
+    """Reads a measurement's data and, with `heads`, checks that the model can do the task."""
     pick_device(item.device)
     task = TASKS[item.task]
     examples = _examples(item, task, [source])

@@ -19,21 +19,13 @@ from tcompress.evaluation.statistics import Array, Statistic, interval, resample
 
 @dataclass(frozen=True)
 class Baseline:
-    """Numbers of a measured model that others are compared with; it can be kept for later runs.
+    """Numbers of a measured model that others are compared with; it can be kept for later runs."""
 
-    Attributes:
-        name: The model as it was given.
-        values: Its numbers on all examples.
-        draws: Their values on resamples.  # (resamples,) each
-        units: Number of examples of each number.
-        signature: Equal for models that read the same tokens.
-    """
-
-    name: str
-    values: Sequence[float]
-    draws: Sequence[Array]
-    units: Sequence[int]
-    signature: str
+    name: str  # as it was given
+    values: Sequence[float]  # its numbers on all examples
+    draws: Sequence[Array]  # their values on resamples: (resamples,) each
+    units: Sequence[int]  # numbers of examples
+    signature: str  # equal for models that read the same tokens
 
     @classmethod
     def of(
@@ -59,8 +51,7 @@ class Baseline:
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Baseline:
         """Reads what `to_json` returns."""
-        draws = [np.asarray(draws, dtype=float) for draws in data["draws"]]
-        return cls(**{**data, "draws": draws})
+        return cls(**{**data, "draws": [np.asarray(draws, float) for draws in data["draws"]]})
 
 
 def metrics_of(
@@ -107,25 +98,15 @@ _SAME = ("task", "data_fingerprint", "split")  # of two measurements of which th
 
 @dataclass(frozen=True)
 class ModelScores:
-    """Numbers of one model.
+    """Numbers of one model."""
 
-    Attributes:
-        name: The model as it was given.
-        metrics: Its numbers, the main one first.
-        unit: What was counted: `examples`, `windows`.
-        per_second: How many of them the model did in a second, loading not counted.
-        stored: Whether the numbers are in the model's manifest.
-        notes: What the user should know.
-        baseline: What other models can be compared with, without measuring this one again.
-    """
-
-    name: str
-    metrics: tuple[Metric, ...]
-    unit: str
-    per_second: float
-    stored: bool = False
-    notes: tuple[str, ...] = ()
-    baseline: Baseline | None = field(default=None, repr=False, compare=False)
+    name: str  # as it was given
+    metrics: tuple[Metric, ...]  # the main one first
+    unit: str  # what was counted: `examples`, `windows`
+    per_second: float  # of these, loading not counted
+    stored: bool = False  # in the model's manifest
+    notes: tuple[str, ...] = ()  # what the user should know
+    baseline: Baseline | None = field(default=None, repr=False, compare=False)  # for other models
 
     def to_json(self, common: dict[str, Any]) -> dict[str, Any]:
         """Makes plain data; `common` is what the protocols of all models share."""
@@ -168,18 +149,13 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
 
 
 def store(folder: Path, metrics: Sequence[Metric]) -> bool:
-    """Adds numbers to the manifest of a model, in place of older ones on the same data.
-
-    Tells whether there is a manifest that can be written.
-    """
+    """Puts numbers into a model's manifest, in place of older ones; tells whether it could."""
     manifest = read_manifest(folder)
     if manifest is None:
         return False
     new = {_identity(metric) for metric in metrics}
-    manifest.metrics = [
-        *(metric for metric in manifest.metrics if _identity(metric) not in new),
-        *metrics,
-    ]
+    others = (metric for metric in manifest.metrics if _identity(metric) not in new)
+    manifest.metrics = [*others, *metrics]
     try:
         write_manifest(folder, manifest)
     except OSError:  # models are often kept where they cannot be changed
@@ -204,11 +180,7 @@ class Threshold:
         return cls(float(text.removesuffix("x")), relative=text.endswith("x"))
 
     def missed(self, metric: Metric) -> bool:
-        """Tells whether a model fails by its main number; where lower is better, by a greater one.
-
-        The baseline passes every factor. A model that cannot be compared with it, because it reads
-        other tokens, fails.
-        """
+        """Tells whether a model fails; one with other tokens misses any factor of the baseline."""
         if not self.relative:
             bound = self.value
         elif metric.difference is not None:

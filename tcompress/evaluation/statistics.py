@@ -22,21 +22,13 @@ Finish = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number measured on examples.
-
-    Attributes:
-        units: Number of examples.
-        resampled: Computes it on resamples, from how often each resample has each example.
-            # (resamples, units) -> (resamples,)
-        higher_is_better: Direction.
-        per_token: Whether it counts tokens, so that models with other tokens have another number.
-    """
+    """A number measured on examples."""
 
     name: str
-    units: int
-    resampled: Finish
+    units: int  # number of examples
+    resampled: Finish  # from how often each resample has each: (resamples, units) -> (resamples,)
     higher_is_better: bool = True
-    per_token: bool = False
+    per_token: bool = False  # so that models with other tokens have another number
 
     def value(self) -> float:
         """Returns the number on all examples."""
@@ -44,11 +36,7 @@ class Statistic:
 
 
 def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statistic:
-    """Makes a function of sums over examples.
-
-    `columns` are the summands, dense or sparse (units, sums); `finish` turns the sums of each
-    resample into its number.
-    """
+    """Makes a function of sums over examples, from summands (units, sums), maybe sparse."""
 
     def resampled(counts: Array) -> Array:
         sums = np.asarray(columns.T @ counts.T).T
@@ -75,8 +63,7 @@ def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
 def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     """Makes the area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
 
-    Of more than two classes, each with a column of scores, it is the mean over classes, each
-    against all others; every class occurs.
+    Of more than two classes it is the mean over each against all others; every class occurs.
     """
     values, truth = np.asarray(scores, dtype=float), np.asarray(true)
     chosen = [1] if values.shape[1] == 2 else range(values.shape[1])
@@ -132,10 +119,7 @@ def pearson(one: ArrayLike, two: ArrayLike) -> Statistic:
 
 
 def class_statistics(predicted: ArrayLike, true: ArrayLike, classes: int) -> list[Statistic]:
-    """Makes accuracy, macro F1 and, of two classes, Matthews correlation.
-
-    A prediction of -1 is none of the classes.
-    """
+    """Makes accuracy, macro F1 and, of two classes, Matthews correlation; -1 is no class."""
     guess, truth = np.asarray(predicted), np.asarray(true)
     hits = guess == truth
     columns = sparse.hstack(
@@ -170,10 +154,7 @@ def _matthews(sums: Array) -> Array:
 
 
 def rank_statistics(ranks: ArrayLike, recalls: Sequence[int], gain: bool) -> list[Statistic]:
-    """Makes numbers from the rank of the right answer of each query, counted from 1.
-
-    With `gain` MRR and nDCG are cut off at 10; else it is MRR alone, over all ranks.
-    """
+    """Makes numbers from ranks, from 1; with `gain` MRR and nDCG are cut off at 10."""
     place = np.asarray(ranks, dtype=float)
     made = [ratio(f"recall@{cut}", place <= cut) for cut in recalls]
     if not gain:
@@ -187,11 +168,7 @@ _LEVEL = 0.95
 
 
 def resampled(statistics: Sequence[Statistic], times: int, seed: int) -> list[Array]:
-    """Computes numbers on resamples of their examples.
-
-    The resamples depend on the seed and the number of examples alone, so that the numbers of two
-    models are paired.
-    """
+    """Computes numbers on resamples that depend on seed and size alone: models are paired."""
     units, generator = statistics[0].units, np.random.default_rng(seed)
     most = max(_CELLS // units, 1)
     parts = [[np.empty(0)] for _ in statistics]

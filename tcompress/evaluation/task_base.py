@@ -96,10 +96,7 @@ _READ = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class TextReader:
-    """Writes texts as a model reads them to be measured.
-
-    They have at most `limit` tokens: `max_length`, or fewer if the model has fewer positions.
-    """
+    """Writes texts as a model reads them, with at most `limit` tokens."""
 
     def __init__(self, source: SourceModel, max_length: int) -> None:
         hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
@@ -155,26 +152,15 @@ def _hinting(hint: str) -> Iterator[None]:
 
 
 class Task(ABC):
-    """A task with its examples, written as a model's inputs once and measured as often as wanted.
-
-    Attributes:
-        needs: What it reads.
-        head: Head that the model must have, if any.
-        max_length: Longest text in tokens, if nothing else is said; None without texts.
-        unit: What is resampled and counted: `examples`, `windows`.
-        reader: Reads its texts, if it has any.
-        facts: What a protocol tells of it; complete after the first measurement.
-        notes: What the user should know, likewise.
-        signature: Equal for models that read the same tokens.
-    """
+    """A task with its examples, written as a model's inputs once and measured as often as asked."""
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
-    head: ClassVar[Head | None] = None
-    max_length: ClassVar[int | None] = 512
+    head: ClassVar[Head | None] = None  # that the model must have
+    max_length: ClassVar[int | None] = 512  # of texts, in tokens; None without texts
     batch_size: ClassVar[int] = 32
-    unit: ClassVar[str] = "examples"
-    reader: TextReader
+    unit: ClassVar[str] = "examples"  # or `windows`: what is resampled and counted
+    reader: TextReader  # of its texts, if it has any
 
     def __init__(
         self,
@@ -185,9 +171,9 @@ class Task(ABC):
         seed: int = 0,
     ) -> None:
         self.source, self.examples, self.seed = source, examples, seed
-        self.facts: dict[str, Any] = {}
-        self.notes: list[str] = []
-        self.signature = ""
+        self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
+        self.notes: list[str] = []  # what the user should know, likewise
+        self.signature = ""  # equal for models that read the same tokens
         if self.max_length is not None:
             self.reader = TextReader(source, max_length or self.max_length)
 
@@ -226,10 +212,7 @@ class Task(ABC):
         device: torch.device | None = None,
         advance: Callable[[int], None] = lambda amount: None,
     ) -> Sequence[Statistic]:
-        """Measures a model, which stays in the mode (training or evaluation) that it is in.
-
-        `advance` hears of inputs that are done, `work` of them in all.
-        """
+        """Measures a model, which stays in its mode; `advance` hears of inputs done."""
         size = batch_size or self.batch_size
         with _measuring(model, None if self.max_length is None else self.reader.pad):
             return self.run(Runner(model, size, device or model.device, advance))

@@ -35,14 +35,7 @@ def word_tokenizer(words: Words, segments: bool = False) -> Any:
     """Makes a tokenizer of the most frequent words of some texts, as papers of small models do.
 
     Text is lower-cased and loses its accents; words end at spaces and punctuation, all others are
-    one unknown word. A text becomes `[CLS] text [SEP]`, a pair `[CLS] text [SEP] pair [SEP]`.
-
-    Args:
-        words: Where texts are, and how many words are known.
-        segments: Whether the model is told which text of a pair a word is of, 0 or 1.
-
-    Raises:
-        DataError: There are no such texts.
+    one unknown word. With `segments` the model is told which text of a pair a word is of.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -96,18 +89,7 @@ class _Folder:
 def open_architecture(
     architecture: Architecture, seed: int, token: str | None = None
 ) -> SourceModel:
-    """Opens a model that is described by its configuration alone, without weights.
-
-    Args:
-        architecture: The configuration, and its tokenizer.
-        seed: Seed of the weights.
-        token: Access token for the hub, for the tokenizer.
-
-    Raises:
-        RecipeError: The configuration names no model that can be built; all problems at once.
-        SourceError: There is no such tokenizer.
-        DataError: There are no texts to take words from.
-    """
+    """Opens a model without weights from its configuration; tells all problems at once."""
     kind = _config_class(architecture.model_type)
     sizes = architecture.sizes
     names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []

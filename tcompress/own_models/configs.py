@@ -13,32 +13,22 @@ from tcompress.errors import InputError
 
 @strict
 class TCompressTextConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Classifier of texts with seven layers (TSA section 6, TGA section 5).
-
-    Attributes:
-        num_hidden_layers: Attentions, one after another; the papers have one.
-        head_dim: Width of one head; default the whole `hidden_size`, as in the papers.
-        attention_bias: Whether projections have biases; the papers' have none.
-        hidden_dropout_prob: Dropout before each of the two dense layers of the head.
-        classifier_size: Units of the first of them.
-        max_position_embeddings: Most tokens of a text; there are no positions to learn.
-        embedding_range: Word vectors begin uniform within this distance of zero.
-    """
+    """Classifier of texts with seven layers (TSA section 6, TGA section 5)."""
 
     model_type = "tcompress_text"
 
     vocab_size: int = 20_000
     hidden_size: int = 64
-    num_hidden_layers: int = 1
+    num_hidden_layers: int = 1  # attentions, one after another; the papers have one
     num_attention_heads: int = 2
-    head_dim: int | None = None
-    attention_bias: bool = False
+    head_dim: int | None = None  # default the whole `hidden_size`, as in the papers
+    attention_bias: bool = False  # whether projections have biases; the papers' have none
     attention_dropout: float | int = 0.0
-    hidden_dropout_prob: float | int = 0.1
-    classifier_size: int = 20
-    max_position_embeddings: int = 200
+    hidden_dropout_prob: float | int = 0.1  # before each of the two dense layers of the head
+    classifier_size: int = 20  # units of the first of them
+    max_position_embeddings: int = 200  # most tokens of a text; there are no positions to learn
     pad_token_id: int | None = 0
-    embedding_range: float | int = 0.05
+    embedding_range: float | int = 0.05  # word vectors begin uniform within this distance of zero
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -48,32 +38,15 @@ class TCompressTextConfig(PreTrainedConfig):  # type: ignore[misc]
 
 @strict
 class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Transformer over a grid of patches: volumes, or variables x time.
-
-    Attributes:
-        input_size: Size of an input along each axis, such as 28, 28, 28; a series has two axes,
-            its variables and its time steps.
-        patch_size: Size of a patch along each axis; it divides `input_size`.
-        stem: What embeds patches: one linear map (`linear`), or convolutions of stride 2, as HOT
-            has before volumes (`convolution`); patch sizes are powers of two then.
-        positions: How patches know their place: tables that are learnt, one for each axis, whose
-            rows are added (`learnt`), or rotations of queries and keys, as in HOT (`rotary`).
-        rotary_axes: Axes whose places rotate, from 0; default all. HOT rotates the time of a
-            series alone, and all axes of a volume.
-        num_channels: Channels of an input; 1 for a series.
-        hidden_dropout_prob: Dropout of embeddings, attention and MLP.
-        horizon: Time steps to forecast; needed by the head for forecasting alone.
-        instance_norm: Whether a forecast is made of each series less its mean over the context,
-            divided by its standard deviation there (RevIN without affine map).
-    """
+    """Transformer over a grid of patches: volumes, or variables x time."""
 
     model_type = "tcompress_grid"
 
-    input_size: list[int] | tuple[int, ...] = (28, 28, 28)
-    patch_size: list[int] | tuple[int, ...] = (4, 4, 4)
-    stem: str = "linear"
-    positions: str = "learnt"
-    rotary_axes: list[int] | tuple[int, ...] | None = None
+    input_size: list[int] | tuple[int, ...] = (28, 28, 28)  # along each axis; or variables, time
+    patch_size: list[int] | tuple[int, ...] = (4, 4, 4)  # it divides `input_size`
+    stem: str = "linear"  # or `convolution`: of stride 2, as HOT has before volumes
+    positions: str = "learnt"  # a table for each axis; or `rotary`: queries and keys turn (HOT)
+    rotary_axes: list[int] | tuple[int, ...] | None = None  # that turn, from 0; default all
     num_channels: int = 1
     hidden_size: int = 64
     num_hidden_layers: int = 2
@@ -85,8 +58,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
     hidden_dropout_prob: float | int = 0.1
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    horizon: int | None = None
-    instance_norm: bool = True
+    horizon: int | None = None  # time steps to forecast
+    instance_norm: bool = True  # forecast each series in units of its context (RevIN, not affine)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

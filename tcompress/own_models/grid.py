@@ -36,11 +36,7 @@ _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class Convolutions(nn.Module):
-    """Convolutions of stride 2 until a patch is one place (HOT, appendix on volumes).
-
-    The kernel has 3 places along each axis. Channels double up to the width; a norm over all
-    channels and places, and an activation, stand between two convolutions.
-    """
+    """Convolutions of stride 2 until a patch is one place (HOT, appendix on volumes)."""
 
     def __init__(self, config: TCompressGridConfig) -> None:
         super().__init__()
@@ -71,11 +67,10 @@ class GridEmbeddings(nn.Module):
         super().__init__()
         self.config = config
         inputs = config.num_channels * prod(config.patch_size)
-        self.projection = (
-            Convolutions(config)
-            if config.stem == "convolution"
-            else nn.Linear(inputs, config.hidden_size)
-        )
+        if config.stem == "convolution":
+            self.projection: nn.Module = Convolutions(config)
+        else:
+            self.projection = nn.Linear(inputs, config.hidden_size)
         sizes = config.grid if config.positions == "learnt" else ()
         tables = [nn.Embedding(size, config.hidden_size) for size in sizes]
         self.positions = nn.ModuleList(tables)
@@ -100,11 +95,8 @@ class GridEmbeddings(nn.Module):
 
 
 def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
-    """Angles by which pairs of features of a head are turned.  # (patches, head_dim // 2), float32.
-
-    Every rotated axis has an equal run of the pairs, with the frequencies of rotary embeddings
-    within it; pairs that are left over are not turned.
-    """
+    """Angles by which pairs of features of a head are turned.  # (patches, head_dim // 2)."""
+    # Every rotated axis has an equal run of the pairs; pairs that are left over are not turned.
     pairs = config.hidden_size // config.num_attention_heads // 2
     each = pairs // len(config.rotated)
     rates = 10000.0 ** (-torch.arange(each, device=device) / each)
@@ -115,10 +107,7 @@ def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
 
 
 def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
-    """Cuts inputs into patches on their grid, each flat, channels first.
-
-    (batch, channels, *input_size) -> (batch, *grid, channels * patch)
-    """
+    """Cuts inputs into patches, channels first.  # -> (batch, *grid, channels * patch)."""
     for axis, size in enumerate(config.patch_size):
         grid_values = grid_values.unfold(2 + axis, size, size)
     axes = len(config.grid)

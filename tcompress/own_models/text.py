@@ -45,10 +45,7 @@ class SelfAttention(nn.Module):
         turns: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gives mixed tokens, and weights where the chosen implementation gives them.
-
-        `turns` are angles by which queries and keys are rotated.  # (tokens, head_dim // 2)
-        """
+        """Mixes tokens; `turns` rotate queries and keys.  # (tokens, head_dim // 2)."""
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
         query, key, value = (
@@ -67,10 +64,7 @@ class SelfAttention(nn.Module):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates pairs of features, of which the second lies half a head behind the first.
-
-    (batch, heads, tokens, head_dim), angles of the pairs (tokens, head_dim // 2)
-    """
+    """Rotates pairs of features, half a head apart, by angles (tokens, head_dim // 2)."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     pairs = angles.shape[1]
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]

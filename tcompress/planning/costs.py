@@ -21,8 +21,6 @@ from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.capabilities import shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
-# What one weight becomes: the summands of a choice, and what they cost.
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -31,31 +29,19 @@ class Choice:
     method: Spec
     residual_rank: int = 0  # of the low-rank summand beside it; 0 leaves it to the target
     target: float | None = None
-    """Kept fraction that the residual, or the method itself, fills up to; without meaning for a
-    method that fixes its size."""
+    """Kept fraction that the residual, or the method, fills up to, unless it fixes its size."""
 
 
 def plan_terms(
     choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
 ) -> tuple[Layout, ...]:
-    """Decides the summands of one weight.
-
-    Args:
-        choice: What it becomes.
-        site: Where it sits.
-        readers: How many weights share its input transform.
-        copies: How many share its output transform: the experts of a layer.
-        calibrated: Whether the fit will have data.
-
-    Raises:
-        Refusal: A structure cannot take these dimensions, or is larger than the target.
-    """
+    """Decides the summands of one weight whose input transform so many others read; may refuse."""
     kind = structure_of(choice.method)
     spec = choice.method.settled(calibrated=calibrated)
     residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
+    beside = () if residual is None else (residual,)
     if choice.target is None or spec.fixes_size:
-        main = kind.layout(spec, site)
-        return (main,) if residual is None else (main, residual)
+        return (kind.layout(spec, site), *beside)
     dense = site.in_features * site.out_features
     reserved = 0.0
     if residual is not None:  # the same for all that share factors
@@ -71,16 +57,16 @@ def plan_terms(
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
     if spec.fills:
-        return (main,) if residual is None else (main, residual)
+        return (main, *beside)
     cost = term_cost(main, readers, copies)
     if int(budget - cost) < 0:
-        beside = "alone" if residual is None else f"beside a residual of rank {residual.rank}"
+        where = "alone" if residual is None else f"beside a residual of rank {residual.rank}"
         raise Refusal(
-            f"{kind.name} {beside} keeps {cost / dense + reserved:.1%}, "
+            f"{kind.name} {where} keeps {cost / dense + reserved:.1%}, "
             f"more than the target of {choice.target:.1%}"
         )
-    if residual is not None:
-        return main, residual
+    if beside:
+        return (main, *beside)
     rank = int(budget - cost) // (site.in_features + site.out_features)
     return (main, _low_rank(rank, site)) if rank else (main,)
 
@@ -119,9 +105,6 @@ def term_cost(layout: Layout, readers: int, writers: int) -> float:
     return own + _shared_cost(layout) + after / writers + before / readers
 
 
-# Bytes that the tensors of an output take; exact, but for the headers of files.
-
-
 def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     """Names in the checkpoint of the tensors that a rewritten weight is read from."""
     path = source.keymap.runtime_name(entry.name) or entry.name
@@ -155,36 +138,31 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 
 
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
-    """Counts the bytes of all tensors of an output, from a model without dropped blocks."""
-    store = source.store
-    asked = None if dtype is None else getattr(torch, dtype)
-    total = sum(
-        prod(store.shape(k)) * _itemsize(store.dtype(k), asked) for k in copied_keys(source, plan)
-    )
-    keymap = source.keymap
+    """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
+    store, keymap = source.store, source.keymap
+    keys = copied_keys(source, plan)
+    total = sum(prod(store.shape(key)) * _itemsize(store.dtype(key), dtype) for key in keys)
     for path in keymap.apart(rewritten_names(source, plan.entries)).values():
         own = store.dtype(keymap.sources(path).keys[0])
-        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, asked)
+        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, dtype)
     for entry in plan.entries:
         total += entry.parameters * weight_bytes(source, entry, dtype)
     for other in plan.attention:
-        path = source.keymap.runtime_name(other.like) or other.like
-        own = store.dtype(source.keymap.sources(f"{path}.weight").keys[0])
-        total += other.parameters * _itemsize(own, asked)
+        path = keymap.runtime_name(other.like) or other.like
+        own = store.dtype(keymap.sources(f"{path}.weight").keys[0])
+        total += other.parameters * _itemsize(own, dtype)
     return total
 
 
 def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
     """Bytes of one number of a rewritten weight."""
-    own = source.store.dtype(weight_keys(source, entry)[0])
-    return _itemsize(own, None if dtype is None else getattr(torch, dtype))
+    return _itemsize(source.store.dtype(weight_keys(source, entry)[0]), dtype)
 
 
-def _itemsize(own: torch.dtype, asked: torch.dtype | None) -> int:
-    return (own if asked is None or not own.is_floating_point else asked).itemsize
-
-
-# From a budget to one kept fraction of all layers: what shapes alone can say of it.
+def _itemsize(own: torch.dtype, asked: str | None) -> int:
+    if asked is None or not own.is_floating_point:
+        return own.itemsize
+    return getattr(torch, asked).itemsize
 
 
 STAND_IN = 0.5
@@ -197,10 +175,7 @@ _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 
 
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
-    """Measures a plan in the unit of its recipe's budget: parameters or bytes.
-
-    For a fraction the rewritten weights count, else the whole model without dropped blocks.
-    """
+    """Measures a plan in its budget's unit; rewritten weights count for a fraction, else all."""
     kind = recipe.budget.kind if recipe.budget else "target"
     if kind == "target_bytes":
         return disk_bytes(source, plan, recipe.dtype)
@@ -257,11 +232,9 @@ def _smallest(fraction: float, plan_of: PlanOf) -> str | None:
 def _largest(
     recipe: Convert, budget: Budget, source: SourceModel, plan_of: PlanOf
 ) -> tuple[float, Plan]:
-    """Finds the fraction that comes close to an amount, in three plans where nothing refuses.
-
-    A first plan tells which layers are rewritten, and so what the rest of the model takes. Sizes
-    are rounded down, so that a second one keeps within the budget; a third spends what that left.
-    """
+    """Finds the fraction that comes close to an amount, in three plans where nothing refuses."""
+    # A first plan tells which layers are rewritten, and so what the rest of the model takes. Sizes
+    # are rounded down, so that a second keeps within the budget; a third spends what that left.
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
@@ -277,11 +250,11 @@ def _largest(
         except PlanError:
             break
         over = size_of(plan, source, recipe) - limit
-        units = [
-            weight_bytes(source, e, recipe.dtype) if budget.kind == "target_bytes" else 1
-            for e in plan.layers
+        counts_bytes = budget.kind == "target_bytes"
+        pairs = [
+            (entry, weight_bytes(source, entry, recipe.dtype) if counts_bytes else 1)
+            for entry in plan.layers
         ]
-        pairs = list(zip(plan.layers, units, strict=True))
         own = sum(entry.parameters * unit for entry, unit in pairs)
         dense = sum(entry.dense_parameters * unit for entry, unit in pairs)
         if over <= 0:

@@ -18,21 +18,16 @@ Stacks = tuple[StackPlan, ...]
 
 
 def stacks_of(roles: Roles) -> Stacks:
-    """Lists the stacks of a model, with all their blocks.
-
-    A stack is called by the part of its path that tells it from the others, such as `decoder`.
-    """
+    """Lists the stacks of a model by the part of their path that tells them apart, as `decoder`."""
     counts: dict[str, int] = {}
     for block in roles.blocks:
         path = block.name.rpartition(".")[0]
         counts[path] = counts.get(path, 0) + 1
-    found = []
+    found, others = [], [other.split(".") for other in counts]
     for path, count in counts.items():
-        steps = path.split(".")
-        others = [other.split(".") for other in counts]
         apart = (
             step
-            for index, step in enumerate(steps)
+            for index, step in enumerate(path.split("."))
             if any(other[index : index + 1] != [step] for other in others)
         )
         kept = tuple(range(count))
@@ -41,10 +36,7 @@ def stacks_of(roles: Roles) -> Stacks:
 
 
 def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
-    """Plans which blocks stay; no weight is read.
-
-    Blocks that data will choose are stood in for by others at equal distances.
-    """
+    """Plans which blocks stay; those that data will choose are stood in for by equal distances."""
     if not recipe.changes_depth:
         return None
     whole = stacks_of(roles_of(source))
@@ -121,8 +113,8 @@ def _problems(wanted: Any, stack: StackPlan) -> list[str]:
     if isinstance(wanted, int):
         if 1 <= wanted < blocks:
             return []
-        found = f"{wanted} blocks of `{stack.name}` are to be dropped"
-        return [f"{found}, allowed are 1 to {blocks - 1}"]
+        allowed = f"allowed are 1 to {blocks - 1}"
+        return [f"{wanted} blocks of `{stack.name}` are to be dropped, {allowed}"]
     where = f"of the {blocks} blocks of `{stack.name}`"
     if not wanted:
         return [f"`keep_layers` keeps none {where}"]
@@ -133,9 +125,8 @@ def _problems(wanted: Any, stack: StackPlan) -> list[str]:
         problems.append(f"there is no block {lost}: `{stack.name}` has 0 to {blocks - 1}")
     if list(wanted) != sorted(set(wanted)):
         text = ", ".join(map(str, wanted))
-        problems.append(
-            f"`keep_layers` is {text}, expected are different blocks in ascending order"
-        )
+        expected = "expected are different blocks in ascending order"
+        problems.append(f"`keep_layers` is {text}, {expected}")
     if not problems and len(wanted) == blocks:
         problems.append(f"`keep_layers` keeps all {where}")
     return problems
@@ -160,11 +151,7 @@ def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
 
 
 def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Convert:
-    """What is asked of the blocks that stay.
-
-    Where the number of blocks was chosen by data, a kept fraction is one of all blocks; layers may
-    then stay dense, if dropping blocks has met the budget alone.
-    """
+    """What is asked of the blocks that stay; where data chose them, a fraction is one of all."""
     inner, budget = recipe.within_blocks, recipe.budget
     if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
         assert depth is not None

@@ -47,9 +47,6 @@ class FormPlan(_Entry):
         return self.kind == "norm" or self.form == "learned"
 
 
-# Stacks of blocks: which of them stay.
-
-
 class StackPlan(_Entry):
     """What stays of one stack of blocks."""
 
@@ -63,9 +60,7 @@ class BlockLoss(_Entry):
     """What dropping one block costs."""
 
     path: str  # module path in the dense model
-    loss: float
-    """Change of what the model puts out, summed over the calibration data, in the unit of
-    predicted losses."""
+    loss: float  # change of the output over the calibration data, in the unit of losses
     parameters: int
 
 
@@ -74,14 +69,11 @@ class DepthPlan(_Entry):
 
     stacks: tuple[StackPlan, ...]  # all of the model, in its order
     chosen: Literal["asked", "measured", "spread", "later"]
-    """By whom: the recipe, the change that blocks make on data, equal distances, or nobody yet
-    (the blocks named stand in)."""
-    dropped: tuple[BlockLoss, ...] = ()
-    """In the order in which they were chosen, with the loss of all up to each."""
+    """By the recipe, by data, at equal distances, or not yet (the blocks named stand in)."""
+    dropped: tuple[BlockLoss, ...] = ()  # in the order chosen, with the loss of all up to each
     weighed: tuple[float | None, ...] = ()
-    """Where the number of blocks was chosen under a budget: change of the output per sample,
-    measured on data held out, with no block dropped, one, and so on; None where the budget was out
-    of reach."""
+    """Where a budget chose the number of blocks: change of the output per held-out sample, with no
+    block dropped, one, and so on; None where the budget was out of reach."""
 
     @property
     def blocks(self) -> int:
@@ -101,25 +93,17 @@ class DepthPlan(_Entry):
         """The kept blocks in words, such as `1, 3, 5`."""
         if self.chosen == "later":
             return "chosen when converting"
-        lists = {stack.name: ", ".join(map(str, stack.kept)) for stack in self.stacks}
-        if len(lists) == 1:
-            return next(iter(lists.values()))
-        return "; ".join(f"{name} {numbers}" for name, numbers in lists.items())
+        lists = [(stack.name, ", ".join(map(str, stack.kept))) for stack in self.stacks]
+        return lists[0][1] if len(lists) == 1 else "; ".join(map(" ".join, lists))
 
     @property
     def target_blocks(self) -> tuple[int, ...]:
-        """For each block the dense one whose output it should give, counted over all stacks.
-
-        The last one of a stack stands for the last one.
-        """
+        """For each block the dense one whose output it gives; the last gives that of the last."""
         found, start = [], 0
         for stack in self.stacks:
             found += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]
             start += stack.blocks
         return tuple(found)
-
-
-# Layers and attentions.
 
 
 FactorsKey = tuple[str, str]
@@ -222,9 +206,8 @@ class LayerPlan(_Entry):
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
         total = 0
         for index, part in enumerate(self.parts):
-            for layout in part.terms:
-                macs = macs_of(layout, tokens)
-                reads = not index and not self.input_of
+            reads = not index and not self.input_of
+            for macs in (macs_of(layout, tokens) for layout in part.terms):
                 total += macs.apply + macs.decode + (macs.encode if reads else 0)
         return total
 
@@ -256,9 +239,7 @@ class AttentionPlan(_Entry):
     block: str  # in the checkpoint
     layout: AnyReplacementLayout  # of the replacement
     unused: tuple[DenseLayer, ...] = ()  # projections that it has no use for
-    guard: DenseLayer | None = None
-    """A layer that stays dense and is stored under another name, so that plain Transformers stops;
-    needed once in a model where no layer is rewritten."""
+    guard: DenseLayer | None = None  # stored under another name, so that plain Transformers stops
     like: str  # name of a projection whose dtype its tensors have
 
     @property
@@ -270,8 +251,7 @@ class AttentionPlan(_Entry):
     @property
     def guards(self) -> tuple[str, ...]:
         """Names in the checkpoint of tensors that are stored empty."""
-        guarded = (*self.unused, *((self.guard,) if self.guard else ()))
-        return tuple(f"{layer.name}.weight" for layer in guarded)
+        return tuple(f"{layer.name}.weight" for layer in (*self.unused, self.guard) if layer)
 
     @property
     def parameters(self) -> int:
@@ -319,24 +299,18 @@ class Coverage(_Entry):
 
 
 class BudgetPlan(_Entry):
-    """What a conversion may keep, and how that was spent.
-
-    Errors are predicted: squared errors of outputs, weighted by the sensitivity of the model,
-    summed over layers, relative to leaving all of them out.
-    """
+    """What a conversion may keep, and how it was spent; errors are relative to leaving all out."""
 
     kind: BudgetKind
     limit: float  # a fraction, a number of parameters or bytes, or an error
     chosen: Literal["uniform", "loss", "later"]
-    """How layers got their sizes: all alike, by predicted loss, or not yet (those planned stand
-    in)."""
+    """How layers got their sizes: alike, by predicted loss, or not yet (those planned stand in)."""
     fraction: float  # kept fraction of every layer if all were alike
     error: float | None = None  # predicted, of what was chosen
     uniform_error: float | None = None  # of the budget spent alike, by the best method offered
     single_errors: dict[str, float] = Field(default={})  # of each method offered on its own
     tried: dict[str, float] = Field(default={})
-    """Change of the output per sample, measured on data held out, of `auto` and of methods on
-    their own, by name, where they were tried."""
+    """Change of the output per held-out sample, of `auto` and of methods alone, where tried."""
     taken: str | None = None  # which of them was taken
 
 
@@ -401,9 +375,8 @@ class Plan(_Entry):
     @property
     def saved(self) -> int:
         """Parameters that the whole model loses."""
-        return self.saved_in_blocks + sum(
-            item.dense_parameters - item.parameters for item in self.embeddings
-        )
+        tables = sum(item.dense_parameters - item.parameters for item in self.embeddings)
+        return self.saved_in_blocks + tables
 
     @property
     def saved_in_blocks(self) -> int:
@@ -420,6 +393,4 @@ class Plan(_Entry):
     @property
     def kept(self) -> float:
         """Kept fraction of the blocks' rewritten weights; all where none is rewritten."""
-        if not self.layers:
-            return 1.0
-        return self.structured_rewritten / max(1, self.dense_rewritten)
+        return self.structured_rewritten / self.dense_rewritten if self.layers else 1.0

@@ -166,11 +166,7 @@ class _Ladder:
 
 
 def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
-    """Steps up the hulls of all sites, those that save most per unit of cost first.
-
-    Yields:
-        Index of the site, the place it steps to, the price and the loss saved.
-    """
+    """Yields site, place, price and saved loss of steps up the hulls, the best per cost first."""
     if not ladders:
         return
     hulls = [ladder.hull() for ladder in ladders]
@@ -183,9 +179,6 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     places = np.concatenate([hull[1:] for hull in hulls])
     columns = (sites, places, np.concatenate(prices), np.concatenate(saved))
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
-
-
-Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
 
 
 def _upgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
@@ -203,12 +196,12 @@ def _downgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, fl
     return first, saved, float(ladder.losses[first] - ladder.losses[place])
 
 
-def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: Better) -> None:
-    """Spends what is left over, each time where one move saves most.
+_Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
 
-    What a site could save only shrinks as less is left, so a stale entry of the queue is an upper
-    bound, and only its top has to be brought up to date.
-    """
+
+def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: _Better) -> None:
+    """Spends what is left over, each time where one move saves most."""
+    # A site can only save less as less is left: a stale entry of the queue is an upper bound.
     queue = [(-better(a, places[index], left)[1], index) for index, a in enumerate(ladders)]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:

@@ -22,7 +22,13 @@ from tcompress.structures.capabilities import LooksUp
 from tcompress.structures.modules.embedding import LookupScale
 from tcompress.structures.modules.linear import PartLayout
 
-# Attentions that are replaced.
+_NO_TYPES = (
+    "this model has no types of tokens, which tell the texts of a pair apart: both are taken as one"
+)
+_FUSED = (
+    "queries are part of a fused projection, which stays whole: their part is computed, and not "
+    "used"
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,11 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             continue
         try:
             entries.append(_attention(recipe, source, item))
+            dropped = replacement_of(recipe.attention).unused
+            unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             left.append(Left(role="attention", parameters=0, **facts))
-            continue
-        dropped = replacement_of(recipe.attention).unused
-        unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
     if not entries:
         name = spec_name(recipe.attention)
         if not left:
@@ -77,15 +82,20 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             f"`{name}` suits none of {len(left)} attentions:\n" + "\n".join(lines),
             "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
         )
-    notes = _attention_notes(recipe, source, entries, found)
-    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), notes)
+    kind = replacement_of(recipe.attention)
+    lengths = [item.tokens or item.longest for item in found]
+    longest = None if None in lengths else max(length for length in lengths if length)
+    notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
+    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
+        notes.append(_NO_TYPES)
+    if kind.unused and not unused:
+        notes.append(_FUSED)
+    told = tuple(note for note in notes if note)
+    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), told)
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
-    """Makes sure that plain Transformers stops on the result.
-
-    Where no layer is rewritten and none dropped, one dense layer is stored under another name.
-    """
+    """Stores a dense layer under another name where nothing else would stop plain Transformers."""
     needed = not (rewritten or any(entry.unused for entry in entries))
     return tuple(
         entry if needed and index == 0 else entry.model_copy(update={"guard": None})
@@ -98,10 +108,8 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         raise Refusal(item.reason)
     assert recipe.attention is not None
     kind = replacement_of(recipe.attention)
-    base = BaseAttention(
-        **{field.name: getattr(item, field.name) for field in fields(BaseAttention)}
-    )
-    layout = kind.layout(recipe.attention, base)
+    facts = {field.name: getattr(item, field.name) for field in fields(BaseAttention)}
+    layout = kind.layout(recipe.attention, BaseAttention(**facts))
     prefix = source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
@@ -128,33 +136,6 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         raise Refusal(error.message) from error
 
 
-def _attention_notes(
-    recipe: Convert,
-    source: SourceModel,
-    entries: Sequence[AttentionPlan],
-    found: Sequence[Attention],
-) -> tuple[str, ...]:
-    assert recipe.attention is not None
-    kind = replacement_of(recipe.attention)
-    lengths = [item.tokens or item.longest for item in found]
-    longest = None if None in lengths else max(length for length in lengths if length)
-    notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
-    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
-        notes.append(
-            "this model has no types of tokens, which tell the texts of a pair apart: both are "
-            "taken as one"
-        )
-    if kind.unused and not any(entry.unused for entry in entries):
-        notes.append(
-            "queries are part of a fused projection, which stays whole: their part is computed, "
-            "and not used"
-        )
-    return tuple(note for note in notes if note)
-
-
-# Tables of word embeddings.
-
-
 def plan_embeddings(
     options: Embeddings | None, source: SourceModel, roles: Roles
 ) -> tuple[LayerPlan, ...]:
@@ -164,9 +145,7 @@ def plan_embeddings(
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     planned: list[LayerPlan] = []
     lines = ""
-    for path in roles.embeddings:
-        if f"{path}.weight" in ties:  # to another one
-            continue
+    for path in (path for path in roles.embeddings if f"{path}.weight" not in ties):
         try:
             planned.append(_embedding(options, source, path))
         except Refusal as refusal:
@@ -202,20 +181,13 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
     if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
         known = ", ".join(f"`{name}`" for name in lookup_methods())
         raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
+    parts = (PartLayout(name="embedding", terms=(layout,)),)
     entry = LayerPlan(
-        name=name,
-        block="embeddings",
-        role="embedding",
-        kind="embedding",
-        bias=False,
-        parts=(PartLayout(name="embedding", terms=(layout,)),),
+        name=name, block="embeddings", role="embedding", kind="embedding", bias=False, parts=parts
     )
     if entry.parameters >= dense:
         raise Refusal(f"it would not shrink: {entry.parameters / dense:.0%} of {dense:,}")
     return entry
-
-
-# Tables of positions, and layer norms.
 
 
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
-from tcompress.options import Convert, LayerRule
+from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
@@ -31,27 +31,19 @@ from tcompress.structures import Refusal, Site
 from tcompress.structures.capabilities import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
-# How much of a whole model a plan rewrites, and what the rest of it is.
-
 
 def covered(plan: Plan, source: SourceModel) -> Plan:
     """Counts what becomes of all parameters, each once; tied ones are one."""
     model = source.keymap.model
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
+    names: dict[Tensor, list[str]] = {}  # by their identity
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
-
+        names.setdefault(parameter, []).append(name)
     runtime = source.keymap.runtime_name
     rewritten = {_runtime(source, entry) for entry in plan.entries}
     layers = [layer.name for entry in plan.attention for layer in entry.unused]
     unused = {runtime(name) or name for name in layers}
-    tables = {
-        f"{name}.weight"
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Embedding)
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for own in names.values() for name in own]
     known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
@@ -59,15 +51,15 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
     dense: dict[tuple[str, str], int] = {}
-    for key, own in names.items():
-        size = tensors[key].numel()
+    for tensor, own in names.items():
+        size = tensor.numel()
         if rewritten.intersection(own):
             counts["rewritten"] += size
         elif any(_module(name) in unused for name in own):
             counts["replaced"] += size
         elif any(name in tables or _is_table(name) for name in own):
             counts["embeddings"] += size
-        elif tensors[key].ndim < 2 or own[0].endswith("bias"):
+        elif tensor.ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
         else:
             why = (reasons.get(name) or reasons.get(_module(name)) for name in own)
@@ -76,7 +68,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
     left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    total = sum(item.numel() for item in tensors.values())
+    total = sum(tensor.numel() for tensor in names)
     return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
 
 
@@ -104,9 +96,7 @@ def _module(name: str) -> str:
 def _is_table(name: str) -> bool:
     """Whether a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
-    return leaf not in ("weight", "bias") and any(
-        word in leaf for word in ("embed", "position", "token")
-    )
+    return any(word in leaf for word in ("embed", "position", "token"))
 
 
 def _numbered(name: str) -> bool:
@@ -124,22 +114,15 @@ def _label(name: str, above: Collection[str]) -> str:
     return next((step for step in reversed(steps) if step and not step.isdecimal()), name)
 
 
-# Which weights share factors: known before any of them has a size.
-#
-# Shared factors are sized for all that use them, so a plan begins by asking every weight which it
-# would use. Experts use none: their moments differ, and one module applies them.
-
-
 Place = tuple[str, str]
 """Weight name in the checkpoint, and name of the output split."""
 
 
 @dataclass
 class SharingGroups:
-    """Weights by the factors that they share."""
+    """Weights by the factors that they share, which are sized for all that use them."""
 
-    left_out: set[str] = field(default_factory=set)
-    """Weights, by their names in the model, that turned out to stay dense."""
+    left_out: set[str] = field(default_factory=set)  # weights that turned out to stay dense
     _keys: dict[Place, Hashable] = field(default_factory=dict)
     _weights: set[str] = field(default_factory=set)
     _members: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
@@ -173,9 +156,6 @@ class SharingGroups:
                         borrowed[shared.name] = owners.setdefault(key, entry.name)
             others = {name: owner for name, owner in borrowed.items() if owner != entry.name}
             yield entry.model_copy(update={"bank_of": others}) if others else entry
-
-
-# The layers of blocks.
 
 
 KEPT = "kept dense by the recipe"
@@ -219,6 +199,7 @@ class _Planner:
             except Refusal:
                 continue
             kind = structure_of(choice.method)
+            # Experts use none: their moments differ, and one module applies them.
             if layer.kind == "experts" or not isinstance(kind, SharesFactors):
                 continue
             for part in layer.parts:
@@ -230,11 +211,9 @@ class _Planner:
                     self.groups.add(place, site, own, layer.weight_name)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
-        """Plans the layers that read one input.
-
-        What an input transform costs each of them depends on how many share it, which is known
-        only when they are planned: so a second look is taken.
-        """
+        """Plans the layers that read one input."""
+        # What an input transform costs each depends on how many share it, which is known only when
+        # they are planned: so a second look is taken.
         group = [layer for layer in group if layer.weight_name not in self.unused]
         plain = sum(layer.kind != "experts" for layer in group)
         sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
@@ -275,7 +254,10 @@ class _Planner:
         choice: Choice | None = _usual(recipe)
         for rule in recipe.layers:
             if matches(rule.match, names):
-                choice = None if rule.keep else _overridden(choice or _usual(recipe), rule)
+                base = choice or _usual(recipe)
+                rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
+                own = Choice(rule.method or base.method, rank, rule.target or base.target)
+                choice = None if rule.keep else own
         if choice is None:
             raise Refusal(KEPT)
         return name, choice
@@ -334,40 +316,23 @@ def _usual(recipe: Convert) -> Choice:
     return Choice(method, recipe.residual_rank, recipe.target)
 
 
-def _overridden(base: Choice, rule: LayerRule) -> Choice:
-    rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
-    return Choice(rule.method or base.method, rank, rule.target or base.target)
-
-
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
     """Lets layers that read one input, through equal transforms, share the first one's."""
-    owners: dict[object, list[int]] = {}
+    owners: dict[object, list[LayerPlan]] = {}
     for index, entry in enumerate(planned):
         keys = [transform_of(term, "in") for term in entry.parts[0].terms]
         while keys and keys[-1] is None:  # a low-rank term at the end has no transform
             keys.pop()
         # Transforms are found by their summand, so all that is left has to agree.
         own = tuple(keys) if keys and entry.kind != "experts" else index
-        owners.setdefault(own, []).append(index)
-    for members in owners.values():
-        first = planned[members[0]]
-        yield first.model_copy(update={"readers": len(members)})
-        for index in members[1:]:
-            yield planned[index].model_copy(update={"input_of": first.name})
+        owners.setdefault(own, []).append(entry)
+    for first, *others in owners.values():
+        yield first.model_copy(update={"readers": 1 + len(others)})
+        yield from (entry.model_copy(update={"input_of": first.name}) for entry in others)
 
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
-    """Plans a conversion.
-
-    Args:
-        recipe: What to do.
-        source: The model; its weights are not read.
-        method_label: Name of the method for people; default its own name.
-
-    Raises:
-        PlanError: No layer can be rewritten, or a pattern selects nothing. All problems are in
-            one message.
-    """
+    """Plans a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
     depth = plan_depth(recipe, source)
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
@@ -400,26 +365,16 @@ def resized(
     chosen: Mapping[str, tuple[PartLayout, ...] | None],
     source: SourceModel,
 ) -> Plan:
-    """Gives layers of a plan other sizes or structures; what reads one input shares it anew.
-
-    Args:
-        plan: The plan; no layer of it shares factors.
-        groups: Its layers, see `grouped`.
-        chosen: Layouts by weight name in the checkpoint; None leaves a layer dense, as one stays
-            that would not shrink. Layers that are not named stay as they are.
-        source: The dense model, without blocks that are dropped.
-    """
+    """Gives layers other layouts, by weight name; None leaves one dense, others stay as planned."""
     layers: list[LayerPlan] = []
     left = [*plan.left]
     for group in groups:
         own, dense = regrouped(group, chosen)
         layers += own
         for entry in dense:
-            name, size = _runtime(source, entry), entry.dense_parameters
             block = source.keymap.runtime_name(entry.block) or entry.block
-            left.append(
-                Left(name=name, block=block, role=entry.role, parameters=size, reason=STAYS)
-            )
+            facts = {"name": _runtime(source, entry), "block": block, "role": entry.role}
+            left.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
     return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
 
 
@@ -430,11 +385,7 @@ def _runtime(source: SourceModel, entry: LayerPlan) -> str:
 def regrouped(
     group: Sequence[LayerPlan], chosen: Mapping[str, tuple[PartLayout, ...] | None]
 ) -> tuple[list[LayerPlan], list[LayerPlan]]:
-    """Gives layers that read one input what was chosen for them.
-
-    Returns:
-        Those that are rewritten, the owner of a shared transform first, and those that stay dense.
-    """
+    """Gives layers of one input what was chosen: those rewritten, and those that stay dense."""
     if all(entry.key not in chosen for entry in group):
         return [*group], []
     own, left = [], []
@@ -468,10 +419,8 @@ def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
         if not planner.layers:
             raise _nothing_to_do(planner)
         for item in roles.refused:
-            size = _matrices(model, item.name)
-            refused.append(
-                Left(name=item.name, block="", role="", parameters=size, reason=item.reason)
-            )
+            facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
+            refused.append(Left(**facts, parameters=_matrices(model, item.name)))
     blocks = {block.name for block in roles.blocks}
     inside = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(

@@ -28,25 +28,13 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 
 def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists what `auto` chooses among, where a budget comes to about a kept fraction.
-
-    Returns:
-        By the name of each its options in the order of preference: a layer takes the first that
-        its dimensions allow.
-    """
+    """Lists what `auto` chooses among near a kept fraction: options by name, preferred first."""
     offer = spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
     return {name: own.offered(target) for name, own in _specs(offer).items()}
 
 
 def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists methods that are worth trying on their own beside `auto`, as each would be used.
-
-    Those that it has on offer; where nothing was said of these, one of every structure.
-
-    Returns:
-        By the name of each its options in the order of preference: the first that the dimensions
-        of all layers allow is meant.
-    """
+    """Lists methods to try alone beside `auto`: those on offer, else one of each structure."""
     offer = spec.offer or tuple(item.spec.names()[0] for item in structures())
     return {name: own.alone(target) for name, own in _specs(offer).items()}
 
@@ -69,21 +57,12 @@ def roles_of(source: SourceModel) -> Roles:
     return found
 
 
-# Patterns that select layers by name or role.
-
-
 _LONGEST = 60  # characters of a layer's name, about
 _MOST_WAYS = 2e7  # four times `.*`, for example
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Tells whether a pattern selects any of a layer's names.
-
-    Args:
-        pattern: A name, a name with `*` wildcards, `re:` and a regular expression (searched), or
-            the last components of a name, such as `output.dense`.
-        names: Names of one layer: in the checkpoint, in the model, its role.
-    """
+    """Tells whether a name, `*` wildcards, `re:...` or an end of a name selects a layer's names."""
     if pattern.startswith("re:"):
         expression = _compiled(pattern)
         return any(expression.search(name) for name in names)
@@ -160,20 +139,15 @@ def check_patterns(recipe: Convert, source: SourceModel) -> None:
     lost = [pattern for pattern in patterns if not matches(pattern, known)]
     if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        known_roles = ", ".join(
-            f"`{role}`" for role in dict.fromkeys(layer.role for layer in layers)
-        )
+        known_roles = ", ".join(f"`{role}`" for role in dict.fromkeys(i.role for i in layers))
         close = f"{lost[0]}.*"  # what is inside a module, or the closest known name
         if not matches(close, known):
             # Patterns mostly name the end of a path, such as `output.dense`.
             ends = {".".join(name.split(".")[-size:]) for name in known for size in (1, 2, 3)}
             close = next(iter(difflib.get_close_matches(lost[0], sorted(ends), 1, 0.5)), "")
-        raise PlanError(
-            f"no layer matches {listed}; roles are {known_roles}",
-            f"did you mean `{close}`?"
-            if close
-            else f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names",
-        )
+        hint = f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names"
+        hint = f"did you mean `{close}`?" if close else hint
+        raise PlanError(f"no layer matches {listed}; roles are {known_roles}", hint)
 
 
 def named_outside(recipe: Convert, source: SourceModel, roles: Roles) -> list[Layer]:

@@ -16,22 +16,17 @@ from tcompress.errors import DataError
 
 Row = dict[str, Tensor]
 
+_Read = Callable[[int, int], list[Row]]
 _WINDOW = 50  # batches whose examples are sorted by length together
 
 
 class Encoded(Dataset[list[Row]]):
     """Examples as a model reads them; each is one row, or two for pairs of sentences.
 
-    `read` makes the rows of an example, given its place and the epoch; labels are given where rows
-    have none. The length is that of the longest row, in tokens; 0 for pictures.
+    `read` makes rows from place and epoch; `lengths` are those of the longest, 0 for pictures.
     """
 
-    def __init__(
-        self,
-        lengths: list[int],
-        read: Callable[[int, int], list[Row]],
-        labels: Tensor | None = None,
-    ) -> None:
+    def __init__(self, lengths: list[int], read: _Read, labels: Tensor | None = None) -> None:
         self.lengths, self.read, self.labels = lengths, read, labels
         self.epoch = 0
 
@@ -54,8 +49,7 @@ class Encoded(Dataset[list[Row]]):
 class LengthBatches(Sampler[list[int]]):
     """Batches of examples of similar length, in an order that seed and epoch determine.
 
-    Each process takes a batch in a step. The order does not depend on their number, if all their
-    batches together stay of one size.
+    Processes take one each in a step; they change no order if all their batches have one size.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, processes: int, seed: int) -> None:
@@ -86,11 +80,7 @@ class LengthBatches(Sampler[list[int]]):
             yield from batch.reshape(self.processes, -1).tolist()
 
     def turn_to(self, epoch: int) -> None:
-        """Chooses the order of another epoch.
-
-        Not named `set_epoch`, which accelerate calls with its own count; that one starts again
-        from 0 when a run is resumed.
-        """
+        """Chooses the order of an epoch; accelerate's `set_epoch` counts from 0 when resumed."""
         self.epoch = epoch
 
 

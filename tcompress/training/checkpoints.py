@@ -18,25 +18,18 @@ _STATE = "run.json"
 
 
 class RunState(BaseModel):
-    """How far a run is.
-
-    Attributes:
-        parts: Pieces that a batch is cut into.
-        total: Steps in all, if the time limit has shortened them.
-        stale: Validations since then.
-        recent: Losses since the last validation.
-    """
+    """How far a run is."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    parts: int = 1
-    total: int = 0
+    parts: int = 1  # pieces that a batch is cut into
+    total: int = 0  # steps in all, as the time limit allows
     best: float | None = None
     best_step: int = 0
-    stale: int = 0
-    recent: list[float] = Field(default_factory=list)
+    stale: int = 0  # validations since the best
+    recent: list[float] = Field(default_factory=list)  # losses since the last validation
     curve: list[CurvePoint] = Field(default_factory=list)
 
 
@@ -56,14 +49,10 @@ class Checkpoints:
         state: RunState,
         write: Callable[[Path], None],
         *,
-        main: bool = True,
-        wait: Callable[[], object] = lambda: None,
+        main: bool,
+        wait: Callable[[], object],
     ) -> None:
-        """Writes a checkpoint; older ones are removed when it is complete.
-
-        `write` is called in every process and writes models, optimizer and generators into a
-        folder; the main process does everything else.
-        """
+        """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"
         unfinished = self.folder / f"{target.name}.tmp"
         try:

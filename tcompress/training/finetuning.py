@@ -48,9 +48,8 @@ from tcompress.training.teacher import find_teacher
 class FloatAttention(TorchFunctionMode):
     """Computes softmax attention in float32, whatever autocast says, to train on a CPU.
 
-    The backward pass of PyTorch's attention in bfloat16 takes longer on a CPU than those of all
-    products together: 0.9 of 1.2 seconds of a step of a small encoder. Models call it in many
-    places, some of which go past the attention interface, so that the call itself is caught.
+    There its backward pass in bfloat16 takes 0.9 of 1.2 seconds of a step of a small encoder. Not
+    all models go through the attention interface, so that the call itself is caught.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,23 +66,16 @@ def _as_float(value: Any) -> Any:
 
 
 Say = Callable[[str], None]
-
 COMPARED = 24  # tensors of the written model that are read back
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What a training run produced.
+    """What a training run produced."""
 
-    Attributes:
-        folder: The written folder.
-        facts: Record of the run.
-        resumed: Whether an interrupted run was continued.
-    """
-
-    folder: Path
-    facts: TrainingFacts
-    resumed: bool = False
+    folder: Path  # that was written
+    facts: TrainingFacts  # record of the run
+    resumed: bool = False  # whether an interrupted run was continued
 
 
 def finetune(
@@ -98,8 +90,8 @@ def finetune(
 ) -> Finetuned:
     """Trains a model, converted or not, and writes the result, as `tcompress.finetune` does.
 
-    The output appears only when everything is finished. `say` hears of what the user should know,
-    such as a smaller batch. Where it is stopped, the same call goes on where it was.
+    The output appears when all is finished; where it was stopped, the same call goes on. `say`
+    hears of what the user should know, such as a smaller batch.
     """
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
@@ -311,9 +303,8 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             "choose another `--mixed-precision`, `--track` or `--device`",
         ) from error
     if precision == "fp16" and made.device.type == "cpu":
-        raise InputError(
-            "mixed precision in float16 needs a GPU", "choose `--mixed-precision bf16`, or `no`"
-        )
+        hint = "choose `--mixed-precision bf16`, or `no`"
+        raise InputError("mixed precision in float16 needs a GPU", hint)
     absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
     if absent:
         raise InputError(

@@ -97,12 +97,11 @@ class Loop:
         return "validation loss" if task is None or task.validated == "loss" else task.validated
 
     def run(self) -> RunState:
-        """Trains, from the last checkpoint if there is one.
-
-        Ctrl-C is heard between steps, and raised once a checkpoint is written.
-        """
+        """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
         if (found := self.checkpoints.last()) is not None:
-            self._resume(found)
+            self.accelerator.load_state(str(found))
+            self.state = self.checkpoints.read_state(found)
+            self._start = time.perf_counter() - self.state.seconds
         self.losses.prepare_objectives()
         state = self.state
         self.progress.stage("training", state.total, "steps")
@@ -124,7 +123,8 @@ class Loop:
                         break
         if state.curve[-1].step != state.step:
             self._validate()
-        self._restore_best()
+        if state.best_step != state.step:
+            self._restore_best()
         state.seconds = self._seconds()
         return state
 
@@ -183,11 +183,9 @@ class Loop:
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
             options, untrained = self.setup.options, self.setup.untrained
+            own = highest_rate(options, untrained=untrained)
             usual = options.model_copy(update={"learning_rate": None})
-            lower = min(
-                highest_rate(options, untrained=untrained) / 4,
-                highest_rate(usual, untrained=untrained),
-            )
+            lower = min(own / 4, highest_rate(usual, untrained=untrained))
             raise TrainingError(
                 f"{what} is {value} at step {step:,}",
                 f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "
@@ -283,8 +281,6 @@ class Loop:
                 size //= 2
 
     def _restore_best(self) -> None:
-        if self.state.best_step == self.state.step:
-            return
         self.accelerator.wait_for_everyone()
         trained = self.setup.trained
         with torch.no_grad():
@@ -307,19 +303,11 @@ class Loop:
         finally:
             log.setLevel(level)
 
-    def _resume(self, found: Path) -> None:
-        self.accelerator.load_state(str(found))
-        self.state = self.checkpoints.read_state(found)
-        self._start = time.perf_counter() - self.state.seconds
-
 
 def _optimizer(setup: Setup) -> torch.optim.Optimizer:
     """AdamW over the trained parameters; vectors do not decay."""
-    trained = setup.trained.values()
-    matrices = [value for value in trained if value.ndim > 1]
-    vectors = [value for value in trained if value.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": setup.options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
+    matrices = [value for value in setup.trained.values() if value.ndim > 1]
+    vectors = [value for value in setup.trained.values() if value.ndim <= 1]
+    kinds = ((matrices, setup.options.weight_decay), (vectors, 0.0))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
+    return torch.optim.AdamW(groups, lr=0.0)

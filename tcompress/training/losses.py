@@ -67,11 +67,7 @@ class Losses:
     model: nn.Module
 
     def gradients(self, batch: Batch, parts: int, *, alone: bool) -> float:
-        """Adds the gradients of a batch and returns its loss, over all processes.
-
-        The result does not depend on the pieces. Blocks are trained together, or each `alone` on
-        the teacher's states.
-        """
+        """Adds a batch's gradients and returns its loss, over all processes and pieces alike."""
         device = self.accelerator.device
         found = self.accelerator.reduce(_counts(batch).to(device), "sum")
         counts = dict(zip(UNITS, found.clamp_min(1.0), strict=True))  # type: ignore[union-attr]
@@ -91,10 +87,7 @@ class Losses:
 
     @torch.no_grad()
     def validate(self, size: int) -> float:
-        """The validated number on held-out data, in batches of a size.
-
-        Every process measures all of it.
-        """
+        """The validated number on held-out data; every process measures all of it."""
         self.model.eval()
         task, held = self.setup.task, self.setup.data.validation
         held.epoch = 0

@@ -27,36 +27,28 @@ _PROJECTIONS = ("q", "k", "v")
 
 @dataclass
 class Observed:
-    """What one forward pass computed.
+    """What one forward pass computed."""
 
-    Attributes:
-        output: What the model returned.
-        states: Outputs of the observed blocks.  # each (examples, tokens, width)
-        projections: Of the last observed block by role.  # each (examples, tokens, features)
-    """
-
-    output: Any = None
-    states: list[Tensor] = field(default_factory=list)
-    projections: dict[str, Tensor] = field(default_factory=dict)
+    output: Any = None  # what the model returned
+    states: list[Tensor] = field(default_factory=list)  # of observed blocks: (examples, tokens, d)
+    projections: dict[str, Tensor] = field(default_factory=dict)  # of the last of them by role
 
     @property
     def logits(self) -> Tensor | None:
-        """Logits, if the model has a head."""
-        found = getattr(self.output, "logits", None)
-        return found if isinstance(found, Tensor) else None
+        return self._returned("logits")
 
     @property
     def final(self) -> Tensor | None:
         """Hidden states as the model returns them, if it does."""
-        found = getattr(self.output, "last_hidden_state", None)
+        return self._returned("last_hidden_state")
+
+    def _returned(self, name: str) -> Tensor | None:
+        found = getattr(self.output, name, None)
         return found if isinstance(found, Tensor) else None
 
 
 class Observer:
-    """Runs a model and reads off what its blocks compute, all or some.
-
-    With `projections` it also reads queries, keys and values of the last of them.
-    """
+    """Runs a model and reads off what (some) blocks compute, and the last one's `projections`."""
 
     def __init__(
         self,
@@ -104,11 +96,7 @@ class Observer:
 
 @contextmanager
 def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator[None]:
-    """Makes every block but the first read the teacher's state instead of its predecessor's.
-
-    So each block is trained alone: no gradient passes from one to another. `states` are the
-    teacher's behind each of the blocks.
-    """
+    """Feeds every block but the first the teacher's state, so that each is trained alone."""
     with ExitStack() as hooks:
         for module, state in zip(modules[1:], states, strict=False):
             hook = partial(_feed, state)
@@ -145,10 +133,7 @@ def embedded(pooling: Pooling, batch: Batch, seen: Observed) -> Tensor:
 
 
 def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
-    """Weights of a state's rows in a sum over tokens.  # (examples, tokens).
-
-    Without a mask, as for pictures, an example counts as one token.
-    """
+    """Weights of rows in a sum over tokens: without a mask, as for pictures, an example is one."""
     mask = token_mask(batch, state).to(state.dtype)
     has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
     return mask if has_mask else mask / mask.shape[1]
@@ -159,31 +144,18 @@ Unit = Literal["examples", "tokens", "targets"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What objectives may depend on.
+    """What objectives may depend on."""
 
-    Attributes:
-        temperature: Softening of the teacher's logits.
-        per_token: Whether logits are predictions of tokens, rather than of examples.
-        heads: Relation heads of attention.
-        causal: Whether tokens see only those before them.
-        task: Sum of the task's loss, if there is one.
-    """
-
-    temperature: float = 2.0
-    per_token: bool = False
-    heads: int = 1
-    causal: bool = False
+    temperature: float = 2.0  # softening of the teacher's logits
+    per_token: bool = False  # whether logits are predictions of tokens, rather than of examples
+    heads: int = 1  # of relations of attention
+    causal: bool = False  # whether tokens see only those before them
     pooling: Pooling = MEAN
-    task: Callable[[Observed, Batch], Tensor] | None = None
+    task: Callable[[Observed, Batch], Tensor] | None = None  # sum of its loss
 
 
 class Objective(ABC):
-    """One term of the loss.
-
-    A term is a sum over units of a batch, which the loop divides by their number in the whole
-    step. So it depends neither on how a batch is cut nor on the number of processes. Padding is no
-    token.
-    """
+    """One term of the loss: a sum over units, so that neither pieces nor processes change it."""
 
     name: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
@@ -214,11 +186,9 @@ class TaskLoss(Objective):
 
 
 class Logits(Objective):
-    """Kullback-Leibler divergence from the teacher's softened predictions.
+    """Divergence from the teacher's softened predictions (Hinton et al., arXiv:1503.02531).
 
-    Distillation of Hinton et al. (arXiv:1503.02531). It is scaled by the squared temperature, so
-    that its gradient keeps its size. Heads with one output, such as those of cross-encoders, are
-    imitated by the squared difference.
+    Heads with one output, such as those of cross-encoders, are imitated by the squared difference.
     """
 
     name = "logits"
@@ -237,6 +207,7 @@ class Logits(Objective):
         soft = self.setting.temperature
         own = log_softmax(student.logits.float() / soft, -1)
         wanted = log_softmax(teacher.logits.float() / soft, -1)
+        # The squared temperature lets the gradient keep its size.
         lost = kl_div(own, wanted, reduction="none", log_target=True).sum(-1) * soft**2
         if lost.ndim > 1:
             lost = lost * token_weights(batch, lost)
@@ -246,9 +217,7 @@ class Logits(Objective):
 class Hidden(Objective):
     """Relative squared error of each block's output, a mean over blocks.
 
-    A converted model keeps the widths of the dense one, so every block has an exact target. The
-    error of a token is relative to the norm of the teacher's state, which keeps tokens with huge
-    activations, as language models have, from hiding all others.
+    It is relative token by token, which keeps tokens with huge activations from hiding all others.
     """
 
     name = "hidden"
@@ -269,11 +238,7 @@ ANCHORS = 256  # sentences whose teacher embeddings the others are compared with
 
 
 class Embedding(Objective):
-    """Distance of an embedding from the teacher's, and of its similarities to fixed anchors.
-
-    Similarities to the teacher's embeddings of some training sentences are compared, rather than
-    those within a batch, so that the term does not depend on how batches are cut.
-    """
+    """Distance of embeddings, and of similarities to anchors, so that batches do not matter."""
 
     name = "embedding"
     unit = "examples"
@@ -301,11 +266,10 @@ class Embedding(Objective):
 
 
 class Attention(Objective):
-    """Divergence of the query-query, key-key and value-value relations of the last block.
+    """Divergence of the last block's relations, as in MiniLMv2 (arXiv:2012.15828).
 
-    As in MiniLMv2 (arXiv:2012.15828). Relations are softmaxed scaled products of one kind of
-    projection with itself, head by head; the term is a mean over kinds and heads. They are read
-    off the projections, so any implementation of attention will do.
+    Relations are softmaxed scaled products of queries, keys or values with themselves by head; the
+    term is a mean. They are read off the projections: any implementation of attention will do.
     """
 
     name = "attention"
@@ -319,11 +283,8 @@ class Attention(Objective):
                 "none",
                 "leave it out of `objectives`",
             )
-        losses = [
-            self._divergence(batch, student.projections[kind], teacher.projections[kind])
-            for kind in kinds
-        ]
-        return torch.stack(losses).mean()
+        own, wanted = student.projections, teacher.projections
+        return torch.stack([self._divergence(batch, own[k], wanted[k]) for k in kinds]).mean()
 
     def _divergence(self, batch: Batch, student: Tensor, teacher: Tensor) -> Tensor:
         mask = token_mask(batch, student)

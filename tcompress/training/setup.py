@@ -19,7 +19,6 @@ from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
-from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
@@ -83,20 +82,16 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 
 @dataclass
 class Pace:
-    """Finds out how many steps a time limit allows, so that the schedule comes to its end in time.
-
-    There is a validation every so many steps.
-    """
+    """Finds how many steps a time limit allows, with a validation `every` so many of them."""
 
     minutes: float | None
     every: int = 100
     _times: list[tuple[int, float]] = field(default_factory=list)
 
     def possible(self, step: int, seconds: float, validation: float = 0.0) -> int | None:
-        """Total number of steps that the limit allows at the pace so far.
+        """Steps in all that the limit allows; None without one and while the pace is unknown.
 
-        None where there is no limit and while the pace is unknown: for some steps, or a tenth of
-        the time where steps take long. The first call comes before the steps that count.
+        The first call comes before the steps that count.
         """
         if self.minutes is None:
             return None
@@ -123,15 +118,13 @@ _PREDICTED = {
 }
 _HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
 
+_REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
 _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
 
 @dataclass
 class Setup:
-    """A run before its first step: the student, and who reads its states and the teacher's.
-
-    Objectives have weights; `untrained` says that the student's are as they began at random.
-    """
+    """A run before its first step; `untrained` weights are as they began at random."""
 
     options: Finetune
     model: PreTrainedModel
@@ -171,15 +164,23 @@ def set_up(
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, projections=projections)
-    if blocks_first(options):
-        _check_one_stack(roles)
+    stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
+    if blocks_first(options) and len(stacks) > 1:
+        raise InputError(
+            f"the stage `blocks` needs one stack of blocks, but the model has {len(stacks)}: "
+            f"{listed(stacks)}",
+            "leave `stage` and `block_steps` out",
+        )
     teacher_observer = None
     if teacher is not None:
+        taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+        teacher_roles = loaded_roles(teacher, taught)
         depth = None if manifest is None else manifest.plan.depth
-        teacher_observer = _observe_teacher(teacher, roles, options, depth, projections=projections)
+        blocks = blocks_to_imitate(roles, teacher_roles, options.teacher_blocks, depth)
+        teacher_observer = Observer(taught, teacher_roles, blocks, projections=projections)
         if "logits" in names:
-            _check_logits(model, teacher_observer.model)
-        _tell_padding(teacher_observer.model, data.pad)
+            _check_logits(model, taught)
+        _tell_padding(taught, data.pad)
     _tell_padding(model, data.pad)
     if not (teacher is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -199,26 +200,8 @@ def set_up(
     return Setup(options, model, observer, teacher_observer, objectives, data, task, untrained)
 
 
-def _observe_teacher(
-    teacher: SourceModel,
-    student: Roles,
-    options: Finetune,
-    depth: DepthPlan | None,
-    *,
-    projections: bool,
-) -> Observer:
-    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-    roles = loaded_roles(teacher, model)
-    blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
-    return Observer(model, roles, blocks, projections=projections)
-
-
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
-    """Refuses, before any work, what a run on a model made of the source would meet.
-
-    Raises:
-        InputError: Teacher, data, device and task do not fit one another; names all problems.
-    """
+    """Refuses, before any work, what a run on a model made of the source would meet."""
     problems = Problems()
     with problems.collected():
         pick_device(options.device)
@@ -238,10 +221,7 @@ def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetun
 def _objective_weights(
     source: SourceModel, teacher: SourceModel | None, options: Finetune, *, from_random: bool
 ) -> dict[str, float]:
-    """Weights of the objectives, given or by default; fails where there is nothing to learn from.
-
-    `from_random` says that the student began at random.
-    """
+    """Weights of the objectives, given or by default; fails where nothing can be learnt."""
     names = {str(name): weight for name, weight in options.objectives.items()}
     names = names or _default_weights(source, teacher, options)
     if not names and from_random:
@@ -301,20 +281,16 @@ def _choose_trained(
     model: PreTrainedModel, roles: Roles, options: Finetune, *, from_random: bool
 ) -> None:
     """Freezes what is not trained; of a model that began at random nothing may stay as it is."""
-    how = options.train
-    inside: list[str] = []
+    how, inside = options.train, list[str]()
     if how == "auto":
         how = "all" if options.task or from_random else "blocks"
     if how == "blocks":
         inside = [block.name for block in roles.blocks] + _paths(model, StructuredEmbedding)
     elif how == "rewritten":
-        inside = _paths(
-            model, StructuredLinear, StructuredExperts, TransformModule, ReplacementModule
-        )
+        inside = _paths(model, *_REWRITTEN)
         if not inside:
-            raise InputError(
-                "no layer of the model is rewritten", "train `blocks` or `all` of it instead"
-            )
+            hint = "train `blocks` or `all` of it instead"
+            raise InputError("no layer of the model is rewritten", hint)
     prefixes = tuple(f"{path}." for path in inside)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(how == "all" or name.startswith(prefixes))
@@ -349,20 +325,8 @@ def _pooling_and_task(
 
 def _predicted(kind: type[PreTrainedModel]) -> str | None:
     """What the logits of a class of models are about."""
-    for what, parts in _PREDICTED.items():
-        if any(part in kind.__name__ for part in parts):
-            return what
-    return None
-
-
-def _check_one_stack(roles: Roles) -> None:
-    stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
-    if len(stacks) > 1:
-        raise InputError(
-            f"the stage `blocks` needs one stack of blocks, but the model has {len(stacks)}: "
-            f"{listed(stacks)}",
-            "leave `stage` and `block_steps` out",
-        )
+    found = (what for what, parts in _PREDICTED.items() if any(p in kind.__name__ for p in parts))
+    return next(found, None)
 
 
 def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:

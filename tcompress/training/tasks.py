@@ -22,18 +22,14 @@ WRONG_PAIRS = 3  # wrong responses beside every right one
 
 
 class Task(ABC):
-    """A task that a model can be taught.
-
-    `validated` is the number that is validated. If fewer examples would be held out than
-    `fewest_held`, as many are, where they are not half of all.
-    """
+    """A task that a model can be taught; `validated` names the number that is validated."""
 
     name: ClassVar[str]
     head: ClassVar[Head | None] = None
     needs: ClassVar[Needs]
     validated: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
-    fewest_held: ClassVar[int] = 1
+    fewest_held: ClassVar[int] = 1  # examples to hold out, where they are not half of all
 
     def __init__(self, pooling: Pooling = MEAN) -> None:
         self.pooling = pooling
@@ -115,10 +111,7 @@ class VolumeClassification(RankedClassification):
 
 
 class ResponseSelection(RankedClassification):
-    """Whether the second text answers the first: right pairs, and wrong ones drawn beside them.
-
-    Accuracy would say nothing: calling all wrong is right for most.
-    """
+    """Whether the second text answers the first; most pairs are wrong, so accuracy says nothing."""
 
     name = "response-selection"
     needs = Needs((2, 2))
@@ -126,9 +119,8 @@ class ResponseSelection(RankedClassification):
 
     def prepare(self, examples: Examples) -> Examples:
         """Calls the pairs right ones; wrong ones come later, once data is held out."""
-        return replace(
-            examples, targets=[1] * len(examples), classes=("other response", "right response")
-        )
+        classes = ("other response", "right response")
+        return replace(examples, targets=[1] * len(examples), classes=classes)
 
     def expand(self, examples: Examples, seed: int) -> Examples:
         return with_wrong_pairs(examples, WRONG_PAIRS, seed)
@@ -149,14 +141,10 @@ def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
     rng = np.random.default_rng(seed)
     others = np.stack([rng.choice(len(distinct) - 1, count, replace=False) for _ in own])
     wrong = others + (others >= own)  # numbers from the right one on mean the next
-    return replace(
-        examples,
-        texts=(
-            first + [text for text in first for _ in range(count)],
-            second + [distinct[index] for index in wrong.flatten().tolist()],
-        ),
-        targets=[1] * len(first) + [0] * (count * len(first)),
-    )
+    one = first + [text for text in first for _ in range(count)]
+    two = second + [distinct[index] for index in wrong.flatten().tolist()]
+    targets = [1] * len(first) + [0] * (count * len(first))
+    return replace(examples, texts=(one, two), targets=targets)
 
 
 class Regression(Task):
@@ -254,10 +242,7 @@ def _logits(seen: Observed) -> Tensor:
 
 
 def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
-    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any token.
-
-    Of the tokens of one text `special` ones are never chosen; `words` is the vocabulary's size.
-    """
+    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any of `words`."""
     rng = np.random.default_rng(seed)
     draw = torch.from_numpy(rng.random(len(ids)))
     chosen = (draw < 0.15) & ~special
@@ -267,7 +252,5 @@ def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list
     anything = torch.from_numpy(rng.integers(0, words, len(ids)))
     changed = torch.where(how < 0.8, mask_token, ids)
     changed = torch.where(how >= 0.9, anything, changed)
-    return {
-        "input_ids": torch.where(chosen, changed, ids),
-        "labels": torch.where(chosen, ids, IGNORED),
-    }
+    labels = torch.where(chosen, ids, IGNORED)
+    return {"input_ids": torch.where(chosen, changed, ids), "labels": labels}

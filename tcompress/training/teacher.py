@@ -18,14 +18,7 @@ from tcompress.roles import Roles
 def find_teacher(
     asked: str, manifest: Manifest | None, token: str | None = None, *, trust: bool = False
 ) -> SourceModel | None:
-    """Opens the teacher that is asked for: `source`, `none`, or a model.
-
-    Args:
-        asked: What is asked for.
-        manifest: Manifest of the student, if it has one.
-        token: Access token for the hub.
-        trust: Whether Python code that comes with the model may run.
-    """
+    """Opens the teacher that is asked for: `source`, `none`, or a model."""
     if asked == "none":
         return None
     if asked != "source":
@@ -56,11 +49,7 @@ def find_teacher(
 def blocks_to_imitate(
     student: Roles, teacher: Roles, asked: Sequence[int], depth: DepthPlan | None = None
 ) -> list[int]:
-    """The teacher's block for each block of the student.
-
-    As asked; else the source's blocks that the student has, if the plan of its depth tells them;
-    otherwise at equal distances with the last one on the last.
-    """
+    """The teacher's block for each of the student's: as asked or planned, or at equal distances."""
     own, others = len(student.blocks), len(teacher.blocks)
     if not asked and depth is not None and (depth.kept, depth.blocks) == (own, others):
         return list(depth.target_blocks)

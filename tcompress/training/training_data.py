@@ -42,8 +42,6 @@ from tcompress.options import TrainingData
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.tasks import Task, masked
 
-_ORDINARY = "a converted model is an ordinary model"
-
 
 @dataclass
 class Data:
@@ -98,17 +96,20 @@ class _Reader:
             self._check_task(task.needs)
 
     def _check_inputs(self) -> None:
-        inputs, hint = self.inputs, f"train it with its own scripts: {_ORDINARY}"
+        inputs, how = self.inputs, "train it with its own scripts"
         if inputs.audio:
             what = "sound"
         elif inputs.image and frames_of(self.source.config):
             what = "clips"
         elif inputs.image and inputs.text:
             what = "texts and pictures together"
-            hint = f"train its towers alone, or with their own scripts: {_ORDINARY}"
+            how = "train its towers alone, or with their own scripts"
         else:
             return
-        raise DataError(f"`{self.model}` takes {what}, which cannot be trained on yet", hint=hint)
+        raise DataError(
+            f"`{self.model}` takes {what}, which cannot be trained on yet",
+            f"{how}: a converted model is an ordinary model",
+        )
 
     def _check_task(self, needs: Needs) -> None:
         wanted = SERIES if needs.window is not None else VOLUMES if needs.volume else None
@@ -120,7 +121,6 @@ class _Reader:
             )
 
     def training(self) -> list[Examples]:
-        """Reads all that is to be trained on."""
         options = self.options
         return [self._read(name, options.split, options.samples) for name in options.source]
 
@@ -324,14 +324,12 @@ def _joined(parts: Sequence[Examples]) -> Examples:
             )
     targets: Any = [target for part in parts for target in part.targets or ()]
     volumes = [part.volumes for part in parts if part.volumes is not None]
+    columns = zip(*(part.texts for part in parts), strict=True)
     return replace(
         first,
         name=" + ".join(part.name for part in parts),
         fingerprint=hashlib.sha256("".join(p.fingerprint for p in parts).encode()).hexdigest(),
-        texts=tuple(
-            [text for part in parts for text in part.texts[index]]
-            for index in range(len(first.texts))
-        ),
+        texts=tuple([text for own in column for text in own] for column in columns),
         images=tuple(image for part in parts for image in part.images),
         targets=None if first.targets is None else targets,
         volumes=np.concatenate(volumes) if volumes else None,
@@ -379,11 +377,7 @@ def _chosen(examples: Examples, indices: NDArray[np.int64]) -> Examples:
 def head_options(
     task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
 ) -> Mapping[str, Any]:
-    """Options of a head that is added, or a check of the one that is there.
-
-    The classes of the data are numbered anew, as the head, or else the teacher whose logits are
-    imitated, numbers its labels.
-    """
+    """Options of a head to be added, or a check of the one there; numbers the classes likewise."""
     if task is None or task.head is None:
         return {}
     has = has_head(source, task.head)

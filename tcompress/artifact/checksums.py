@@ -37,10 +37,7 @@ def seal(
 ) -> dict[str, dict[str, Any]]:
     """Makes the fields `checksums` and `sizes` of a manifest.
 
-    Args:
-        folder: Folder of the model.
-        known: Checksums of files that were taken while they were written.
-        coming: Content of files that will be written later.
+    Some checksums are `known`; the content of files that are `coming` is not there yet.
     """
     known, coming = known or {}, coming or {}
     sums = {name: known.get(name) or digest_of(folder / name) for name in files_in(folder)}
@@ -58,10 +55,10 @@ def damages(
     *,
     card: bool = False,
 ) -> list[str]:
-    """Lists files that are missing, unknown or not as the manifest says.
+    """Lists files that are missing, unknown or not as the manifest says; older ones have no sizes.
 
     The card, which people rewrite and downloads leave out, is compared only with `card`, and where
-    there is one; files that are `used` must have a checksum. Older manifests have no sizes.
+    there is one; files that are `used` must have a checksum.
     """
     names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
     found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
@@ -84,11 +81,7 @@ def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | Non
 
 
 def check_format_version(version: Any) -> None:
-    """Refuses a format that is newer than this version of tcompress.
-
-    Raises:
-        ArtifactError: The version is not an integer from 1 to `FORMAT_VERSION`.
-    """
+    """Refuses a format that is newer than this version of tcompress."""
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ArtifactError(
             f"the model has format version `{version}`, this tcompress reads up to "
@@ -100,9 +93,7 @@ def check_format_version(version: Any) -> None:
 def read_sealed(folder: Path) -> dict[str, Any] | None:
     """Reads the manifest as plain data; None if there is none.
 
-    Raises:
-        ArtifactError: It is of a newer format, of which nothing more is known.
-        ValueError: It cannot be read, or was changed; the message says how.
+    A newer format is an `ArtifactError`, any other damage a `ValueError` that says how.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -124,10 +115,7 @@ def read_sealed(folder: Path) -> dict[str, Any] | None:
 
 
 def looks_whole(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether all files have the sizes, and `config.json` the content, that a manifest records.
-
-    Older manifests do not record them.
-    """
+    """Whether files have the recorded sizes, and `config.json` the recorded content."""
     sizes = manifest.get("sizes")
     if not sizes or not isinstance(sizes, dict) or not manifest.get("digest"):
         return False

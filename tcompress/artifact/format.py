@@ -58,12 +58,8 @@ def quantization_section(
 ) -> dict[str, Any]:
     """Returns the section of `config.json` from which the model is rebuilt.
 
-    Args:
-        layers: The rewritten layers.
-        attention: The replaced attentions.
-        forms: Other modules that have another form.
-        **facts: Of weights that are less than the class in `architectures`: `stored_as`, the class
-            that they are, and `absent`, names in the model of tensors that are not stored.
+    Facts are of weights that are less than the class in `architectures`: `stored_as`, the class
+    that they are, and `absent`, names in the model of tensors that are not stored.
     """
     plan = {"layers": _dumped(layers)}
     if attention:
@@ -115,22 +111,17 @@ class Rebuilt:
         return (*self.layers, *self.attention)
 
     def renamed(self, keys: Collection[str]) -> Rebuilt:
-        """Renames the plan like stored tensors of a model that was saved again with another head.
+        """Renames the plan like the tensors of a model saved again with another head, or none.
 
-        A model saved without its head, or with a head added, stores the same layers under names
-        that lack, or gain, one prefix such as `bert.`, while the plan in its config stays as it
-        was. A plan whose tensors are not found keeps its names.
+        Their names lack, or gain, one prefix such as `bert.`, while the plan in its config stays as
+        it was. A plan whose tensors are not found keeps its names.
         """
         attention = _renamed_like(self.attention, keys)
         return replace(self, layers=_renamed_like(self.layers, keys), attention=attention)
 
 
 def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Rebuilt:
-    """Reads the plan of a section of `config.json` back.
-
-    Raises:
-        ArtifactError: It is damaged, or differs from `wanted`, the manifest's; entries are named.
-    """
+    """Reads the plan of a section of `config.json` back; it must be `wanted`, the manifest's."""
     check_format_version(section.get("format_version"))
     plan = section.get("plan")
     if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), list):
@@ -147,8 +138,7 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
         )
     if "digest" in section and section["digest"] != section_digest(section):
         raise ArtifactError(
-            "the plan in `config.json` was changed since it was written (its digest differs)",
-            AGAIN,
+            "the plan in `config.json` was changed since it was written (its digest differs)", AGAIN
         )
     return found
 
@@ -244,13 +234,7 @@ def verify_shapes(
 ) -> None:
     """Compares shapes of stored tensors with the plan, before anything is loaded.
 
-    Args:
-        needed: Entries that must be stored.
-        found: Shapes of all stored tensors.
-        known: Entries that may be stored too.
-
-    Raises:
-        ArtifactError: Tensors are missing, unexpected or misshapen: all of them are named.
+    Entries that are `needed` must be stored, `known` ones may be; an error names all that differ.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for entry in needed:
@@ -332,13 +316,7 @@ def write_shard(
 
     All names, shapes and dtypes are known before the first value is, so the header is written first
     and values follow as they are made: memory never holds more than one tensor, where `save_file`
-    would need the whole shard.
-
-    Args:
-        folder: Folder of the shard.
-        shard: What it holds.
-        value: Makes the value of a tensor.
-        written: Called with the bytes of every tensor written.
+    would need the whole shard. `written` is called with the bytes of every tensor written.
     """
     digest = hashlib.sha256()
     with beside(folder / shard.file) as other, other.open("xb") as file:

@@ -25,20 +25,15 @@ class _Section(BaseModel):
 
 
 class SourceFacts(_Section):
-    """The dense model that was converted.
+    """The dense model that was converted."""
 
-    Attributes:
-        id: Hub id, or folder.
-        fingerprint: Identifies its weights.
-        config: Its `config.json`, where that of the converted model has other numbers.
-        init: Whether it was trained before, or began at random; then there is nothing to imitate.
-    """
-
-    id: str
+    id: str  # hub id, or folder
     revision: str | None = None
-    fingerprint: str
+    fingerprint: str  # identifies its weights
     bytes: int
+    # Its `config.json`, where that of the converted model has other numbers.
     config: dict[str, Any] | None = None
+    # What began at random has nothing to imitate.
     init: Literal["pretrained", "random"] = "pretrained"
     seed: int | None = None
 
@@ -71,62 +66,36 @@ class Difference(_Section):
 
 
 class Metric(_Section):
-    """A number and how it was measured.
+    """A number and how it was measured."""
 
-    Attributes:
-        name: What was measured, such as `accuracy`.
-        value: The number.
-        higher_is_better: Direction.
-        interval: Bootstrap interval.
-        difference: Comparison with a baseline of the same run.
-        protocol: Everything needed to measure it again: task, data and its fingerprint, split,
-            examples, length, dtype, seed, device, versions.
-    """
-
-    name: str
+    name: str  # what was measured, such as `accuracy`
     value: float
     higher_is_better: bool = True
     interval: Interval | None = None
-    difference: Difference | None = None
+    difference: Difference | None = None  # to a baseline of the same run
+    # Everything needed to measure it again: task, data and its fingerprint, split, examples,
+    # length, dtype, seed, device, versions.
     protocol: dict[str, Any]
 
 
 class Speed(_Section):
-    """Time and memory of one forward pass, beside a baseline that ran alternately.
+    """Time and memory of one forward pass, beside a baseline that ran alternately."""
 
-    Attributes:
-        batch: Sequences or pictures in a batch.
-        length: Tokens in a sequence.
-        mode: `eager` or `compiled`.
-        milliseconds: Median time.
-        tokens_per_second: Throughput at that time.
-        peak_bytes: Peak memory of the pass, weights not counted, where it is known.
-        baseline: Name of the baseline.
-        baseline_milliseconds: Its median time.
-        baseline_peak_bytes: Its peak memory, where it is known.
-        ratio: Time of the baseline over that of the model; above 1 the model is faster.
-        spread: Distance of the quartiles of its times, relative to the median.
-        baseline_spread: That of the baseline's.
-        weight_bytes: What its weights take in memory, kept ones included.
-        baseline_weight_bytes: What the baseline's take.
-        protocol: Device, threads, dtype, repeats, versions.
-    """
-
-    batch: int
-    length: int
-    mode: str
-    milliseconds: float
-    tokens_per_second: float
-    peak_bytes: int | None = None
+    batch: int  # sequences or pictures
+    length: int  # tokens in a sequence
+    mode: str  # `eager` or `compiled`
+    milliseconds: float  # median
+    tokens_per_second: float  # at that time
+    peak_bytes: int | None = None  # memory of the pass, without weights, where it is known
     baseline: str
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
-    ratio: float
-    spread: float | None = None
+    ratio: float  # time of the baseline over that of the model; above 1 the model is faster
+    spread: float | None = None  # distance of the quartiles of its times, relative to the median
     baseline_spread: float | None = None
-    weight_bytes: int | None = None
+    weight_bytes: int | None = None  # of all weights in memory, cached ones included
     baseline_weight_bytes: int | None = None
-    protocol: dict[str, Any]
+    protocol: dict[str, Any]  # device, threads, dtype, repeats, versions
 
     @property
     def is_noisy(self) -> bool:
@@ -145,31 +114,21 @@ class CurvePoint(_Section):
 
 
 class TrainingFacts(_Section):
-    """One run of fine-tuning.
+    """One run of fine-tuning."""
 
-    Attributes:
-        stage: `blocks` or `end-to-end`.
-        task: The task, or None if the model was healed on unlabeled data.
-        teacher: The model that was imitated, if any.
-        samples: Examples seen, repetitions counted.
-        tokens: Tokens seen, padding not counted.
-        validation: Name of the validated number.
-        best_step: Step whose weights are those of the model, with the number `best`.
-    """
-
-    stage: str
-    task: str | None = None
-    teacher: str | None = None
+    stage: str  # `blocks` or `end-to-end`
+    task: str | None = None  # None if it was healed on unlabelled data
+    teacher: str | None = None  # the model that was imitated, if any
     data: str
     data_fingerprint: str | None = None
     objectives: dict[str, float]
     settings: dict[str, Any]
     steps: int
-    samples: int
-    tokens: int
+    samples: int  # seen, repetitions counted
+    tokens: int  # seen, padding not counted
     seconds: float
-    validation: str
-    best_step: int
+    validation: str  # name of the validated number
+    best_step: int  # its weights are those of the model, with the number `best`
     best: float
     curve: list[CurvePoint]
     environment: dict[str, str]
@@ -232,11 +191,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Reads the manifest of a converted model; one that was saved again has none.
-
-    Raises:
-        ArtifactError: It is of a newer format, or damaged.
-    """
+    """Reads the manifest of a model; None if it was saved again, or by something else."""
     try:
         raw = read_sealed(folder)
         return None if raw is None else Manifest.model_validate(raw)

@@ -20,33 +20,22 @@ from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """A converted model on disk. Use `Artifact.open`.
-
-    Attributes:
-        folder: Its folder.
-        config: Content of `config.json`.
-        layers: The rewritten layers, from `config.json`, named as in the weight files.
-        attention: The replaced attentions, likewise.
-        forms: Other modules that have another form, likewise.
-        manifest: Content of `tcompress.json`; None if the model was saved again elsewhere.
-        store: Its weights, of which only the headers were read.
-    """
+    """A converted model on disk. Use `Artifact.open`."""
 
     folder: Path
-    config: dict[str, Any] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)  # content of `config.json`
+    # Its plan of layers, attentions and other modules, named as in the weight files.
     layers: tuple[LayerPlan, ...] = field(repr=False)
     attention: tuple[AttentionPlan, ...] = field(repr=False)
     forms: tuple[FormPlan, ...] = field(repr=False)
-    manifest: Manifest | None = field(repr=False)
+    manifest: Manifest | None = field(repr=False)  # None if the model was saved again elsewhere
     store: WeightStore = field(repr=False)
 
     @classmethod
     def open(cls, folder: Path | str) -> Artifact:
         """Opens a converted model and compares its weight files with its plan.
 
-        Raises:
-            ArtifactError: There is no converted model, its format is newer than this tcompress,
-                or it is damaged; all damages are in one error.
+        All damages are in one `ArtifactError`.
         """
         folder = Path(folder).expanduser()
         config = _read_config(folder, strict=True)
@@ -100,12 +89,7 @@ class Verified:
 
 
 def verify_files(folder: Path) -> Verified:
-    """Reads all files of a model that tcompress wrote and compares them with its manifest.
-
-    Raises:
-        ArtifactError: A file differs, is missing or was added, or there is no manifest; all of
-            them are named.
-    """
+    """Compares all files of a model that tcompress wrote with its manifest; an error names all."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ArtifactError(
@@ -121,14 +105,7 @@ def verify_files(folder: Path) -> Verified:
 
 
 def check_files(folder: Path) -> Artifact | None:
-    """Compares sizes and contents with the manifest before a model is used, if it has one.
-
-    Returns:
-        The converted model; None for another one.
-
-    Raises:
-        ArtifactError: A file differs, is missing or was added; all of them are named.
-    """
+    """Compares files with the manifest, if any, before use; gives a converted model, else None."""
     manifest = read_manifest(folder)
     if manifest is not None:
         return _compare(folder, manifest)
@@ -138,12 +115,7 @@ def check_files(folder: Path) -> Artifact | None:
 def open_checked(
     name: str, revision: str | None = None, token: str | None = None, trust: bool = False
 ) -> SourceModel:
-    """Opens a dense or converted model to use it; arguments as for `SourceModel.open`.
-
-    Raises:
-        SourceError: There is no such model, or it cannot be read.
-        ArtifactError: Files are not as they were written.
-    """
+    """Opens a dense or converted model to use it; arguments as for `SourceModel.open`."""
     check_files(resolve(name, revision, token))
     return SourceModel.open(name, revision, token, trust, converted=True)
 

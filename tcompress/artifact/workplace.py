@@ -79,9 +79,7 @@ def check_place(output: Path) -> None:
 def check_output(output: Path, *, force: bool) -> None:
     """Refuses, before any work, to write where that is impossible, or over something.
 
-    Raises:
-        InputError: No folder can be written there, or it is not empty; with `force`: it holds
-            something else than a model.
+    With `force`, a model may be replaced, but nothing else.
     """
     check_place(output)
     folder = partial_folder(output)
@@ -150,18 +148,10 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 class Workplace:
     """Working folder of one conversion or training run.
 
-    Args:
-        output: The folder that will be written.
-        identity: Everything that determines the result; another one starts afresh.
-        force: Whether to replace a model that is there.
-
-    Attributes:
-        resumed: Whether there is work of an interrupted run.
-        published: Whether that run had finished, and only its working folder was left.
-
-    Raises:
-        InputError: Another run is writing the same output, the output cannot be written, or the
-            working folder is a link or somebody else's.
+    Everything in `identity` determines the result: another one starts afresh. `resumed` tells
+    whether there is work of an interrupted run, `published` that it had finished, and only its
+    working folder was left. An `InputError` says that another run is writing the same output, that
+    it cannot be written, or that the working folder is a link or somebody else's.
     """
 
     def __init__(self, output: Path, identity: str, *, force: bool = False) -> None:
@@ -258,11 +248,7 @@ class Workplace:
         return [fact for fact in found if isinstance(fact, dict) and fact.get("kind") == kind]
 
     def need(self, size: int) -> None:
-        """Refuses to go on where the disk has no room for so many bytes, written ones included.
-
-        Raises:
-            DiskError: Less is free.
-        """
+        """Refuses to go on where the disk has no room for so many bytes, written ones included."""
         self._needed = size
         check_space(self.output, self._lacking() or 0)
 
@@ -295,12 +281,8 @@ class Workplace:
     def working(self, keeps: Callable[[BaseException], bool] | None = None) -> Iterator[Self]:
         """Leaves the folder for a later run, or removes it, if the block fails.
 
-        Args:
-            keeps: Whether what is done is worth keeping after an error. Default: unless it says
-                that the same command will fail again.
-
-        Raises:
-            DiskError: The disk is full, or refuses a file.
+        `keeps` tells whether what is done is worth keeping after an error. Default: unless the
+        error says that the same command will fail again.
         """
         try:
             yield self

@@ -124,10 +124,7 @@ def speech(bands: int, frames: int, rng: Generator) -> NDArray[np.float32]:
 
 
 def _noise(shape: tuple[int, ...], slope: float, rng: Generator, flat: float = 0) -> Floats:
-    """Draw noise with mean 0 and spread 1, of spectrum 1/f**slope along all axes but the first.
-
-    Below the frequency `flat` the spectrum is flat.
-    """
+    """Draw noise, mean 0, spread 1, spectrum 1/f**slope on all axes but the first; `flat` below."""
     axes = tuple(range(1, len(shape)))
     grids = np.meshgrid(*(np.fft.fftfreq(n) * n for n in shape[1:]), indexing="ij")
     distance = np.maximum(np.sqrt(sum(grid**2 for grid in grids)), flat)
@@ -152,9 +149,6 @@ def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.boo
     return np.abs(along) ** power + np.abs(across) ** power < 1, along
 
 
-# Batches of calibration data for a model.
-
-
 Example = dict[str, Tensor]  # inputs of one sample, without the batch axis
 
 
@@ -175,10 +169,6 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     """Read, draw and encode the calibration data of a model.
 
     Which samples are drawn, and which of them are held out, does not depend on the batch size.
-
-    Raises:
-        DataError: If there is no such data, it is not what the model takes, or the model
-            comes without the tokenizer or processor that it needs.
     """
     inputs = inputs_of(source)
     reads_text = inputs.text or inputs.decoder

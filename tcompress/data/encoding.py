@@ -39,11 +39,6 @@ class TextEncoder:
 
     @classmethod
     def open(cls, source: SourceModel, inputs: Inputs, max_length: int) -> TextEncoder:
-        """Load the tokenizer of a model.
-
-        Raises:
-            DataError: If the model comes without one.
-        """
         tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
         limits = (max_length, longest_text(source, inputs), tokenizer.model_max_length)
         vocabulary = vocabulary_size(source, inputs)
@@ -69,9 +64,6 @@ class TextEncoder:
         """Write each text, or pair, as the model's inputs: 1-D tensors of one length, not padded.
 
         Texts without tokens give an empty dictionary.
-
-        Raises:
-            DataError: If the tokenizer and the model do not belong together.
         """
         rows: list[dict[str, Tensor]] = []
         for first in range(0, len(texts), _CHUNK):
@@ -116,11 +108,7 @@ class TextEncoder:
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer in a folder.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """Load the tokenizer in a folder; a `DataError` says that there is none."""
     from transformers import AutoTokenizer
 
     reason = "no vocabulary file"
@@ -143,20 +131,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     )
 
 
-# From pictures to a model's `pixel_values`.
-
-
 Pixels = NDArray[np.uint8]  # (height, width, channels)
 
 _HINT = "a conversion can do without (`--calib none`) or with made-up pictures (`--calib builtin`)"
 
 
 def decode(data: bytes, channels: int, place: str) -> Pixels:
-    """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file.
-
-    Raises:
-        DataError: If it cannot be decoded; the message names the place that it comes from.
-    """
+    """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -178,9 +159,7 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
 def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor]:
     """Give the function that turns a picture into the model's input, of shape (channels, h, w).
 
-    Raises:
-        DataError: If the model comes without image processor and one is needed; else pictures
-            are then scaled and normalised in a plain way.
+    Without an image processor that is an error if one is `needed`, else the plain way.
     """
     from transformers import AutoImageProcessor
 

@@ -34,10 +34,7 @@ def label_names(config: Any) -> list[str]:
 
 
 def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
-    """The label of each class, if every class is called as one label is.
-
-    Case does not count, and `LABEL_3` is called 3.
-    """
+    """The label of each class, if every class is called as one label is; `LABEL_3` is called 3."""
 
     def key(name: str) -> str | int:
         number = _NUMBER.fullmatch(name)
@@ -69,9 +66,6 @@ def few(names: Sequence[str]) -> str:
     """Lists the first names."""
     shown = ", ".join(f"`{name}`" for name in names[:4])
     return shown + (", ..." if len(names) > 4 else "")
-
-
-# Labelled and unlabelled examples out of a data set, for training and measuring.
 
 
 Target = Literal["class", "score"]
@@ -144,14 +138,9 @@ def load_examples(
         name: File, folder or hub id, as `data.tables.opened` takes it.
         split: Split of a folder or hub data set.
         needs: What the task reads.
-        columns: Columns by role (`ROLES`), where they should not be guessed; several texts are
-            joined by `+`, such as `question+passage`.
+        columns: Columns by role (`ROLES`), where not guessed; several texts are joined by `+`.
         limit: Most examples; drawn at random, and kept in the order of the data.
         seed: Seed of that choice.
-
-    Raises:
-        DataError: There is no such data, it has not the columns that the task needs, or labels
-            are missing; the message lists what it has.
     """
     if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
         return _from_archive(Path(name), split, needs, limit, seed)
@@ -215,11 +204,7 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
 
 
 def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Checks columns that were named by role.
-
-    Raises:
-        DataError: There is no such role or column, or they do not fit.
-    """
+    """Refuses columns named by role that are not there, or do not fit."""
     for role, column in given.items():
         if role not in ROLES:
             raise DataError(

@@ -44,13 +44,7 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volum
 
 
 def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
-    """Reads volumes and labels of one split from an archive as MedMNIST has it.
-
-    The arrays are called `train_images`, `train_labels`, `val_images` and so on.
-
-    Raises:
-        DataError: It is no such file, or lacks the split.
-    """
+    """Reads volumes and labels of one split from an archive as MedMNIST has it."""
     part = {"validation": "val"}.get(split, split)
     wanted = [f"{part}_images", f"{part}_labels"]
     try:
@@ -134,12 +128,10 @@ class Windows:
         return chosen[:, : self.context], chosen[:, self.context :]
 
     def chosen(self, places: Sequence[int]) -> Windows:
-        """Some of the windows."""
         return replace(self, starts=self.starts[np.asarray(places, dtype=np.int64)])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the contents."""
         digest = hashlib.sha256(f"{self.context} {self.horizon} {self.variables}".encode())
         digest.update(self.values.tobytes() + self.starts.tobytes())
         return digest.hexdigest()
@@ -148,13 +140,7 @@ class Windows:
 def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     """Cuts one part of a table of series into windows, one for each step of time.
 
-    Args:
-        table: Rows in order of time; its column `date` is no series.
-        part: `train`, `validation` or `test`.
-        window: Time steps that a model sees, and those that it forecasts.
-
-    Raises:
-        DataError: The columns are no series, or too short for one window.
+    Rows are in order of time; `window` has the time steps that are seen, and those to forecast.
     """
     columns, kinds, place = table.rows.to_dict(), kinds_of(table), table.label
     hours = _hours_in_order(columns, place)

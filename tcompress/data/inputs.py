@@ -22,12 +22,7 @@ IGNORED = -100
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Puts examples with the same inputs together; sequences are padded on the right.
-
-    Args:
-        rows: Inputs of each example; 1-D ones are sequences.
-        pad: Token to pad with; `labels` are padded with `IGNORED`, everything else with 0.
-    """
+    """Puts examples with the same inputs together; sequences (1-D) are padded on the right."""
     batch = {}
     for name, first in rows[0].items():
         values = [row[name] for row in rows]
@@ -38,9 +33,6 @@ def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]
             else pad_sequence(values, batch_first=True, padding_value=filler)
         )
     return batch
-
-
-# What a model's forward pass takes, read from its signature and its configuration.
 
 
 VOLUMES, SERIES = "grid_values", "past_values"
@@ -63,11 +55,7 @@ class Inputs:
 
 
 def inputs_of(source: SourceModel) -> Inputs:
-    """Find out which inputs a model takes.
-
-    Raises:
-        DataError: If it takes none that there can be data for.
-    """
+    """Find out which inputs a model takes, and refuse one that there can be no data for."""
     kind = source.model_class
     names = set(inspect.signature(kind.forward).parameters)
     if kind.main_input_name not in names:
@@ -112,11 +100,7 @@ def vocabulary_size(source: SourceModel, inputs: Inputs) -> int | None:
 
 
 def decoder_start(source: SourceModel) -> int:
-    """Give the token that a decoder starts with.
-
-    Raises:
-        DataError: If the model's files do not say.
-    """
+    """Give the token that a decoder starts with."""
     from transformers import GenerationConfig
 
     places = _text_configs(source.config, decoder=True)
@@ -152,11 +136,7 @@ def frames_of(config: Any) -> int | None:
 
 
 def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
-    """Give frequency bands and frames of a model's log-mel spectrograms.
-
-    Raises:
-        DataError: If the model's sound is not laid out as Whisper's is.
-    """
+    """Give frequency bands and frames of a model's log-mel spectrograms, laid out as Whisper's."""
     sizes = _numbers([source.config], "num_mel_bins", "max_source_positions")
     if len(sizes) < 2:
         raise DataError(
@@ -166,11 +146,7 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
 
 
 def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
-    """Give the shape of one input on a grid: (channels, *sizes), or (time steps, variables).
-
-    Raises:
-        DataError: The configuration does not say.
-    """
+    """Give the shape of one input on a grid: (channels, *sizes), or (time steps, variables)."""
     config = source.config
     size = getattr(config, "input_size", None)
     if not isinstance(size, list | tuple) or (inputs.grid == SERIES and len(size) != 2):
@@ -185,11 +161,7 @@ def grid_shape(source: SourceModel, inputs: Inputs) -> tuple[int, ...]:
 
 
 def window_of(source: SourceModel) -> tuple[int, int]:
-    """Give the time steps that a model for forecasting sees, and those that it forecasts.
-
-    Raises:
-        DataError: It forecasts nothing.
-    """
+    """Give the time steps that a model for forecasting sees, and those that it forecasts."""
     inputs = inputs_of(source)
     horizon = getattr(source.config, "horizon", None)
     if inputs.grid != SERIES or not isinstance(horizon, int):
@@ -213,9 +185,6 @@ def _numbers(configs: Iterable[Any], *names: str) -> list[int]:
     values = [getattr(config, name, None) for config in configs for name in names]
     # Some configurations write "no limit" as -1.
     return [value for value in values if isinstance(value, int) and value > 0]
-
-
-# How a sentence encoder makes one embedding of its tokens, as the model's folder says.
 
 
 _FLAGS = {
@@ -244,12 +213,7 @@ class Pooling:
     def of(cls, source: SourceModel, *, last: bool = True) -> Pooling:
         """Reads `modules.json`; the mean over tokens is the default.
 
-        Args:
-            source: The model.
-            last: Whether pooling has to be what makes the embedding, with nothing after it.
-
-        Raises:
-            DataError: The model has modules after pooling, or is pooled in an unknown way.
+        With `last`, modules after pooling are refused; unknown ways of pooling always are.
         """
         path = source.folder / "modules.json"
         if not path.is_file():
@@ -279,12 +243,7 @@ class Pooling:
         return "+".join(self.modes) + ("" if self.stated else " (default)")
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Pools to vectors of length 1 (batch, d); a row of padding alone gives zeros.
-
-        Args:
-            hidden: Vectors of tokens.  # (batch, tokens, d)
-            mask: Which tokens count.  # (batch, tokens)
-        """
+        """Pools (batch, tokens, d) to vectors of length 1; a row of padding alone gives zeros."""
         pooled = torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
         return normalize(pooled, dim=-1)
 

@@ -43,17 +43,10 @@ class Table:
 
 @contextmanager
 def opened(name: str, split: str) -> Iterator[Table]:
-    """Open a data set for the time of a `with` block.
+    """Open a data set (file, folder, hub id or `id:config`) for the time of a `with` block.
 
     Nothing of a local data set stays behind. One from the hub goes through the usual cache, so
     that it can be read again without network. Pictures stay the bytes of their files.
-
-    Args:
-        name: File, folder, or hub id; `id:config` selects a configuration of a hub data set.
-        split: Split of a folder or hub data set.
-
-    Raises:
-        DataError: If there is no such data, or it cannot be read.
     """
     import datasets
 
@@ -79,11 +72,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
 
 
 def check_data(names: Iterable[str]) -> None:
-    """Make sure that files and folders are there; the hub is not asked.
-
-    Raises:
-        DataError: If some are not; the message lists all of them.
-    """
+    """Refuse names of files and folders that are not there, all at once; the hub is not asked."""
     found = [problem for name in dict.fromkeys(names) if (problem := _problem(name)) is not None]
     if len(found) == 1:
         raise found[0]
@@ -197,9 +186,6 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-# Which columns of a data set hold texts and pictures, and drawing samples from them.
-
-
 Kind = Literal["text", "image"]
 
 _STRINGS = {"string", "large_string", "string_view"}
@@ -211,17 +197,10 @@ _PROBED_ROWS = 200
 def columns_of(
     table: Table, named: Sequence[str], wanted: set[Kind], needed: set[Kind], model: str
 ) -> dict[Kind, tuple[str, ...]]:
-    """Choose the columns to draw from, by kind.
+    """Choose the columns to draw from, by kind: the ones `named`, else guesses.
 
-    Args:
-        table: The data set.
-        named: Columns that the user named; empty to guess.
-        wanted: Kinds of column that are of use.
-        needed: Kinds of which at least one must be there.
-        model: Name of the model's class, for errors.
-
-    Raises:
-        DataError: If a named column is missing or of another kind, or none is of use.
+    Columns of the kinds `wanted` are of use, one of a kind `needed` must be there; `model` is the
+    name of its class, for errors.
     """
     kinds = kinds_of(table)
     uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
@@ -371,21 +350,15 @@ def _reads_like_text(cells: list[Any]) -> bool:
     )
 
 
-# Text columns made of others: several joined, and the first of several answers.
-
-
-JOIN = "+"
-
-
 def with_derived(table: Table, named: Iterable[str]) -> Table:
     """Adds the columns that a user names and that have to be made of others.
 
     `question+passage` is the text of both with a space between; a list of texts counts as its
-    first one. What cannot be made is left out, and is then reported as any missing column.
+    first one. What cannot be made is then reported as any missing column.
     """
     rows = table.rows
     for name in dict.fromkeys(named):
-        parts = name.split(JOIN)
+        parts = name.split("+")
         if any(part not in rows.column_names for part in parts) or name == "":
             continue
         if len(parts) > 1 and name not in rows.column_names:

@@ -55,12 +55,8 @@ def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 class _Bound:
     """Runs blocks again, for their gradients, with the types of tokens of their own pass.
 
-    Another pass may lie between a pass and its gradients, such as that of the other half of a
-    contrastive loss.
-
-    Args:
-        usual: Transformers' function, which runs a block now and once more later.
-        owners: Replacements in the block.
+    Another pass may lie between, such as that of the other half of a contrastive loss. `usual` is
+    Transformers' function, which runs a block now and once more later.
     """
 
     def __init__(self, usual: Callable[..., Any], owners: Sequence[ReplacementModule]) -> None:
@@ -96,13 +92,7 @@ def mix_tokens(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Mixes tokens by the replacement that an attention owns; there are no weights to return.
-
-    Arguments are those of Transformers' attention functions.
-
-    Raises:
-        DataError: The cache is one that attention functions have to fill themselves.
-    """
+    """Mixes tokens by the replacement that an attention owns; there are no weights to return."""
     own: ReplacementModule = getattr(module, CHILD)
     if kwargs.get("cache") is not None:
         raise DataError(
@@ -166,10 +156,7 @@ def first_values(
     pretrained: bool = True,
     moments: QueryKeyMoments | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the tensors of a replacement as a conversion begins with, by checkpoint name.
-
-    Arguments are those of `ReplacementModule.fill`.
-    """
+    """Makes the tensors of a replacement as a conversion begins with, by checkpoint name."""
     module = ReplacementModule(entry.layout)
     module.fill(seed, pretrained=pretrained, moments=moments)
     named = module.named_parameters()

@@ -25,7 +25,7 @@ def install_layers(
     factors: MutableMapping[FactorsKey, FactorsModule] | None = None,
     **place: Any,
 ) -> dict[str, StructuredLinear | StructuredExperts]:
-    """Replaces every planned layer by a structured one with empty tensors.
+    """Replaces every planned layer by a structured one with empty tensors; returns them by name.
 
     Args:
         root: Model or block.
@@ -34,9 +34,6 @@ def install_layers(
             model has no such layer (a plan may be read into a model without some heads).
         factors: Shared factors that were made before; what these layers own is added.
         **place: Dtype and device of the tensors.
-
-    Returns:
-        The new modules by planned name.
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors
@@ -142,10 +139,9 @@ def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor
 
 
 class SliceNorm(nn.LayerNorm):
-    """A layer norm whose mean and variance are those of each of p slices of the features.
+    """A layer norm with mean and variance of each of p slices, which are runs of the features.
 
-    Slices are runs of features; scales and shifts are those of all features.
-    Reference: arXiv:2603.05727, Definition 17.
+    Scales and shifts are those of all features. Reference: arXiv:2603.05727, Definition 17.
     """
 
     def __init__(self, width: int, p: int, eps: float = 1e-5, **options: Any) -> None:
@@ -153,14 +149,12 @@ class SliceNorm(nn.LayerNorm):
         self.p = p
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises.  # (..., width) -> (..., width)."""
         slices = input.unflatten(-1, (self.p, -1))
         normal = layer_norm(slices, slices.shape[-1:], eps=self.eps).flatten(-2)
         scaled = normal * self.weight
         return scaled if self.bias is None else scaled + self.bias
 
     def extra_repr(self) -> str:
-        """Shows the slices too."""
         return f"{super().extra_repr()}, p={self.p}"
 
 
@@ -170,10 +164,7 @@ def install_forms(
     runtime_name: Callable[[str], str | None],
     **place: Any,
 ) -> None:
-    """Gives planned modules their form; see `install_layers`.
-
-    Tensors keep their names and are loaded as before.
-    """
+    """Gives planned modules their form; tensors keep their names. See `install_layers`."""
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:

@@ -34,11 +34,7 @@ KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device to compute on.
-
-    Raises:
-        InputError: There is no such device here.
-    """
+    """Returns the device to compute on, if there is such a device here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in KINDS:
@@ -92,14 +88,10 @@ def load_model(
 
     Args:
         source: The model; opened with `converted=True` if it may be a converted one.
-        head: Head that it should have; where it lacks one, a new one is added with random
-            weights. None keeps the class of the checkpoint.
+        head: Head that it should have; a new one has random weights. None keeps the class.
         dtype: Dtype to compute in; default as stored.
         device: Where to put it.
         **options: Passed to `from_pretrained`, such as `num_labels`.
-
-    Raises:
-        SourceError: The weights cannot be loaded, or there is no such head for the family.
     """
     kind: Any = source.model_class
     if head is not None and not has_head(source, head):
@@ -138,13 +130,8 @@ _HINT = (
 class Reopened:
     """A folder that was written, opened on the meta device by `from_pretrained`, as users do.
 
-    Args:
-        folder: The folder.
-        kind: Class of the model.
-        unset: Names of parameters that nothing needs to be stored for.
-
-    Raises:
-        WriteError: It does not load, or tensors are missing, unexpected or of another shape.
+    A `WriteError` says that it does not load, or that tensors are missing, unexpected or of another
+    shape; nothing needs to be stored for names that are `unset`.
     """
 
     def __init__(
@@ -167,15 +154,10 @@ class Reopened:
             raise refusal("; ".join(problems))
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a parameter or buffer by its name in the model."""
         return read_parameter(self.store, self.keymap, name)
 
     def layer(self, entry: LayerPlan) -> StructuredLinear:
-        """Loads a rewritten layer with all that it uses, in float64.
-
-        Raises:
-            WriteError: There is no such layer in the model.
-        """
+        """Loads a rewritten layer with all that it uses, in float64."""
         path = self.keymap.runtime_name(entry.name) or ""
         path = f"{path}.{child_of(entry.parameter)}" if entry.kind == "experts" else path
         layer = dict(self.model.named_modules()).get(path)

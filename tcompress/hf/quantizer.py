@@ -70,7 +70,6 @@ class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.__dict__.update(section, quant_method=METHOD)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the section, with the name that says how to load the model."""
         return {**super().to_dict(), "quant_method": CALLED}
 
 
@@ -81,7 +80,6 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     _check: Callable[[], None] | None = None
 
     def is_serializable(self) -> bool:
-        """Converted models save like others."""
         return True
 
     # It trains, with `Trainer` too, and compiles like other models.

@@ -75,8 +75,7 @@ def _counts(
 ) -> dict[str, int]:
     """Keys of the number of blocks with their new values.
 
-    Where one config counts encoder and decoder, both are written: one that is left out of a file
-    may mean as many as there are of the other.
+    Encoder and decoder are both written: one left out of a file may mean as many as of the other.
     """
 
     def is_decoder(place: str) -> bool:
@@ -112,10 +111,7 @@ def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
 
 
 def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """What a backbone says of its stages, one after the stem and one after every block.
-
-    A stage whose block goes is the last one before it that stays.
-    """
+    """What a backbone says of its stages; one whose block goes is the last before it that stays."""
     names = getattr(owner, "stage_names", None)
     if not isinstance(names, list) or len(names) != getattr(owner, "num_hidden_layers", -1) + 1:
         return {}
@@ -141,9 +137,7 @@ def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
 def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
     """Describes a model with some of its blocks; stacks that are not named stay whole.
 
-    Raises:
-        PlanError: The blocks are not alike in what the model needs of them at their new places;
-            all problems are in one message.
+    A `PlanError` lists all that keeps blocks from their new places.
     """
     whole = source.keymap.model
     settings = _cut_settings(source, kept)

@@ -52,18 +52,15 @@ class Sources:
 
 
 class KeyMap:
-    """Both directions between the names of a checkpoint and of a model on the meta device.
-
-    Attributes:
-        model: The model.
-        unmatched: Checkpoint keys that no parameter takes, without the `ignored` ones.
-        ignored: Checkpoint keys that the model class says are of no use, such as old buffers.
-        missing: Runtime parameters and buffers that the checkpoint does not fill, not even through
-            a tied one, without those that the model class says may be absent.
-    """
+    """Both directions between the names of a checkpoint and of a model on the meta device."""
 
     def __init__(self, model: Any, checkpoint_keys: Iterable[str]) -> None:
         self.model = model
+        # Set by `_report`, from names that the model class says matter: keys that no parameter
+        # takes, keys of no use, such as old buffers, and parameters that nothing fills.
+        self.unmatched: tuple[str, ...]
+        self.ignored: tuple[str, ...]
+        self.missing: tuple[str, ...]
         transforms = get_model_conversion_mapping(model)
         self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
@@ -76,13 +73,7 @@ class KeyMap:
         self._used = [item.reverse_transform() for item in self._renamings if item.was_used()][::-1]
 
     def sources(self, param_name: str) -> Sources:
-        """Give the checkpoint tensors behind a runtime parameter or buffer.
-
-        A tied parameter that the checkpoint does not store has those of the one it is tied to.
-
-        Raises:
-            SourceError: If the checkpoint has no tensor for it.
-        """
+        """Give the checkpoint tensors behind a runtime parameter or buffer, or a tied one."""
         for name in (param_name, *self.tied(param_name)):
             if name in self._sources:
                 return self._sources[name]
@@ -96,13 +87,9 @@ class KeyMap:
         return tuple(name for name in self._ties.get(param_name, ()) if name != param_name)
 
     def checkpoint_prefix(self, module_name: str) -> str:
-        """Translate a runtime module name into the name under which it is stored.
+        """Translate a runtime module name into its stored name; for experts the prefix of all.
 
-        The checkpoint need not have it: for experts it is the prefix shared by all of them, such
-        as `model.layers.0.block_sparse_moe.experts`.
-
-        Raises:
-            SourceError: If Transformers would not load a tensor stored for it back into it.
+        A `SourceError` says that Transformers would not load what is stored under it back into it.
         """
         probe = _Probe(self._modules)
         back = [(f"{module_name}.{leaf}", None) for leaf in _LEAVES]
@@ -116,10 +103,7 @@ class KeyMap:
         )
 
     def apart(self, param_names: Iterable[str]) -> dict[str, str]:
-        """Find other parameters that are stored fused with given ones, which shall no longer be.
-
-        They are returned by the names under which Transformers would load each by itself.
-        """
+        """Find other parameters stored fused with given ones, by names that load each by itself."""
         given = {name: self._sources[name] for name in param_names if name in self._sources}
         fused = {id(sources) for sources in given.values() if sources.converter is not None}
         found = {}
@@ -174,10 +158,7 @@ class KeyMap:
 
     @cached_property
     def stale(self) -> frozenset[str]:
-        """Checkpoint keys of old buffers: no tensor of the module that they belong to any more.
-
-        What else the class has no use for, such as a pooler, may be of use to another class.
-        """
+        """Keys of old buffers of modules that are there; others may be of use to another class."""
         owners = {key: self._module_keys[key].rpartition(".")[0] for key in self.ignored}
         return frozenset(key for key, owner in owners.items() if owner in self._modules)
 
@@ -220,13 +201,7 @@ class KeyMap:
 
 
 def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
-    """Read a runtime parameter from a checkpoint, in the type in which it is stored.
-
-    Only the tensors behind this one parameter are read; experts are merged, fused tensors split.
-
-    Raises:
-        SourceError: If there is nothing to read for it, or it has another shape.
-    """
+    """Read a runtime parameter, as stored: only the tensors behind it, merged or split."""
     tensor = _made_of(store.tensor, keymap, param_name)
     expected = keymap.model.get_parameter_or_buffer(param_name).shape
     if tensor.shape != expected:
@@ -301,9 +276,6 @@ def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
-# Whether weights are those that a config describes: told from names, shapes and types alone.
-
-
 _MOST = 8
 _FULL_PRECISION = "give the model in full precision; quantise after converting if need be"
 _BELONGING = (
@@ -314,14 +286,10 @@ _BELONGING = (
 def check_weights(
     folder: Path, store: WeightStore, keymap: KeyMap, unknown: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Compare a checkpoint with the model that its config describes; no weight is read.
+    """Compare a checkpoint with its config, without reading it; give what a user should know.
 
-    Returns what a user should know, though the model can be used. Names in `unknown` are classes
-    that the config asks for and nobody knows.
-
-    Raises:
-        SourceError: Weights are missing, of another shape or of a type that only a quantised model
-            has, or belong to a head of a class that is not known; all problems are in one error.
+    Names in `unknown` are classes that the config asks for and nobody knows. A `SourceError` lists
+    all problems: weights missing, misshapen, quantised, or of a head that is not known.
     """
     kind = type(keymap.model).__name__
     filled = set(keymap.model.state_dict()) - set(keymap.missing)

@@ -29,23 +29,11 @@ from tcompress.models.names import ALIASES, METHODS, NO_GGUF, auxiliary_files, l
 from tcompress.models.store import WeightStore
 from tcompress.models.tensor_files import Shard, TensorInfo
 
-# Random initialisation: weights that no file holds, made by the model class from a seed.
-#
-# Names are those of a checkpoint on disk, so that whatever reads a checkpoint can read these.
-# Shapes are known without making anything; values are made when the first of them is read.
-
-
 _FILE = "model.safetensors"
 
 
 def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
-    """Builds a model with the values that its class begins training with, in float32.
-
-    Args:
-        kind: The model's class.
-        config: Its configuration, which is left as it is.
-        seed: Seed of the values. Other generators go on as if nothing had happened.
-    """
+    """Build a model with the float32 values that its class begins training with."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = kind._from_config(deepcopy(config), dtype=torch.float32)
@@ -67,7 +55,6 @@ class _RandomShard(Shard):
         return _stored(draw_model(self._kind, self._config, self._seed))
 
     def read(self, key: str) -> Tensor:
-        """Gives a tensor, in memory of its own."""
         return self._values[key].clone()
 
     def digest(self) -> bytes:
@@ -84,7 +71,10 @@ class _RandomShard(Shard):
 
 
 class RandomStore(WeightStore):
-    """The weights of a randomly initialised model."""
+    """The weights of a randomly initialised model, by the names that a file would have.
+
+    Shapes are known without making anything; values are made when the first of them is read.
+    """
 
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
         self.seed = seed
@@ -92,12 +82,10 @@ class RandomStore(WeightStore):
         super().__init__(folder, {_FILE: self._shard}, dict.fromkeys(self._shard.infos, _FILE))
 
     def fingerprint(self) -> str:
-        """Identifies these weights without making them."""
         return self._shard.digest().hex()
 
     def times(self) -> list[tuple[str, int]]:
-        """Names no file, since there is none."""
-        return []
+        return []  # there is no file
 
 
 def _stored(model: Any) -> dict[str, Tensor]:
@@ -111,9 +99,6 @@ def _stored(model: Any) -> dict[str, Tensor]:
     }
     found: dict[str, Tensor] = revert_weight_conversion(model, state)
     return found
-
-
-# A model as the input of a conversion: config, class, weights, names.
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,14 +141,8 @@ class SourceModel:
             revision: Branch, tag or commit on the hub.
             token: Access token for the hub.
             trust_remote_code: Whether Python code that comes with the model may run.
-            converted: Whether it may be a model that tcompress converted; it is then described as
-                the dense model that it was, but for its weights.
-            seed: Seed of random weights. None are read then, nor need there be any: the
-                path of a `config.json` is enough.
-
-        Raises:
-            SourceError: If there is no such model, it is of a kind that cannot be converted, or its
-                weights are not those that its config describes.
+            converted: Whether tcompress may have converted it; it is described as the dense model.
+            seed: Seed of random weights; the path of a `config.json` is enough then.
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)
@@ -205,8 +184,7 @@ class SourceModel:
     def as_stored(self) -> SourceModel:
         """Describe the bare model where the head that `architectures` names is not stored.
 
-        Sentence encoders are often saved so: without a head, under the settings of the model that
-        they were trained from.
+        Sentence encoders are often saved so, with the settings of the model they were trained from.
         """
         bare = MODEL_MAPPING.get(type(self.config), None)
         prefix = self.model_class.base_model_prefix
@@ -229,7 +207,6 @@ class SourceModel:
         return self.store.seed if isinstance(self.store, RandomStore) else None
 
     def at_random(self, seed: int) -> SourceModel:
-        """Describe the same model with random weights."""
         if self.seed == seed:
             return self
         store = RandomStore(self.folder, self.model_class, self.config, seed)
@@ -407,10 +384,7 @@ def _model_class(
 
 
 def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """List the classes that Transformers' Auto classes know for a config, registered ones too.
-
-    Classes that a package registers need not be found in the namespace of Transformers.
-    """
+    """List the classes, registered ones too, that Transformers' Auto classes know for a config."""
     found: dict[str, type[PreTrainedModel]] = {}
     for mapping in vars(modeling_auto).values():
         if isinstance(mapping, _LazyAutoMapping) and type(config) in mapping:

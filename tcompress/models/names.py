@@ -19,9 +19,6 @@ from urllib.request import getproxies, proxy_bypass
 from tcompress.errors import SourceError, first_line, folder_content, listed
 from tcompress.files import write_text
 
-# Downloading a model from the Hugging Face hub, and telling when that is out of reach.
-
-
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
     "*.json", "*.txt", "*.model", "*.spm", "*.vocab", "*.codes", "*.tiktoken", "*.jinja", "*.py",
@@ -64,8 +61,7 @@ def _download(
 def cached_where_unreachable() -> Iterator[None]:
     """Has the hub's client look into its cache alone where the hub's name leads nowhere.
 
-    The client would look it up again and again for half a minute. Whatever else goes wrong, it
-    tries again as it does: names that lead somewhere, and those that a proxy looks up.
+    The client would look it up again and again for half a minute.
     """
     from huggingface_hub import constants
 
@@ -131,9 +127,6 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
         f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
         hint="try again, or download the model by hand and give its folder",
     )
-
-
-# From what a user types to a model folder: aliases, local folders, hub ids.
 
 
 METHOD = "tcompress"
@@ -209,16 +202,9 @@ NO_GGUF = (
 def resolve(
     name: str, revision: str | None = None, token: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Give the folder that holds a model, downloading it if need be.
+    """Give the folder of a local folder, an alias or a hub id, downloading it if need be.
 
-    Args:
-        name: Local folder, alias of `ALIASES` or hub id, in this order.
-        revision: Branch, tag or commit on the hub.
-        token: Access token for the hub.
-        weights: Whether weights are needed; without them the path of a `config.json` is enough.
-
-    Raises:
-        SourceError: If there is no such model, or the hub cannot give it.
+    Without `weights` the path of a `config.json` is enough.
     """
     path = Path(name).expanduser()
     alone = not weights and path.name == "config.json" and path.is_file()
@@ -334,15 +320,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def auxiliary_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
-    """List the files that a converted model needs besides weights and config.
-
-    Args:
-        folder: Model folder.
-        with_code: Whether to carry Python files of the model's own code.
-
-    Raises:
-        SourceError: If `modules.json` is no list of modules inside the folder.
-    """
+    """List what a converted model needs besides weights and config; with or without Python code."""
     found = (path for path in _candidates(folder, with_code) if _is_inside(path, folder))
     return tuple(sorted(path.relative_to(folder) for path in found))
 
@@ -383,9 +361,9 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def _cached(folder: Path) -> set[Path]:
     """Lists the files that the hub's cache has of a model.
 
-    There a folder `snapshots/REVISION` links to files in `blobs`, and these may be links to files
-    that models share, in a folder `blobs` beside them. Older clients filled folders of the user
-    with links too: the configuration, or the weights, tell there which model's they are.
+    A folder `snapshots/REVISION` links to files in `blobs`, which may be links to files that models
+    share, in a folder `blobs` beside them. Older clients filled folders of the user with links:
+    there the configuration, or the weights, tell which model's they are.
     """
     repos = {parent.parent for parent in folder.resolve().parents if parent.name == "snapshots"}
     own = (folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"))

@@ -25,10 +25,7 @@ _LAYOUTS: dict[str, Callable[[Path], Shard]] = {
 
 
 class WeightStore:
-    """The tensors of a checkpoint by name, each read from disk when it is asked for.
-
-    Use `WeightStore.open`. No file stays open or mapped between reads of safetensors.
-    """
+    """The tensors of a checkpoint by name, each read from disk when it is asked for."""
 
     def __init__(
         self,
@@ -50,12 +47,7 @@ class WeightStore:
 
     @classmethod
     def open(cls, folder: Path | str) -> WeightStore:
-        """Index the weights in a folder and check every file, without reading a weight.
-
-        Raises:
-            SourceError: If there are no weights, or files are missing, damaged or not named
-                truthfully by the index; all problems are in one error.
-        """
+        """Check all files in a folder without reading a weight; an error lists all problems."""
         folder = Path(folder)
         name = next((name for name in _LAYOUTS if (folder / name).is_file()), None)
         if name is None:
@@ -86,41 +78,32 @@ class WeightStore:
         return self._inside.get(key, key)
 
     def keys(self) -> list[str]:
-        """Names of all tensors, sorted."""
         return sorted(self._where)
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a tensor of this name."""
         return key in self._where
 
     def __len__(self) -> int:
-        """Number of tensors."""
         return len(self._where)
 
     @property
     def files(self) -> list[str]:
-        """Names of the weight files, relative to the folder."""
         return sorted(self._shards)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(self.nbytes(key) for key in self._where)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Sizes of a tensor."""
         return self._info(key).shape
 
     def kind(self, key: str) -> str:
-        """Element type of a tensor, as stored, by its name in torch."""
         return self._info(key).kind
 
     def dtype(self, key: str) -> torch.dtype:
-        """Element type of a tensor, as stored."""
         return self._info(key).dtype
 
     def nbytes(self, key: str) -> int:
-        """Bytes of a tensor, as stored."""
         return self._info(key).nbytes
 
     def file_of(self, key: str) -> str:
@@ -128,11 +111,7 @@ class WeightStore:
         return self._where[key]
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor, as stored, into memory of its own; one file is open for further reads.
-
-        Raises:
-            SourceError: If there is no such tensor or the file changed since opening.
-        """
+        """Read a tensor, as stored, into memory of its own; one file is open for further reads."""
         self._info(key)
         shard = self._shards[self._where[key]]
         if self._last is not None and self._last is not shard:

@@ -45,13 +45,11 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """Describe a tensor in memory."""
         kind = str(tensor.dtype).removeprefix("torch.")
         return cls(kind, tensor.dtype.itemsize, tuple(tensor.shape))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
         import torch
 
         found: torch.dtype = getattr(torch, self.kind)
@@ -59,7 +57,6 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -83,11 +80,7 @@ class Shard(Protocol):
 
 
 class SafetensorsShard(Shard):
-    """A safetensors file, mapped only while it is read.
-
-    Raises:
-        SourceError: If the header is damaged or the size of the file is not what it says.
-    """
+    """A safetensors file, mapped only while it is read; a damaged header is refused."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +104,6 @@ class SafetensorsShard(Shard):
         self.infos = {key: TensorInfo(*DTYPES[kinds[key]], shapes[key]) for key in kinds}
 
     def read(self, key: str) -> Tensor:
-        """Read a tensor into memory of its own."""
         try:
             with safe_open(self.path, "pt") as file:
                 tensor: Tensor = file.get_tensor(key)
@@ -124,18 +116,13 @@ class SafetensorsShard(Shard):
             ) from error
 
     def digest(self) -> bytes:
-        """Hash the header and a few kilobytes spread over the data."""
         with self.path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         return hashlib.sha256(header + _sampled(self.path)).digest()
 
 
 class TorchShard(Shard):
-    """A file of `torch.save`, opened as weights only and mapped where its format allows.
-
-    Raises:
-        SourceError: If it cannot be read, or holds anything but tensors.
-    """
+    """A file of `torch.save`, opened as weights only and mapped where its format allows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,7 +139,6 @@ class TorchShard(Shard):
         self._bytes_read = 0
 
     def read(self, key: str) -> Tensor:
-        """Read a tensor into memory of its own."""
         import torch
 
         if self._open is None:
@@ -164,13 +150,11 @@ class TorchShard(Shard):
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def digest(self) -> bytes:
-        """Hash names, types and shapes, and a few kilobytes spread over the file."""
         infos = sorted(self.infos.items())
         listing = [(key, f"torch.{info.kind}", info.shape) for key, info in infos]
         return hashlib.sha256(repr(listing).encode() + _sampled(self.path)).digest()
 
     def close(self) -> None:
-        """Unmap the file."""
         self._open = None
 
     def _load(self, device: str) -> dict[str, Tensor]:

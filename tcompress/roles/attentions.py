@@ -34,10 +34,7 @@ def position_tables(model: nn.Module) -> Iterator[Positions]:
 
 
 def text_positions(model: nn.Module, limit: int) -> int:
-    """Returns how many tokens a model has positions for that says a limit in its config.
-
-    RoBERTa and its kin count rows in it that no text ever uses.
-    """
+    """Returns the positions behind a limit in a config, where RoBERTa counts unused rows too."""
     for _, table, offset in position_tables(model):
         if table.num_embeddings == limit and table.padding_idx is not None:
             return limit - offset

@@ -130,8 +130,6 @@ class Roles:
         return tuple(layer for block in self.blocks for layer in block.layers)
 
 
-# The table of supported families: one row per style of naming modules.
-#
 # A style maps roles to module paths below the block, in order of execution; `*` stands for any
 # text. Every row must be found in the block, except that the rows of cross-attention may be missing
 # together, as they are in encoders. A family with several kinds of block has several styles.
@@ -289,11 +287,7 @@ def match(roles: RoleTable, names: Collection[str]) -> tuple[dict[Role, str], li
 def parts_of(
     name: str, role: Role, out_features: int, style: Style, config: Any
 ) -> tuple[Part, ...]:
-    """Cut a layer's output features into runs in order of storage: one, unless it is fused.
-
-    Raises:
-        InputError: The config's head counts do not add up to the layer's width.
-    """
+    """Cut a layer's output features into runs in order of storage: one, unless it is fused."""
     if role == "gate_up":
         return Part("gate", out_features // 2), Part("up", out_features // 2)
     if role != "qkv" or style.interleaved_qkv:

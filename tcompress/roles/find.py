@@ -79,18 +79,11 @@ class _Site:
 
 
 def find_roles(model: nn.Module) -> Roles:
-    """Find the blocks of a transformer and the role of every layer in them.
+    """Find the blocks of a transformer and the role of every layer in them, by names and shapes.
 
-    Only names and shapes are read, so the model may live on the meta device. Models made of
-    several models (two towers, encoder and decoder) are read tower by tower: each block follows
-    the nearest config above it. In families without a table every linear layer of a block is
-    listed with the role `linear`, and `supported` is False.
-
-    Args:
-        model: A Hugging Face model, or any module with repeated blocks in a `ModuleList`.
-
-    Raises:
-        InputError: A block of a supported family lacks a module that its table names.
+    Models made of several models are read tower by tower: each block follows the nearest config
+    above it. In families without a table every linear layer of a block has the role `linear`, and
+    `supported` is False. An `InputError` says that a table does not fit a block.
     """
     family = _family(model) or type(model).__name__
     sites = tuple(_sites(model, "", family, getattr(model, "config", None)))

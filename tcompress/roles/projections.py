@@ -28,10 +28,7 @@ _ANY = "*"
 
 
 class _Use(NamedTuple):
-    """Steps from a module to one whose weight is read (`*` for all children), where, and when.
-
-    Conditions are expressions of `self` alone, with what they must be; all hold where it is read.
-    """
+    """Steps from a module to one whose weight is read (`*` for all children), where, and when."""
 
     steps: tuple[str, ...]
     method: str
@@ -41,8 +38,7 @@ class _Use(NamedTuple):
 def direct_uses(model: nn.Module) -> dict[nn.Module, str]:
     """Find modules whose `weight` a method of another module reads, and say which one.
 
-    The methods' sources are looked at, so the model may live on the meta device. Reading a
-    weight's dtype or device is no use of it; methods that initialise are left out.
+    The methods' sources are read; initialisation, and reading dtype or device, are no use.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():
@@ -158,10 +154,7 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 def _origins(
     node: ast.AST, known: Mapping[str, list[ast.AST]], last: bool = False
 ) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Yield the steps from `self` to what an expression may be, and whether it is transposed.
-
-    A local name may stand for any value given to it, or for the last one made of those before.
-    """
+    """Yield the steps from `self` to what an expression may be, and whether it is transposed."""
     inner: list[ast.AST] = []
     step, turned = None, False
     if isinstance(node, ast.Name):
@@ -290,10 +283,7 @@ def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Tell whether an item of a list is a block, and not a head.
-
-    Heads are nothing but linear layers, and do not end in the width that they begin with.
-    """
+    """Tell blocks from heads, which are linear layers alone and end in another width."""
     found = list(projections(module).values())
     owners = [part for part in module.modules() if any(True for _ in part.parameters(False))]
     plain = [part for part in owners if isinstance(part, nn.Linear)]
@@ -332,10 +322,7 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
 
 
 def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
-    """Name the parameters that are stacked matrices: not tokens, kernels or decay rates.
-
-    These are the ones that a forward pass multiplies by, and all that experts have.
-    """
+    """Name stacked matrices: all parameters of experts, else those that a pass multiplies by."""
     if isinstance(module, (nn.Linear, nn.Embedding, _ConvNd, nn.Bilinear, ParametrizationList)):
         return ()
     own = [

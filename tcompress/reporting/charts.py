@@ -139,27 +139,16 @@ def _curve(points: list[Point], label: str, class_: str, best: Point | None) -> 
     marks = [_polyline(thin, x, y, class_)]
     described = f"from {value_text(points[0][1])} to {value_text(points[-1][1])}"
     if best is not None:
-        marks.append(_best(x, y, *best))
-        described += f", best {value_text(best[1])} at step {best[0]:,.0f}"
+        step, value = f"{best[0]:,.0f}", value_text(best[1])
+        across, down = x.place(best[0]), y.place(best[1])
+        side, anchor = (-9, "end") if x.is_late(across) else (9, "start")
+        # The text goes to the other end, clear of the curve.
+        height = y.start - 8 if y.is_late(down) else y.end + 12
+        marks.append(_line(across, y.end, across, y.start, "best"))
+        marks.append(_tag("circle", cx=across, cy=down, r=4.5, class_="best"))
+        marks.append(_text(f"best {value} at {step}", across + side, height, "note", anchor))
+        described += f", best {value} at step {step}"
     return _chart(label, described, x, y, marks)
-
-
-def _best(x: Axis, y: Axis, step: float, value: float) -> Markup:
-    across, down = x.place(step), y.place(value)
-    side, anchor = (-9, "end") if x.is_late(across) else (9, "start")
-    # The text goes to the other end, clear of the curve.
-    height = y.start - 8 if y.is_late(down) else y.end + 12
-    words = f"best {value_text(value)} at {step:,.0f}"
-    return _join(
-        [
-            _line(across, y.end, across, y.start, "best"),
-            _tag("circle", cx=across, cy=down, r=4.5, class_="best"),
-            _text(words, across + side, height, "note", anchor),
-        ]
-    )
-
-
-# What charts are made of.
 
 
 def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Markup]) -> Markup:
@@ -175,22 +164,15 @@ def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Marku
         parts.append(_text(y.write(tick), _LEFT - 7, place + 4, "tick", "end"))
     parts.append(_tag("text", y.label, x=_LEFT, y=14, class_="label"))
     parts.append(_text(x.label, _RIGHT, HEIGHT - 6, "label", "end"))
-    return _tag(
-        "svg",
-        _join([*parts, *marks]),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"{title}. {description}",
-    )
+    box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
+    return _tag("svg", _join([*parts, *marks]), viewBox=box, role="img", aria_label=label)
 
 
 def _tag(name: str, content: object = "", **attributes: Any) -> Markup:
     """Writes an element, escaped; in names of attributes `_` stands for `-`."""
-    written = [
-        f' {key.strip("_").replace("_", "-")}="{escape(_number(value))}"'
-        for key, value in attributes.items()
-    ]
-    return Markup(f"<{name}{''.join(written)}>{escape(content)}</{name}>")
+    named = {key.strip("_").replace("_", "-"): _number(item) for key, item in attributes.items()}
+    written = "".join(f' {key}="{escape(value)}"' for key, value in named.items())
+    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
 
 
 def _join(parts: Iterable[Markup]) -> Markup:

@@ -16,7 +16,6 @@ from tcompress.planning.entries import Left, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
 from tcompress.reporting.table_rows import (
-    Published,
     Row,
     amount,
     budget_rows,
@@ -50,9 +49,6 @@ def empty_table(title: str = "") -> Table:
     )
 
 
-# The table of times.
-
-
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Lists times; a ratio above 1 means that the model is faster than the dense one."""
     machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
@@ -82,13 +78,10 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Says how times and memory are to be read."""
     counted = [speed.weight_bytes is not None for speed in speeds]
+    spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
     notes = {
-        "times are medians; ± is half the distance of the quartiles": any(
-            speed.spread is not None for speed in speeds
-        ),
-        "? the machine was busy: give more --repeats when it is not": any(
-            speed.is_noisy for speed in speeds
-        ),
+        "times are medians; ± is half the distance of the quartiles": any(spread),
+        "? the machine was busy: give more --repeats when it is not": any(noisy),
         "memory is that of the weights and the peak of the pass on top": any(counted),
         "(pass) memory is the peak of the pass alone, without weights": not all(counted),
     }
@@ -104,12 +97,8 @@ def memory_text(peak: int | None, weights: int | None = None) -> str:
     """Writes the memory of weights and pass; that of either may be unknown."""
     if weights is None:
         return "unknown" if peak is None else f"{fmt.bytes_text(peak)} (pass)"
-    return (
-        f"{fmt.bytes_text(weights)} (weights)" if peak is None else fmt.bytes_text(weights + peak)
-    )
-
-
-# Models, and what a conversion would do.
+    suffix = " (weights)" if peak is None else ""
+    return fmt.bytes_text(weights + (peak or 0)) + suffix
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
@@ -122,22 +111,26 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
     for report in reports:
         if report.layers and (per_layer or alone):
             title = "" if alone else short_name(report, reports)
-            parts.append(layer_table(report.layers, per_layer=per_layer, title=title))
+            parts.append(layer_table(report.layers, per_layer, title))
         if report.left and alone:
             parts.append(_left_table(report.left))
     for report in reports:
         name = "" if alone else f" of {short_name(report, reports)}"
-        parts += [warning_text(f"warning{name}: {text}") for text in report.warnings]
+        parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
     if rows := published(reports):
-        parts.append(_paper_table(rows))
+        table = empty_table("published")
+        for name in ("row", "metric", "where", "comparable"):
+            table.add_column(name, overflow="fold")
+        for name in ("paper", "ours"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        parts.append(table)
     return Group(*parts)
 
 
 def render_plan(
-    plan: Plan,
-    estimate: Estimate | None = None,
-    source_bytes: int | None = None,
-    per_layer: bool = False,
+    plan: Plan, estimate: Estimate | None = None, source_bytes: int | None = None
 ) -> RenderableType:
     """Renders what a conversion would do, and what that would cost where it is estimated."""
     amounts = [
@@ -160,16 +153,11 @@ def render_plan(
         parts.append(Text(fmt.coverage_text(plan.coverage)))
     if plan.layers:
         layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
-        parts.append(layer_table(layers, per_layer=per_layer))
+        parts.append(layer_table(layers))
     if plan.left:
         parts.append(_left_table(plan.left))
-    parts += [warning_text(f"warning: {text}") for text in plan.warnings]
+    parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
     return Group(*parts)
-
-
-def warning_text(text: str) -> Text:
-    """What the user should know, in the colour of warnings."""
-    return Text(text, style="yellow")
 
 
 class Comparison:
@@ -205,13 +193,8 @@ def short_name(report: ModelReport, others: Iterable[ModelReport] = ()) -> str:
     return short if len(alike) < 2 else report.name
 
 
-def layer_table(
-    layers: Sequence[LayerReport], *, per_layer: bool = False, title: str = ""
-) -> Table:
-    """Lists layers one by one, or by role and structure where there are many.
-
-    Of several kinds of error the most telling one is shown.
-    """
+def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: str = "") -> Table:
+    """Lists layers with their most telling error; of many, those alike are one row."""
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)
     table = empty_table(title)
@@ -249,18 +232,6 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         f"{Amount.of(dense, now).kept:.1%}",
         *([] if error is None else [fmt.error_text(error)]),
     ]
-
-
-def _paper_table(rows: Sequence[Published]) -> Table:
-    """Lists published numbers, with ours beside them."""
-    table = empty_table("published")
-    for name in ("row", "metric", "where", "comparable"):
-        table.add_column(name, overflow="fold")
-    for name in ("paper", "ours"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _left_table(left: Sequence[Left]) -> Table:

@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tcompress.artifact.manifest import Interval, Metric, Speed
-    from tcompress.attention.replacement import ReplacementLayout
     from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
     from tcompress.reporting.tree import LayerReport
     from tcompress.structures.base import Layout
     from tcompress.structures.modules.linear import PartLayout
 
 _ERRORS = {
-    "held_out": ("held-out error", "of what layers put out for data that the fit did not see"),
-    "calibration": (
-        "calibration error",
-        "of what layers put out for the data that they were fitted to",
-    ),
-    "weight": ("weight error", "of the weights themselves, whatever data does with them"),
+    "held_out": "of what layers put out for data that the fit did not see",
+    "calibration": "of what layers put out for the data that they were fitted to",
+    "weight": "of the weights themselves, whatever data does with them",
 }
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
@@ -28,16 +24,14 @@ _MOST_DENSE = 6  # kinds of dense weights that one line names
 
 def error_name(kind: str) -> str:
     """Names a kind of error."""
-    return _ERRORS[kind][0] if kind in _ERRORS else kind
+    return f"{kind.replace('_', '-')} error" if kind in _ERRORS else kind
 
 
 def errors_note(kinds: Iterable[str]) -> str:
     """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
-    known = [_ERRORS[kind] for kind in kinds if kind in _ERRORS]
-    if not known:
-        return ""
+    known = [(error_name(kind), _ERRORS[kind]) for kind in kinds if kind in _ERRORS]
     named = "; ".join(f"{name}: squared, as a fraction {whole}" for name, whole in known)
-    return (
+    return named and (
         f"{named}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
         "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
     )
@@ -139,10 +133,8 @@ def metric_labels(metrics: Iterable[Metric]) -> list[str]:
             else label
             for label, metric in zip(labels, listed, strict=True)
         ]
-    return [
-        f"{label}, {labels[:index].count(label) + 1}" if label in labels[:index] else label
-        for index, label in enumerate(labels)
-    ]
+    earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
+    return [f"{text}, {n + 1}" if n else text for text, n in zip(labels, earlier, strict=True)]
 
 
 def metric_ratio(metric: Metric) -> float | None:
@@ -189,42 +181,29 @@ def pass_text(speed: Speed) -> str:
 def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
     """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
     blocks = list(dict.fromkeys(layer.block for layer in layers))
-    most = max((block.count(".") + 1 for block in blocks), default=0)
-    for count in range(2, most + 1):
+    for count in range(2, max((block.count(".") for block in blocks), default=0) + 2):
         short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
         if len(set(short.values())) == len(blocks):
             return short
     return {block: block for block in blocks}
 
 
-# Short texts that say how a layer is stored.
-
-
-Stored = Mapping[str, Any]
-"""An entry, part or layout as `config.json` holds it: without what has its default."""
+Stored = Mapping[str, Any]  # an entry, part or layout as in `config.json`: without defaults
 
 
 def _stored(item: Any) -> Stored:
-    if isinstance(item, Mapping):
-        return item
-    found: Stored = item.model_dump(mode="json", exclude_defaults=True)
-    return found
+    found = item if isinstance(item, Mapping) else item.model_dump(exclude_defaults=True)
+    return dict(found)
 
 
 def describe_entry(entry: LayerPlan | Stored, method: str) -> str:
-    """Describes a layer of a plan; `svd` and `lowrank` are one structure, named as asked for.
+    """Describes a layer of a plan with a method such as `svd + depth`.
 
-    Args:
-        entry: The layer.
-        method: What the conversion was asked for, as the plan says it, such as `svd + depth`.
+    `svd` and `lowrank` are one structure, named as asked for.
     """
-    if isinstance(entry, Mapping):
-        kind, parts = entry["kind"], entry["parts"]
-    else:
-        kind, parts = entry.kind, entry.parts
-    words = method.split(" + ")
-    own = kind == "embedding" and not {"lowrank", "auto"} & {*words}
-    text = describe_parts(parts)
+    stored, words = _stored(entry), method.split(" + ")
+    own = stored["kind"] == "embedding" and not {"lowrank", "auto"} & {*words}
+    text = describe_parts(stored["parts"])
     return text.replace("lowrank", "svd") if own or "svd" in words else text
 
 
@@ -247,7 +226,12 @@ def describe_layout(layout: Layout | Stored) -> str:
     options = _stored(layout)
     name = options["structure"]
     if name == "lprod":
-        return _describe_lprod(options)
+        words = ["lprod", f"p={options['p']}", options["transform"]]
+        if options["transform"] == "fitted":
+            block = options.get("block_in") or options.get("block_out", 0)
+            words.append(f"b={block}x{options.get('stages', 0)}")
+        rank = options.get("tubal_rank")
+        return " ".join([*words, *([] if rank is None else [f"r={rank}"])])
     if name == "lowrank":
         return f"lowrank r={options['rank']}"
     if name == "tt":  # modes and inner ranks
@@ -256,33 +240,18 @@ def describe_layout(layout: Layout | Stored) -> str:
         apply = options.get("apply", "auto")
         way = "" if apply == "auto" else f" {apply}"
         return f"tt {_modes(options['in_modes'])} to {_modes(options['out_modes'])} r={inner}{way}"
-    if name == "tucker":
-        return _describe_tucker(options)
+    if name == "tucker":  # such as `tucker r=45` or `tucker model 72 of 768x768 r=384`
+        left, right = options["ranks"]
+        shown = f"r={left}" if left == right else f"r={left},{right}"
+        if options.get("bank") is None:
+            return f"tucker {shown}"
+        rows, columns = options.get("block", (1, 1))
+        return f"tucker {options['share']} {options.get('cores', 1)} of {rows}x{columns} {shown}"
     left_out = ("structure", "in_features", "out_features")
     return " ".join([name, *(f"{k}={value}" for k, value in options.items() if k not in left_out)])
 
 
-def _describe_lprod(layout: Stored) -> str:
-    words = ["lprod", f"p={layout['p']}", layout["transform"]]
-    if layout["transform"] == "fitted":
-        block = layout.get("block_in") or layout.get("block_out", 0)
-        words.append(f"b={block}x{layout.get('stages', 0)}")
-    if layout.get("tubal_rank") is not None:
-        words.append(f"r={layout['tubal_rank']}")
-    return " ".join(words)
-
-
-def _describe_tucker(layout: Stored) -> str:
-    """Describes a Tucker form, such as `tucker r=45` or `tucker model 72 of 768x768 r=384`."""
-    left, right = layout["ranks"]
-    ranks = f"r={left}" if left == right else f"r={left},{right}"
-    if layout.get("bank") is None:
-        return f"tucker {ranks}"
-    rows, columns = layout.get("block", (1, 1))
-    return f"tucker {layout['share']} {layout.get('cores', 1)} of {rows}x{columns} {ranks}"
-
-
-_ATTENTION_WORDS = {
+_SIZES = {
     "fold": "rows of ",
     "kernel": "",
     "filter_order": "order ",
@@ -295,18 +264,14 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
     """Describes the replaced attentions of a model, such as `kronecker 8x8 in 4 blocks`."""
     counts: dict[str, int] = {}
     for entry in map(_stored, entries):
-        text = describe_replacement(entry["layout"])
+        options = entry["layout"]
+        parts = [options["mechanism"]]
+        parts += [_modes(options["grid"])] if options.get("grid") else []
+        parts += [f"{word}{options[key]}" for key, word in _SIZES.items() if key in options]
+        text = " ".join(parts)
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
-
-
-def describe_replacement(layout: ReplacementLayout | Stored) -> str:
-    """Describes an attention replacement, such as `kronecker 8x8` or `graph order 3`."""
-    options = _stored(layout)
-    words = [options["mechanism"], *([_modes(options["grid"])] if options.get("grid") else [])]
-    words += [f"{text}{options[key]}" for key, text in _ATTENTION_WORDS.items() if key in options]
-    return " ".join(words)
 
 
 def _modes(modes: Sequence[int]) -> str:

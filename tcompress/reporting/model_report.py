@@ -5,7 +5,7 @@ No weight is read: numbers follow from the config, the plan and the headers of f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tcompress.artifact.manifest import Manifest, Metric, read_manifest
+from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
@@ -33,8 +33,7 @@ from tcompress.reporting.tree import (
 from tcompress.roles import Block, Roles, attentions_of, find_roles
 from tcompress.structures.capabilities import macs_of
 
-LENGTH = 128
-"""Tokens in the sequence for the multiply-adds, unless it is chosen."""
+LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen
 
 
 def report_of(
@@ -101,28 +100,20 @@ def layer_report(
     length: int = LENGTH,
     method: str = "",
 ) -> LayerReport:
-    """Reports on one layer of a plan, with its errors if it was fitted.
-
-    A token passes `runs` experts; numbers take `itemsize` bytes if there is a file.
-    """
+    """Reports on a layer of a plan: a token passes `runs` experts, stored ones have `itemsize`."""
     counts = (entry.dense_parameters, entry.parameters)
     size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
     macs = Amount.of(dense, -(-layer_macs(entry, runs, length) // length))
     if entry.kind == "embedding":  # an output head that is tied to it counts in the whole
         macs = Amount.of(0, entry.row_macs)
+    same = ("name", "parameter", "block", "role", "in_features", "out_features", "experts")
+    facts: dict[str, Any] = {key: getattr(entry, key) for key in (*same, "input_of")}
+    # Whose row counts the tensors that others use too.
+    shared = ", with shared factors" if entry.own_factors else ""
     return LayerReport(
-        name=entry.name,
-        parameter=entry.parameter,
-        block=entry.block,
-        role=entry.role,
-        # Whose row counts the tensors that others use too.
-        structure=describe_entry(entry, method)
-        + (", with shared factors" if entry.own_factors else ""),
-        in_features=entry.in_features,
-        out_features=entry.out_features,
-        experts=entry.experts,
-        input_of=entry.input_of,
+        **facts,
+        structure=describe_entry(entry, method) + shared,
         parameters=Amount.of(*counts),
         macs=macs,
         bytes=size,
@@ -154,22 +145,17 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
 
 def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerReport, ...]:
     """Reports on all layers; the manifest knows errors by the names of the conversion."""
-    manifest, config = artifact.manifest, counted.model.config
+    manifest, config, found = artifact.manifest, counted.model.config, []
     errors: list[Mapping[str, float]] = [{} for _ in artifact.layers]
+    method = ""
     if manifest is not None:
         keys = (f"{entry.name}.{entry.parameter}" for entry in manifest.plan.entries)
-        errors = [manifest.fit.get(key, {}) for key in keys]
-    return tuple(
-        layer_report(
-            entry,
-            error,
-            experts_per_token(config, entry.experts),
-            artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize,
-            length,
-            "" if manifest is None else manifest.plan.method,
-        )
-        for entry, error in zip(artifact.layers, errors, strict=True)
-    )
+        errors, method = [manifest.fit.get(key, {}) for key in keys], manifest.plan.method
+    for entry, error in zip(artifact.layers, errors, strict=True):
+        runs = experts_per_token(config, entry.experts)
+        size = artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize
+        found.append(layer_report(entry, error, runs, size, length, method))
+    return tuple(found)
 
 
 def _dense_bytes(artifact: Artifact) -> int:
@@ -188,26 +174,15 @@ def _dense_bytes(artifact: Artifact) -> int:
 
 def _left(now: _Counted) -> tuple[Left, ...]:
     """Says what stayed dense where no manifest does."""
-    layers = [
-        Left(
-            name=layer.weight_name,
-            block=block.name,
-            role=layer.role,
-            parameters=layer.in_features * layer.out_features * (layer.experts or 1),
-            reason="not part of the plan",
-        )
-        for block in now.roles.blocks
-        for layer in block.layers
-        if (layer.name, layer.parameter) not in now.layers
-    ]
-    refused = [
-        Left(name=item.name, block="", role="", parameters=0, reason=item.reason)
-        for item in now.roles.refused
-    ]
-    return (*layers, *refused)
-
-
-# Parameters and multiply-adds of a model, from its shapes alone.
+    found = []
+    for block, layer in ((one, layer) for one in now.roles.blocks for layer in one.layers):
+        if (layer.name, layer.parameter) not in now.layers:
+            count = layer.in_features * layer.out_features * (layer.experts or 1)
+            facts: dict[str, Any] = {"block": block.name, "role": layer.role, "parameters": count}
+            found.append(Left(name=layer.weight_name, reason="not part of the plan", **facts))
+    for item in now.roles.refused:
+        found.append(Left(name=item.name, block="", role="", parameters=0, reason=item.reason))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -317,16 +292,14 @@ def _parameters(dense: _Counted, now: _Counted) -> Parameters:
     )
     saved = rewritten.dense - rewritten.now
     saved += sum(entry.saved for entry in now.attention.values())
-    (all_before, blocks_before, tables_before), (whole, blocks, embeddings) = map(
-        _sizes, (dense, now)
-    )
-    total = Amount.of(all_before, whole - saved - shrunk)
+    all_before, blocks_before, tables_before = _sizes(dense)
+    whole, blocks, embeddings = _sizes(now)
     return Parameters(
         embeddings=Amount.of(tables_before, embeddings - shrunk),
         blocks=Amount.of(blocks_before, blocks - saved),
         rewritten=rewritten,
         other=Amount.of(all_before - blocks_before - tables_before, whole - blocks - embeddings),
-        total=total,
+        total=Amount.of(all_before, whole - saved - shrunk),
     )
 
 
@@ -348,6 +321,9 @@ def _distinct(parameters: Iterable[Tensor]) -> int:
     return sum({id(parameter): parameter.numel() for parameter in parameters}.values())
 
 
+_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
 def experts_per_token(config: Any, experts: int | None) -> int:
     """Experts that one token passes: all of them where the config does not say."""
     if experts is None:
@@ -355,9 +331,6 @@ def experts_per_token(config: Any, experts: int | None) -> int:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = (getattr(text, name, None) for name in _ROUTED)
     return next((number for number in found if isinstance(number, int)), experts)
-
-
-_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def layer_macs(entry: LayerPlan, runs: int, length: int) -> int:
@@ -413,9 +386,6 @@ def _attention_widths(block: Block, config: Any) -> list[int]:
     return widths
 
 
-# Reports on several models, in which a dense model shows what others were compared with.
-
-
 def reports_of(
     names: Sequence[str | Path], length: int = LENGTH, *, trust_remote_code: bool = False
 ) -> list[ModelReport]:
@@ -430,23 +400,17 @@ def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.
     """
+    compared = [(metric, metric.difference) for report in reports for metric in report.metrics]
     found = []
     for report in reports:
         metrics = {metric_key(metric): metric for metric in report.metrics}
-        for metric in () if report.is_smaller else _baselines(report, reports):
-            metrics.setdefault(metric_key(metric), metric)
+        names = {report.name, str(Path(report.name).absolute())}
+        for metric, other in () if report.is_smaller else compared:
+            if other and names & {other.baseline, str(Path(other.baseline).absolute())}:
+                # Intervals of what others were compared with were not kept.
+                own = {"value": other.baseline_value, "interval": None, "difference": None}
+                metrics.setdefault(metric_key(metric), metric.model_copy(update=own))
         if not report.is_smaller:
             report = report.model_copy(update={"metrics": tuple(metrics.values())})
         found.append(report)
     return found
-
-
-def _baselines(dense: ModelReport, reports: Sequence[ModelReport]) -> Iterator[Metric]:
-    """Numbers of a dense model in the comparisons of others; their intervals were not kept."""
-    names = {dense.name, str(Path(dense.name).absolute())}
-    for report in reports:
-        for metric in report.metrics:
-            found = metric.difference
-            if found and names & {found.baseline, str(Path(found.baseline).absolute())}:
-                own = {"value": found.baseline_value, "interval": None, "difference": None}
-                yield metric.model_copy(update=own)

@@ -40,10 +40,9 @@ from tcompress.reporting.tree import (
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# The one sentence above a report.
-
-
 _MUCH = 0.2  # of a model
+COLOURS = 8
+_LIGHTEST, _DARKEST = 4, 62  # per cent; darker shades would take the contrast from the numbers
 
 
 def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
@@ -58,13 +57,12 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
     if not measured:
         least = min(small, key=lambda index: reports[index].parameters.total.now)
         return f"The smallest, {names[least]}, {_alone(reports[least], None)}"
-    best = max(
-        measured, key=lambda i: measured[i].value * (1 if measured[i].higher_is_better else -1)
-    )
+    signed = {i: m.value * (1 if m.higher_is_better else -1) for i, m in measured.items()}
+    best = max(signed, key=lambda index: signed[index])
     found = _alone(reports[best], measured[best])
     if len(measured) > 1:
-        count = len(reports)
-        return f"Of {count} models, {names[best]} comes closest to the dense quality: it {found}"
+        models = f"Of {len(reports)} models"
+        return f"{models}, {names[best]} comes closest to the dense quality: it {found}"
     only = "" if len(small) == 1 else f", of {len(small)} conversions the only one measured,"
     return f"{names[best]}{only} {found}"
 
@@ -108,12 +106,6 @@ def _quality(report: ModelReport, metric: Metric) -> str:
         return f"{text}; the interval of the difference, {ends}, holds 0)"
     level = f"{found.interval.level:.0%} interval"
     return f"{text}; difference {fmt.signed_text(found.value)}, {level} {ends})"
-
-
-# Errors of layers by block and role, as a table of shades.
-
-
-_LIGHTEST, _DARKEST = 4, 62  # per cent; darker shades would take the contrast from the numbers
 
 
 class Shade(NamedTuple):
@@ -162,17 +154,14 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low)
 
 
-COLOURS = 8
+def render_html(reports: Sequence[ModelReport]) -> str:
+    """Renders models as a page; the same reports always give the same text.
 
-
-def _page(reports: Sequence[ModelReport]) -> dict[str, Any]:
-    """What the page shows, worked out so that its template only has to place it."""
+    What the page shows is worked out here, so that its template only has to place it.
+    """
     names = [short_name(report, reports) for report in reports]
-    sections = [
-        _section(report, name, index)
-        for index, (report, name) in enumerate(zip(reports, names, strict=True))
-    ]
-    return {
+    sections = list(map(_section, reports, names, range(len(reports))))
+    page = {
         "title": names[0] if len(names) == 1 else f"{len(names)} models side by side",
         "verdict": _sentence(verdict(reports, names)),
         "sections": sections,
@@ -181,6 +170,7 @@ def _page(reports: Sequence[ModelReport]) -> dict[str, Any]:
         "pictures": _pictures(sections),
         "published": published(reports),
     }
+    return _template().render(page=page, version=tcompress.__version__)
 
 
 def _sentence(text: str) -> str:
@@ -224,16 +214,12 @@ def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
                 "role": role,
                 "layers": len(group),
                 "structures": list(dict.fromkeys(layer.structure for layer in group)),
-                "parameters": _sum([layer.parameters for layer in group]),
-                "bytes": _sum(sizes) if len(sizes) == len(group) else None,
-                "macs": _sum([layer.macs for layer in group]),
+                "parameters": Amount.sum_of(layer.parameters for layer in group),
+                "bytes": Amount.sum_of(sizes) if len(sizes) == len(group) else None,
+                "macs": Amount.sum_of(layer.macs for layer in group),
             }
         )
     return rows
-
-
-def _sum(amounts: Sequence[Amount]) -> Amount:
-    return Amount.of(sum(item.dense for item in amounts), sum(item.now for item in amounts))
 
 
 def _pictures(sections: Sequence[dict[str, Any]]) -> list[Markup]:
@@ -255,11 +241,11 @@ def _pictures(sections: Sequence[dict[str, Any]]) -> list[Markup]:
     write = (lambda share: f"{share:.0%}") if one else fmt.count_text
     main = next((metric for metric in metrics if metric is not None), None)
     speed = next((speed for speed in speeds if speed is not None), None)
-    pictures = [_picture(sizes, words, main, write)]
+    pictures = _picture(sizes, words, main, write)
     if speed is not None:
         words = f"time of a pass ({fmt.pass_text(speed)})"
-        pictures.append(_picture(times, words, main, lambda value: f"{fmt.tick_text(value)} ms"))
-    return [picture for picture in pictures if picture is not None]
+        pictures += _picture(times, words, main, lambda value: f"{fmt.tick_text(value)} ms")
+    return pictures
 
 
 def _dots(section: dict[str, Any], metric: Metric, cost: float, dense_cost: float) -> list[Dot]:
@@ -273,7 +259,7 @@ def _dots(section: dict[str, Any], metric: Metric, cost: float, dense_cost: floa
 
 def _picture(
     dots: list[Dot], costs: str, metric: Metric | None, write: Callable[[float], str]
-) -> Markup | None:
+) -> list[Markup]:
     """Draws models with one dot of each baseline, and none of one that is itself a model here."""
     shown = [dot for dot in dots if dot.mark]
     for dot in (dot for dot in dots if not dot.mark):
@@ -281,16 +267,8 @@ def _picture(
         if not any(dot.name == item.name or same == (item.cost, item.quality) for item in shown):
             shown.append(dot)
     if len(shown) < 2 or metric is None:
-        return None
-    return trade_off(shown, costs, metric.name, write, metric.higher_is_better)
-
-
-# One HTML file with everything in it: no script, no font, no request to anywhere.
-
-
-def render_html(reports: Sequence[ModelReport]) -> str:
-    """Renders models as a page; the same reports always give the same text."""
-    return _template().render(page=_page(reports), version=tcompress.__version__)
+        return []
+    return [trade_off(shown, costs, metric.name, write, metric.higher_is_better)]
 
 
 def _plain(value: Any) -> str:
@@ -302,9 +280,8 @@ def _plain(value: Any) -> str:
 def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    layout = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(autoescape=True, undefined=StrictUndefined, **layout)
     environment.filters |= {
         "bytes": fmt.bytes_text,
         "count": fmt.count_text,
@@ -328,11 +305,7 @@ def _template() -> Template:
 
 
 def check_target(path: Path) -> None:
-    """Refuses a file that cannot or should not be written.
-
-    Raises:
-        InputError: It is a folder, its folder is missing, or it is a file of another kind.
-    """
+    """Refuses a page that cannot be written, or would take the place of another kind of file."""
     check_file(path)
     if path.exists() and path.suffix.lower() not in (".html", ".htm"):
         raise InputError(
@@ -341,11 +314,7 @@ def check_target(path: Path) -> None:
 
 
 def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
-    """Writes models as a page: beside an older one first, then in its place.
-
-    Raises:
-        InputError: The file cannot be written there.
-    """
+    """Writes models as a page; an older one is replaced."""
     target = Path(path).expanduser()
     check_target(target)
     text = render_html(reports)

@@ -77,10 +77,9 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
         "size": _best(rows, lambda row: row.parameters, higher),
         "time": _best(rows, lambda row: row.milliseconds, higher),
     }
-    marked = [
-        row.model_copy(update={"front": tuple(cost for cost in best if row.name in best[cost])})
-        for row in rows
-    ]
+    fronts = [tuple(cost for cost in best if row.name in best[cost]) for row in rows]
+    pairs = zip(rows, fronts, strict=True)
+    marked = [row.model_copy(update={"front": front}) for row, front in pairs]
     sign = -1 if higher else 1
     return FrontReport(
         metric=None if metric is None else metric.name,
@@ -129,12 +128,10 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
         "ratio": lambda row: fmt.ratio_text(row.ratio),
         "before": lambda row: _optional(row.converted, fmt.value_text),
         "time": lambda row: _optional(row.milliseconds, fmt.milliseconds_text),
-        "seconds": lambda row: _optional(row.seconds, lambda value: f"{value:,.1f}"),
+        "seconds": lambda row: _optional(row.seconds, "{:,.1f}".format),
     }
     shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}
-    table = _table("model")
-    for name in shown:
-        table.add_column(name, justify="right", overflow="fold")
+    table = _table("model", right=tuple(shown))
     costs = [cost for cost in _MARKS if cost == "size" or found.timed]
     for row in found.rows:
         marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in costs)
@@ -146,9 +143,8 @@ def plan_table(
     planned: Sequence[tuple[str, Plan, Estimate]], stopped: Sequence[tuple[str, str]] = ()
 ) -> RenderableType:
     """Renders what conversions would do, and names and reasons of those that cannot be planned."""
-    table = _table("model")
-    for name in ("kept", "parameters", "bytes", "left dense", "peak memory", "conversion"):
-        table.add_column(name, justify="right")
+    names = ("kept", "parameters", "bytes", "left dense", "peak memory", "conversion")
+    table = _table("model", right=names)
     for name, plan, costs in planned:
         table.add_row(
             name,
@@ -204,8 +200,8 @@ def _stopped(stopped: Sequence[tuple[str, str]]) -> list[RenderableType]:
     return [table] if stopped else []
 
 
-def _table(*names: str) -> Table:
+def _table(*names: str, right: Sequence[str] = ()) -> Table:
     table = empty_table()
-    for name in names:
-        table.add_column(name, overflow="fold")
+    for name in (*names, *right):
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table

@@ -7,14 +7,12 @@ from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
-from tcompress.artifact.manifest import Metric, Speed
+from tcompress.artifact.manifest import Metric
 from tcompress.options.method_options import Budget
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, metric_key, other_baseline
-
-# Lines about a model: a label with what was before, what is now, and their ratio.
 
 
 class Row(NamedTuple):
@@ -40,14 +38,13 @@ def rows_of(
         if any(item.init == "random" for item in shown):
             rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
+    beside = others if facts else ()
     if report.depth is not None:
         rows += depth_rows(report.depth)
-    elif facts and any(other.depth is not None for other in others):
+    elif any(other.depth is not None for other in beside):
         rows.append(Row("blocks"))
-    if report.attention:
+    if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
-    elif facts and any(other.attention for other in others):
-        rows.append(Row("attention"))
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif facts:
@@ -70,7 +67,14 @@ def rows_of(
         rows.append(Row("healed" if healed else "trained", healed_text(report)))
     rows += _metrics(report, shown)
     machines = {fmt.machine_text(speed) for item in shown for speed in item.speed}
-    return rows + [_speed(speed, several=len(machines) > 1) for speed in report.speed]
+    for speed in report.speed:
+        mode = "time" if speed.mode == "eager" else speed.mode
+        machine = f", {fmt.machine_text(speed)}" if len(machines) > 1 else ""
+        label = f"{mode} B={speed.batch} T={speed.length}{machine}"
+        times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+        noisy = " ?" if speed.is_noisy else ""
+        rows.append(Row(label, *times, fmt.ratio_text(speed.ratio, 2) + noisy))
+    return rows
 
 
 def depth_rows(depth: DepthPlan) -> list[Row]:
@@ -139,17 +143,6 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     return rows
 
 
-def _speed(speed: Speed, several: bool) -> Row:
-    mode = "time" if speed.mode == "eager" else speed.mode
-    machine = f", {fmt.machine_text(speed)}" if several else ""
-    label = f"{mode} B={speed.batch} T={speed.length}{machine}"
-    now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    return Row(label, now, dense, fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""))
-
-
-# What a budget was, how it was shared out, and what that is predicted to cost.
-
-
 _SHARED = {
     "uniform": "alike for all layers",
     "loss": "by predicted loss",
@@ -164,8 +157,7 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     rows = [Row("budget", str(Budget(budget.kind, budget.limit))), Row("", _SHARED[budget.chosen])]
     if budget.error is not None:
         rows.append(Row("predicted error", fmt.error_text(budget.error)))
-    others = _other_errors(budget).items()
-    rows += [Row(f"  {name}", fmt.error_text(error)) for name, error in others]
+    rows += [Row(f"  {name}", fmt.error_text(e)) for name, e in _other_errors(budget).items()]
     least = budget.tried.get(budget.taken or "")
     for name, change in budget.tried.items():
         label = "  change of output, " + ("as predicted" if name == "auto" else f"{name} alone")
@@ -182,14 +174,10 @@ def _other_errors(budget: BudgetPlan) -> dict[str, float]:
     return errors
 
 
-# Published numbers with ours beside them.
-
-
 class Published(NamedTuple):
-    """A published number: of which model, what was measured, and where it stands.
+    """A published number, with that of our model of this kind where one was measured.
 
-    Ours is that of our model of this kind, where one was measured; of several each with its name,
-    or their mean where the published number is one.
+    Of several models each stands with its name, or their mean where the published number is one.
     """
 
     row: str
@@ -228,16 +216,12 @@ def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
 
 
 def _ours(row: PaperRow, report: ModelReport) -> float | None:
-    metrics = [metric for metric in report.metrics if metric.name == row.metric]
-    if not metrics:
+    own = next((metric for metric in report.metrics[::-1] if metric.name == row.metric), None)
+    if own is None:
         return None
-    own = metrics[-1]
     # Papers that count in percent get ours in percent; errors are no shares of anything.
     percent = own.higher_is_better and row.value > 1 and 0 <= own.value <= 1
     return own.value * (100 if percent else 1)
-
-
-# The models of a page side by side.
 
 
 class Cell(NamedTuple):
@@ -267,10 +251,8 @@ def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     when = ", before training" if any(report.training for report in reports) else ""
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     errors = {kind: f"mean {fmt.error_name(kind)}{when}" for kind in kinds}
-    columns = [
-        _column(report, metric, macs, errors, quality)
-        for report, metric in zip(reports, metrics, strict=True)
-    ]
+    pairs = zip(reports, metrics, strict=True)
+    columns = [_column(report, metric, macs, errors, quality) for report, metric in pairs]
     labels = [label for label in columns[0] if any(column[label].value for column in columns)]
     if shows_dense(reports):
         columns.insert(0, _dense_column(reports[0], metrics[0], macs))
@@ -284,24 +266,23 @@ def _column(
     calibration, start = calibration_text(report), start_text(report)
     facts = [report.family, *([start] if start else [])]
     facts += [f"calibration {calibration}"] if calibration else []
-    disk, depth = report.bytes_on_disk, report.depth
-    most_telling = next(iter(report.errors), None)
+    disk, depth, own = report.bytes_on_disk, report.depth, dict(list(report.errors.items())[:1])
+    share = f"{disk.kept:.1%}" if disk.kept != 1 else ""
+    measured = Cell()
+    if metric is not None:
+        note = "" if metric.interval is None else fmt.interval_text(metric.interval)
+        measured = Cell(fmt.value_text(metric.value), note)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
         "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
-        "bytes on disk": Cell(
-            fmt.bytes_text(disk.now), f"{disk.kept:.1%}" if disk.kept != 1 else ""
-        ),
+        "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
-        **{
-            label: Cell(fmt.error_text(report.errors[kind]) if kind == most_telling else "")
-            for kind, label in errors.items()
-        },
+        **{text: Cell(fmt.error_text(own[k]) if k in own else "") for k, text in errors.items()},
         "trained": Cell(healed_text(report)),
-        quality: _quality(metric),
+        quality: measured,
         "difference to dense": _difference(report, metric),
         "best speed": _best_speed(report),
     }
@@ -350,13 +331,6 @@ def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:
         others = [f"{name} {fmt.error_text(e)}" for name, e in _other_errors(budget).items()]
         error = Cell(fmt.error_text(budget.error), "; ".join(others))
     return {"budget": limit, "predicted error": error}
-
-
-def _quality(metric: Metric | None) -> Cell:
-    if metric is None:
-        return Cell()
-    note = "" if metric.interval is None else fmt.interval_text(metric.interval)
-    return Cell(fmt.value_text(metric.value), note)
 
 
 def _difference(report: ModelReport, metric: Metric | None) -> Cell:

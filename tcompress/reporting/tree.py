@@ -34,6 +34,12 @@ class Amount(_Node):
         """Builds an amount with its ratio; nothing of nothing is all of it."""
         return cls(dense=dense, now=now, kept=now / dense if dense else 1.0, **more)
 
+    @classmethod
+    def sum_of(cls, amounts: Iterable[Amount]) -> Any:
+        """Adds amounts up."""
+        pairs = [(item.dense, item.now) for item in amounts]
+        return cls.of(sum(dense for dense, _ in pairs), sum(now for _, now in pairs))
+
 
 class Macs(Amount):
     """Multiply-adds for one token in a sequence of `length`; see `model_report.macs_per_token`."""
@@ -117,15 +123,11 @@ def mean_errors(layers: Iterable[LayerReport]) -> dict[str, float]:
     return {kind: sum(errors) / len(errors) for kind, errors in found.items() if errors}
 
 
-# Which numbers stand for a set of models, and which models no other one beats.
-
-
 _Item = TypeVar("_Item")
 
 _SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
 
-ALIKE = 0.005
-"""Part of a cost that is no difference."""
+ALIKE = 0.005  # part of a cost that is no difference
 
 
 def metric_key(metric: Metric) -> tuple[str, ...]:
@@ -183,8 +185,5 @@ def unbeaten(
         return one[0] < other[0] if better == 0 else better > 0 and one[0] <= other[0] * (1 + ALIKE)
 
     places = [place(item) for item in items]
-    return [
-        item
-        for item, own in zip(items, places, strict=True)
-        if not any(beats(other, own) for other in places)
-    ]
+    pairs = zip(items, places, strict=True)
+    return [item for item, own in pairs if not any(beats(other, own) for other in places)]

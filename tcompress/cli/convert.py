@@ -28,17 +28,7 @@ SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion as it was asked for.
-
-    Attributes:
-        model: Name of the dense model, or for people what a recipe describes.
-        convert: What to do.
-        output: Folder to write.
-        force: Replace the folder.
-        access: How to open the model.
-        manner: How to talk.
-        architecture: The model's configuration, where a recipe describes it in place of a name.
-    """
+    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
 
     model: str
     convert: Convert

@@ -77,11 +77,7 @@ def finetune(
 
 
 def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
-    """Settings of a run: those of a recipe, if one is named, changed by options.
-
-    Raises:
-        RecipeError: The recipe trains nothing, or an option has a value that is not allowed.
-    """
+    """Settings of a run: those of a recipe, if one is named, changed by options."""
     from tcompress.options import find_recipe, parse_recipe
 
     base = None
@@ -118,8 +114,7 @@ def _is_main_process() -> bool:
 def _one_voice() -> Iterator[None]:
     """Leaves it to the main process to report what all processes meet.
 
-    Others wait for it: launchers end all processes as soon as one ends, and the first to find what
-    is wrong is often not the main one. What it alone has found a process reports itself.
+    Launchers end all processes as soon as one ends, so the others wait; then they report too.
     """
     try:
         yield

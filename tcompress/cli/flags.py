@@ -29,12 +29,7 @@ def examples(*lines: str) -> str:
 
 
 class Only:
-    """Of a model's options those that a command takes.
-
-    Args:
-        *names: Their flags.
-        panel: Their heading in the help, where it is not their own.
-    """
+    """Of a model's options those that a command takes, by flag, and another heading for them."""
 
     def __init__(self, *names: str, panel: str | None = None) -> None:
         self.names, self.panel = names, panel
@@ -74,15 +69,8 @@ def command(
     """Adds a command whose flags are the options of the models that a function takes.
 
     A parameter `options: Evaluate` gets the model; `said: Given[Evaluate]` what was typed, to be
-    put over what a recipe says. Problems of all models are one error.
-
-    Args:
-        app: The program.
-        name: Name of the command.
-        *lines: Examples, for the end of its help.
-        panels: Headings of the help in their order, where there are so many flags that of each
-            only what stands before a semicolon is shown.
-        **settings: Passed on to Typer.
+    put over what a recipe says. Problems of all models are one error. `lines` are examples; with
+    `panels`, headings in their order, help shows what stands before a semicolon alone.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:

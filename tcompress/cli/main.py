@@ -51,10 +51,7 @@ _COMMANDS = {
 
 
 def program(typed: Sequence[str] | None = None) -> typer.Typer:
-    """Makes the program; of what was `typed` only the command asked for is imported.
-
-    Help takes no time then.
-    """
+    """Makes the program; of commands that which is `typed` alone is imported: help is quick."""
     app = typer.Typer(
         name="tcompress",
         help="Compress pretrained transformers with tensor methods.",
@@ -112,11 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """Treats SIGTERM as Ctrl-C, so that all that can go on later says so and keeps its state.
-
-    Yields:
-        The signals that came.
-    """
+    """Treats SIGTERM as Ctrl-C, so that what can go on later keeps its state; lists the signals."""
     heard: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:

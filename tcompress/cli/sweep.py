@@ -35,8 +35,7 @@ DETAIL = (
 )
 
 Measured = Annotated[
-    Given[Evaluate],
-    Only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED),
+    Given[Evaluate], Only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED)
 ]
 _DATA = ("--calib", "--calib-samples", "--calib-columns")
 OfAll = Annotated[Given[Convert], Only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
@@ -113,8 +112,7 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
     if not given & {"task", "data"}:
         name = measured.fields[next(iter(measured.texts))].name
         raise RecipeError(
-            f"`{name}` belongs to a measurement, and none is asked for",
-            "add `--task` and `--data`",
+            f"`{name}` belongs to a measurement, and none is asked for", "add `--task` and `--data`"
         )
     if not {"task", "data"} <= given:
         there, lacking = ("--data", "--task") if "data" in given else ("--task", "--data")

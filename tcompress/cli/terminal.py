@@ -97,10 +97,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Lets work go on where nobody reads stdout or stderr any more, as behind `| head`.
-
-    What is still written is thrown away, here and when the program ends.
-    """
+    """Lets work go on where nobody reads stdout or stderr any more, as behind `| head`."""
     before = sys.stdout, sys.stderr
     # A stream that was closed before the program began is None.
     streams = [stream and _Outliving(stream) for stream in before]
@@ -168,14 +165,7 @@ def relative(folder: Path) -> Path:
 
 
 def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
-    """Keeps other libraries' log lines and progress bars off the terminal.
-
-    Has to run before they are imported.
-
-    Args:
-        verbose: Leave them as they are.
-        downloads: Show the bars of downloads all the same.
-    """
+    """Keeps the log lines and bars of libraries, not yet imported, off the terminal."""
     if verbose:
         return
     warnings.simplefilter("ignore")
@@ -267,11 +257,7 @@ def describe(error: BaseException) -> Failure:
 
 
 def report_failure(error: BaseException, *, as_json: bool) -> int:
-    """Prints what went wrong, as JSON to stdout too where that is asked for.
-
-    Returns:
-        The exit code.
-    """
+    """Prints what went wrong, as JSON to stdout too if asked for, and returns the exit code."""
     from rich.text import Text
 
     failure = describe(error)
@@ -289,10 +275,7 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str | None:
-    """Returns a hint that names the closest known word, if one is close.
-
-    A word that goes on where a known one ends, such as `--calibration` for `--calib`, means it.
-    """
+    """Names the closest known word, if one is close; `--calibration` is close to `--calib` too."""
     words = {name.lower(): name for name in known}
     typed = word.lower()
     begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)

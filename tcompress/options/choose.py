@@ -67,16 +67,10 @@ def conversion(
     structure: str | None = None,
     typed: Given[Any] | None = None,
 ) -> Convert:
-    """Puts what was said of a conversion over what a recipe says.
+    """Puts what was said of a conversion, as a recipe would hold it, over what a recipe says.
 
-    Args:
-        said: Nested plain data, of what was said alone; `method` may name an attention replacement.
-        recipe: What it overrides.
-        structure: Method for the weights beside an attention replacement.
-        typed: What it was typed as, for messages.
-
-    Raises:
-        RecipeError: An option does not apply to the method, or its value is not allowed.
+    `said["method"]` may name an attention replacement, `structure` then the method for the weights;
+    what was `typed` is for messages, which call options by keywords without it.
     """
     speech, said = _Speech(typed), dict(said)
     base: Said = recipe.convert.model_dump(mode="json") if recipe else {"calibration": {}}

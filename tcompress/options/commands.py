@@ -247,17 +247,10 @@ class Swept(FromRecipe, Changes):
     """What `sweep` measures, beside what recipes say of cells."""
 
     finetune_steps: int | None = option(
-        None,
-        "heal every model for so many steps; measure before and after",
-        panel=CELLS,
-        gt=0,
+        None, "heal every model for so many steps; measure before and after", panel=CELLS, gt=0
     )
     train_data: tuple[str, ...] = option(
-        (),
-        "unlabelled data to heal on; default what ships",
-        panel=CELLS,
-        splits=False,
-        **DATASET,
+        (), "unlabelled data to heal on; default what ships", panel=CELLS, splits=False, **DATASET
     )
     bench: bool = option(False, "time every model beside the dense one too", panel=MEASURED)
 

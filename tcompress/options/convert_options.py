@@ -113,10 +113,7 @@ class Embeddings(Section):
         ..., "structure of the word embedding", "--embeddings", whole=True, metavar="METHOD"
     )
     target: float | None = option(
-        None,
-        "kept fraction of the word embedding",
-        "--embedding-target",
-        **FRACTION,
+        None, "kept fraction of the word embedding", "--embedding-target", **FRACTION
     )
 
     @model_validator(mode="after")
@@ -248,10 +245,7 @@ class Convert(Section):
         panel=GOAL,
     )
     residual_rank: int = option(
-        0,
-        "rank of a low-rank summand; 0 leaves it to the budget",
-        panel=METHOD,
-        ge=0,
+        0, "rank of a low-rank summand; 0 leaves it to the budget", panel=METHOD, ge=0
     )
     keep: tuple[str, ...] = option(
         (),

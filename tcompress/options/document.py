@@ -33,16 +33,7 @@ _PLAIN: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        line: Line in the file, from 1.
-        text: What is wrong and what is allowed.
-        key: The key it is about, empty for the file as a whole.
-        column: Column, from 1, where the text could not be read at all.
-        found: What stands there, where the value is what is wrong.
-        allowed: What may stand there, and what was meant, if that can be told.
-    """
+    """One thing that is wrong: where, what was found, and what is allowed."""
 
     line: int
     text: str
@@ -65,14 +56,7 @@ class Unreadable(Exception):
 
 @dataclass
 class Document:
-    """A document as plain data.
-
-    Attributes:
-        data: Dictionaries, lists, text, numbers, booleans, None.
-        nodes: Every value as it was written.
-        lines: Line of every value, from 1.
-        problems: Keys that are given twice; the first one counts.
-    """
+    """A document as plain data, with nodes and lines (from 1) by key, and keys given twice."""
 
     data: Any = None
     nodes: dict[Key, Node] = field(default_factory=dict)
@@ -117,11 +101,7 @@ for _name, _pattern, _first in _PLAIN:
 
 
 def read_document(text: str) -> Document:
-    """Reads YAML or JSON.
-
-    Raises:
-        Unreadable: There is nothing to read, or it is not valid YAML; says where.
-    """
+    """Reads YAML or JSON, or raises `Unreadable`, which says where."""
     document = Document()
     if len(text) > _MOST_CHARACTERS:
         most = f"{_MOST_CHARACTERS:,} are the most"
@@ -147,10 +127,7 @@ def read_document(text: str) -> Document:
 
 
 def _as_yaml(text: str) -> str:
-    """Rewrites what is valid in JSON but not in YAML: tabs between, and rare characters in strings.
-
-    Lines stay as they are.
-    """
+    """Escapes, on their lines, tabs and rare characters that JSON allows and YAML does not."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -80,11 +80,7 @@ class Flag:
 def option(default: Any, description: str, *names: str, **given: Any) -> Any:
     """Declares an option: a pydantic field that says how it is typed too.
 
-    Args:
-        default: Its default; `...` where it must be given.
-        description: What it is, for help and reference: no capital, no full stop.
-        *names: Its flags, where they are not made of its name.
-        **given: Attributes of `Flag`, and keywords of `pydantic.Field` such as bounds.
+    `given` are attributes of `Flag` and keywords of `pydantic.Field`.
     """
     kept = {name: given.pop(name) for name in Flag.__dataclass_fields__ if name in given}
     return Field(default, description=description, json_schema_extra=Flag(names, **kept), **given)
@@ -110,15 +106,7 @@ Device = Annotated[
 
 @dataclass(frozen=True)
 class Typed:
-    """A field as it is typed.
-
-    Attributes:
-        place: Where its value sits in the model.
-        info: The field.
-        flag: How it is typed.
-        annotation: Its type.
-        owners: Names of the methods that it belongs to, if it does not belong to all.
-    """
+    """A field as it is typed, where it sits in its model, and the methods that alone have it."""
 
     place: Place
     info: FieldInfo

@@ -19,11 +19,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def recipe_text(name: str) -> str:
-    """Returns the text of a recipe that ships, with its comments.
-
-    Raises:
-        RecipeError: There is no such recipe; the message lists those there are.
-    """
+    """Returns the text of a recipe that ships; `RecipeError` lists those there are."""
     shipped, name = _shipped(), name.removesuffix(_SUFFIX)
     if name in shipped:
         return shipped[name].read_text("utf-8")
@@ -40,9 +36,6 @@ def find_recipe(name_or_path: str) -> tuple[str, str]:
 
     Returns:
         The text, and where it is from, for messages.
-
-    Raises:
-        RecipeError: There is neither such a file nor such a recipe, or it cannot be read.
     """
     name = name_or_path.removesuffix(_SUFFIX)
     path = Path(name_or_path).expanduser()
@@ -55,16 +48,7 @@ def find_recipe(name_or_path: str) -> tuple[str, str]:
 
 
 def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
-    """Copies a recipe that ships, with its comments.
-
-    Args:
-        name: Name out of `recipe_names()`.
-        target: File to write, or a folder, where the file is called after the recipe.
-        force: Overwrite a file.
-
-    Returns:
-        The file that was written.
-    """
+    """Copies a recipe that ships to a file, or into a folder, and returns the file."""
     text = recipe_text(name)
     path = Path(target).expanduser()
     try:
@@ -84,11 +68,7 @@ def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
 
 
 def read_text(path: str | Path) -> str:
-    """Reads a recipe file.
-
-    Raises:
-        RecipeError: There is no such file, or it is not UTF-8 text.
-    """
+    """Reads a recipe file."""
     file = Path(path).expanduser()
     try:
         return file.read_text("utf-8-sig")

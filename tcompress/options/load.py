@@ -23,15 +23,9 @@ _UPDATE = "update tcompress: `pip install --upgrade tcompress`"
 
 
 def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe from text.
+    """Reads a recipe from YAML or JSON; `RecipeError` lists all problems, with their lines.
 
-    Args:
-        text: YAML or JSON.
-        origin: Name of the file, for messages.
-        changes: Options that the file was changed by; messages name them, and no lines of the file.
-
-    Raises:
-        RecipeError: The recipe is wrong; lists all problems with their lines.
+    `origin` names the file in messages, `changes` options that changed it.
     """
     recipe, _, problems = _judged(text, origin)
     if recipe is None or problems:
@@ -116,13 +110,7 @@ def _failure(
 
 
 def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe") -> Recipe:
-    """Changes values of a recipe.
-
-    Args:
-        recipe: The recipe.
-        changes: Pairs such as `finetune.steps=200`; values are YAML.
-        origin: Name of its file, for messages.
-    """
+    """Changes values of a recipe by pairs such as `finetune.steps=200`; values are YAML."""
     pairs = {}
     for change in changes:
         key, equals, value = change.partition("=")
@@ -143,13 +131,7 @@ def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe"
 
 
 def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe") -> Recipe:
-    """Makes the changes of variants, in the order given; what is written is named after them.
-
-    Args:
-        recipe: The recipe.
-        names: Names under its key `variants`.
-        origin: Name of its file, for messages.
-    """
+    """Makes the changes of variants, in their order; what is written is named after them."""
     for name in names:
         if name not in recipe.variants:
             has = f"it has {quoted(recipe.variants)}" if recipe.variants else "it has none"
@@ -172,15 +154,7 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
 
 
 def check_recipe(text: str, origin: str) -> str | None:
-    """Reads a recipe and makes the changes of every variant, also of one that is wrong itself.
-
-    Returns:
-        Its name.
-
-    Raises:
-        RecipeError: It is wrong, or what a variant changes is; lists all problems, those of the
-            recipe itself once.
-    """
+    """Checks a recipe and each of its variants, even if it is wrong itself; returns its name."""
     _, data, problems = _judged(text, origin)
     wrong = [_failure(origin, problems, COMPARE).message] if problems else []
     known = {(problem.key, problem.text) for problem in problems}

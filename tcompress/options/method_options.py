@@ -256,12 +256,7 @@ Bytes = (
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit.
-
-    Attributes:
-        kind: The option that sets it.
-        limit: A fraction, a number of parameters or bytes, or a relative error.
-    """
+    """A limit: the option that sets it, and its number (of an error or fraction, or a count)."""
 
     kind: BudgetKind
     limit: float

@@ -32,16 +32,9 @@ def read(
     said: Callable[[Problem], str] | None = None,
     hint: str | None = None,
 ) -> M:
-    """Reads values into a model, by the rules of recipes wherever they come from.
+    """Reads values by name into a model, by the rules of recipes; an error names all problems.
 
-    Args:
-        kind: The model.
-        values: Values by name; models, tuples and paths are what a recipe would write for them.
-        said: Puts what is wrong into words; default by the names of keywords.
-        hint: What to do about it.
-
-    Raises:
-        RecipeError: Something is wrong; the message says all that is.
+    `said` puts a problem into words, by default with the names of keywords; `hint` is what to do.
     """
     text = json.dumps(as_plain(values), ensure_ascii=False)
     if half := _HALF.search(text):  # of a name in bytes that are not UTF-8
@@ -69,10 +62,7 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def as_plain(value: Any, *, named: bool = True) -> Any:
-    """Writes a value as a recipe would; what recipes cannot say becomes text, which is refused.
-
-    A bare name, as in `method: svd`, stands for a method without options if `named`.
-    """
+    """Writes a value as a recipe would; `named`: a bare `method: svd` is one without options."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):
@@ -120,14 +110,7 @@ def _of_keywords(problem: Problem) -> str:
 
 @dataclass
 class Given(Generic[M]):
-    """What was typed of one model's options.
-
-    Attributes:
-        kind: The model.
-        command: The command, for hints.
-        texts: What was typed, by place; switches are booleans.
-        fields: How the model's fields are typed, by place.
-    """
+    """What was typed of one model's options, by place; switches are booleans."""
 
     kind: type[M]
     command: str = ""
@@ -140,11 +123,7 @@ class Given(Generic[M]):
         return f"see `tcompress {self.command} --help`"
 
     def values(self) -> dict[str, Any]:
-        """Returns what was typed as nested plain data.
-
-        Raises:
-            RecipeError: Something cannot be read; names all of it.
-        """
+        """Returns what was typed as nested plain data; an error names all that cannot be read."""
         found: dict[str, Any] = {}
         problems = []
         for place, texts in self.texts.items():
@@ -167,11 +146,7 @@ class Given(Generic[M]):
         return found
 
     def read(self, values: Mapping[str, Any] | None = None) -> M:
-        """Reads what was typed, or the nested plain data that it was made part of.
-
-        Raises:
-            RecipeError: Something is not allowed; names flags and says all that is wrong.
-        """
+        """Reads what was typed, or the nested plain data that it was made part of."""
         data = self.values() if values is None else values
         return read(self.kind, data, said=self._said, hint=self.hint)
 

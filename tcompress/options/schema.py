@@ -67,10 +67,7 @@ class Sweep(Section):
         read=read_methods,
     )
     targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = option(
-        (0.5, 0.25),
-        "kept fractions of the rewritten layers",
-        metavar="N,N,...",
-        min_length=1,
+        (0.5, 0.25), "kept fractions of the rewritten layers", metavar="N,N,...", min_length=1
     )
     keep_models: bool = option(
         True, "whether models are kept once they are measured; numbers always are", panel="Output"

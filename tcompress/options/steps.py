@@ -65,10 +65,7 @@ class Finetune(Section):
     panel = RUNNING
 
     task: TrainingTask | None = option(
-        None,
-        "task to learn; without one the model is healed",
-        panel=LEARNING,
-        metavar="NAME",
+        None, "task to learn; without one the model is healed", panel=LEARNING, metavar="NAME"
     )
     data: TrainingData = Field(TrainingData(), description="training data")
     teacher: str = option(
@@ -199,9 +196,7 @@ class Evaluate(Section):
         **DATASET,
     )
     split: str = option(
-        "validation",
-        "split of a folder or dataset, or part of an archive or a series",
-        panel=DATA,
+        "validation", "split of a folder or dataset, or part of an archive or a series", panel=DATA
     )
     columns: dict[str, str] = option({}, _COLUMNS, panel=DATA, metavar="ROLE=NAME")
     limit: int | None = option(None, "most examples, drawn by the seed", panel=DATA, gt=0, le=10**9)

@@ -140,12 +140,7 @@ def _bounds(fragment: Fragment) -> str:
 def explain(
     errors: Iterable[Mapping[str, Any]], document: Document, schema: Fragment
 ) -> list[Problem]:
-    """Turns validation errors, as pydantic lists them, into problems.
-
-    Returns:
-        One problem for each key; a required key that is missing because its name is misspelt
-        makes one problem, not two.
-    """
+    """Turns validation errors, as pydantic lists them, into one problem for each key."""
     work = _Explanation(document, schema)
     # Unknown keys first: they may explain the missing ones.
     for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):
@@ -248,11 +243,7 @@ class _Explanation:
 
 
 def _locate(loc: Sequence[str | int], schema: Fragment) -> tuple[Key, Fragment]:
-    """Finds the key and the part of the schema that an error is about.
-
-    Steps that are no part of the document (pydantic inserts the name of the member of a union)
-    are left out of the key.
-    """
+    """Finds the key of an error, without names of union members, and its part of the schema."""
     key: list[str | int] = []
     here = resolve(schema, schema)
     for step in loc:

@@ -50,10 +50,7 @@ from tcompress.reporting.tree import ModelReport
 from tcompress.structures import structures
 from tcompress.training.setup import check_run
 
-STATE = ".sweep"
-"""Folder inside the output with what is known so far."""
-
-# The cells of a sweep: an ordinary recipe for each method and target.
+STATE = ".sweep"  # folder inside the output with what is known so far
 
 
 @dataclass(frozen=True)
@@ -87,11 +84,7 @@ def default_methods() -> tuple[str, ...]:
 
 
 def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
-    """Lists the cells of a recipe with `sweep`; what cannot be planned is refused.
-
-    Raises:
-        PlanError: No cell can be planned.
-    """
+    """Lists the cells of a recipe with `sweep`; if none can be planned, it raises a `PlanError`."""
     cells: list[Cell] = []
     for convert in _conversions(recipe, source):
         if any(cell.recipe.convert == convert for cell in cells):
@@ -111,9 +104,8 @@ def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
             cells.append(Cell(name, said, plan, estimate(plan, source, convert)))
     if all(cell.refusal is not None for cell in cells):
         lines = "".join(f"\n  - {cell.name}: {cell.refusal}" for cell in cells)
-        raise PlanError(
-            f"no cell of the sweep can be done:{lines}", "choose other methods or targets"
-        )
+        text = f"no cell of the sweep can be done:{lines}"
+        raise PlanError(text, "choose other methods or targets")
     return cells
 
 
@@ -141,9 +133,6 @@ def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> 
             return inf
 
     return min(spec.alone(target), key=dense_layers)
-
-
-# What a sweep has found: the models beside the dense one, and what could not be done.
 
 
 @dataclass(frozen=True)
@@ -210,11 +199,6 @@ class Swept:
         """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
         return not self.cells or any(item.status == "failed" for item in self.stopped)
 
-    def write_page(self) -> Path:
-        """Writes the HTML report, the models in the order of the table."""
-        reports = {"dense": self.dense} | {item.cell.name: item.reports[-1] for item in self.cells}
-        return write_html([reports[row.name] for row in self.front.rows], self.page)
-
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
@@ -253,14 +237,12 @@ def _sparse(recipe: Recipe) -> Any:
     return yaml.safe_load(dump_recipe(recipe))
 
 
-# What is known of the models of a sweep: kept as files, so that nothing is measured twice.
-#
-# Identities are chained: that of a model covers the weights and the settings that it comes from,
-# that of a measurement the model too. A changed setting changes those behind it, and no others.
-
-
 class Record(BaseModel):
-    """What is known of one model."""
+    """What is known of one model: kept as a file, so that nothing is measured twice.
+
+    Identities are chained: that of a model covers the weights and the settings that it comes from,
+    that of a measurement the model too. A changed setting changes those behind it, and no others.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -321,9 +303,6 @@ def _stamp(name: str) -> Any:
     return [(str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-# A sweep: every cell is converted, trained and measured; what is done is not done again.
-
-
 def sweep(
     recipe: Recipe,
     source: SourceModel,
@@ -353,12 +332,7 @@ def sweep(
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuses, before any work, what would fail in the end.
-
-    Raises:
-        InputError: A threshold is no number, trained models have no task to be compared by, or the
-            page cannot be written.
-    """
+    """Refuses, before any work, what would fail in the end."""
     if recipe.report is not None:
         check_target(Path(recipe.report).expanduser())
     for item in recipe.evaluate:
@@ -374,10 +348,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 @contextmanager
 def _claimed(folder: Path, force: bool) -> Iterator[None]:
-    """Takes the output for this run; a folder of an earlier sweep may be gone on with.
-
-    Of a run that ends before anything is known, nothing stays.
-    """
+    """Takes the output for this run; of one that ends before anything is known, nothing stays."""
     state = folder / STATE
     check_place(folder)
     if not state.is_dir() and not force:
@@ -388,10 +359,8 @@ def _claimed(folder: Path, force: bool) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise InputError(
-            f"another sweep is writing `{folder}`",
-            "wait for it, or choose another output with `-o`",
-        ) from error
+        hint = "wait for it, or choose another output with `-o`"
+        raise InputError(f"another sweep is writing `{folder}`", hint) from error
     try:
         if force:
             for record in state.glob("*.json"):
@@ -448,8 +417,8 @@ class _Sweep:
     def _models(self, cell: Cell) -> list[Model]:
         """The models of a cell: as converted and, if it is trained, as trained."""
         convert, finetune = cell.recipe.convert, cell.recipe.finetune
-        weights = self.dense.record.identity
-        identity = identity_of(weights, convert, convert.calibration.source)
+        weights, data = self.dense.record.identity, convert.calibration.source
+        identity = identity_of(weights, convert, data)
         models = [self._model(cell.name, identity)]
         if finetune is not None:
             named = [*finetune.data.source, finetune.data.validation or "", finetune.teacher]
@@ -458,7 +427,6 @@ class _Sweep:
         return models
 
     def _measure_dense(self) -> None:
-        """Measures the dense model, unless that is done."""
         model, trust = self.dense, self.source.trust_remote_code
         if model.record.report is None:
             found = report_of(self.source.folder, trust_remote_code=trust)
@@ -481,12 +449,16 @@ class _Sweep:
             if self._lacks(models):
                 self._make(cell, models)
                 self._measure(cell, models)
-            self.done[cell.name] = self._finished(cell, models)
+            wanted, last = self.recipe.evaluate, models[-1]
+            main = [last.record.metrics[last.key(item, item.data)][0] for item in wanted]
+            words = tuple(text for text in map(missed, wanted, main) if text)
+            seconds = tuple(model.record.seconds or 0.0 for model in models)
+            self.done[cell.name] = Done(cell, tuple(map(self._report, models)), seconds, words)
         except (InputError, FitError, TrainingError, RuntimeError) as error:
             # A `RuntimeError` is of torch, such as memory that does not suffice.
-            words = error.message if isinstance(error, TCompressError) else first_line(error)
+            why = error.message if isinstance(error, TCompressError) else first_line(error)
             status: Any = "refused" if isinstance(error, PlanError) else "failed"
-            self.stopped[cell.name] = Stopped(cell.name, status, words)
+            self.stopped[cell.name] = Stopped(cell.name, status, why)
         if self.recipe.sweep is not None and not self.recipe.sweep.keep_models:
             for model in models:
                 with suppress(InputError):  # it holds something of the user's
@@ -508,28 +480,20 @@ class _Sweep:
         return None if key in model.record.speed else key
 
     def _make(self, cell: Cell, models: Sequence[Model]) -> None:
-        """Converts and trains, as far as that is not done."""
-        run_recipe(
-            cell.recipe.model_copy(update={"evaluate": (), "bench": None}),
-            self.source,
-            models[-1].folder,
-            converted=models[0].folder,
-            force=True,  # the folders are the sweep's own
-            token=self.token,
-            progress=self.progress,
-            say=self.say,
-        )
+        """Converts and trains, as far as that is not done; the folders are the sweep's own."""
+        said = cell.recipe.model_copy(update={"evaluate": (), "bench": None})
+        place: dict[str, Any] = {"converted": models[0].folder, "force": True}
+        heard: dict[str, Any] = {"progress": self.progress, "say": self.say}
+        run_recipe(said, self.source, models[-1].folder, token=self.token, **place, **heard)
         for model in models:
             found = report_of(model.folder, trust_remote_code=self.source.trust_remote_code)
             model.record.report = found.model_copy(update={"metrics": (), "speed": ()})
             manifest = read_manifest(model.folder)
             assert manifest is not None  # the conversion wrote it
-            training = manifest.training
-            model.record.seconds = training[-1].seconds if training else manifest.seconds
+            model.record.seconds = [manifest.seconds, *(run.seconds for run in found.training)][-1]
             model.keep()
 
     def _measure(self, cell: Cell, models: Sequence[Model]) -> None:
-        """Measures what is not known yet, quality first."""
         for model in models:
             for item, key in self._unmeasured(model):
                 dense = self.dense.record.baselines[self.dense.key(item, item.data)]
@@ -546,29 +510,13 @@ class _Sweep:
             last.keep()
 
     def _evaluate(self, item: Evaluate, folder: Path, dense: Baseline | None = None) -> ModelScores:
-        found = evaluate(
-            [folder],
-            item,
-            baseline=dense,
-            token=self.token,
-            trust_remote_code=self.source.trust_remote_code,
-            progress=self.progress,
-        )
-        return found[0]
+        trust, said = self.source.trust_remote_code, {"baseline": dense, "token": self.token}
+        shared: dict[str, Any] = {**said, "progress": self.progress}
+        return evaluate([folder], item, trust_remote_code=trust, **shared)[0]
 
     def _tell(self, cell: Cell, notes: Sequence[str]) -> None:
         for note in notes:
             self.say(f"`{cell.name}`: {note}")
-
-    def _finished(self, cell: Cell, models: Sequence[Model]) -> Done:
-        wanted, last = self.recipe.evaluate, models[-1]
-        found = [(item, last.record.metrics[last.key(item, item.data)][0]) for item in wanted]
-        return Done(
-            cell=cell,
-            reports=tuple(map(self._report, models)),
-            seconds=tuple(model.record.seconds or 0.0 for model in models),
-            missed=tuple(words for item, main in found if (words := missed(item, main))),
-        )
 
     def _report(self, model: Model) -> ModelReport:
         """The report of a model with the numbers that this recipe asks for, and no others."""
@@ -583,8 +531,9 @@ class _Sweep:
 
     def _write(self) -> Swept:
         """Compares what is known so far, and writes it."""
-        done = [self.done[cell.name] for cell in self.cells if cell.name in self.done]
-        stopped = [self.stopped[cell.name] for cell in self.cells if cell.name in self.stopped]
+        names = [cell.name for cell in self.cells]
+        done = tuple(self.done[name] for name in names if name in self.done)
+        stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
         dense = self._report(self.dense)
         if done and not dense.metrics:  # the error that others are compared by: it has none
             metric = done[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
@@ -596,17 +545,9 @@ class _Sweep:
             candidates.append(Candidate(name, item.reports[-1], before, seconds))
         front = front_of(candidates)
         page = Path(self.recipe.report or self.folder / "sweep.html").expanduser()
-        found = Swept(
-            self.folder,
-            page,
-            self.source.id,
-            self.recipe,
-            front,
-            dense,
-            tuple(done),
-            tuple(stopped),
-        )
+        found = Swept(self.folder, page, self.source.id, self.recipe, front, dense, done, stopped)
         text = json.dumps({"schema": 1, **found.to_json()}, indent=2, ensure_ascii=False)
         write_text(self.folder / "sweep.json", text)
-        found.write_page()
+        reports = {item.name: item.report for item in candidates}
+        write_html([reports[row.name] for row in front.rows], page)
         return found

@@ -144,7 +144,7 @@ def test_lengths_beyond_the_models(tmp_path: Path) -> None:
     assert inputs.fitting((32, 128)) == (32,)
     assert inputs.fitting((100, 200)) == (64,)
     with pytest.raises(InputError, match="length 65 was asked for, the models have 64 positions"):
-        inputs.allowed((8, 65))
+        inputs.check((8, 65))
 
 
 # -- whole runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -36,11 +35,7 @@ class Bench(BaseModel):
     notes: tuple[str, ...] = ()  # what one should know to read the numbers
 
 
-class _Opened(NamedTuple):
-    """A model on disk, and its name for people."""
-
-    name: str
-    source: SourceModel
+Opened = tuple[str, SourceModel]  # a model on disk, and its name for people
 
 
 def bench(
@@ -65,9 +60,8 @@ def bench(
     device, dtype = pick_device(settings.device), pick_dtype(settings.dtype)
     if "compiled" in settings.mode:
         if settings.keep_weights:
-            raise InputError(
-                "compiled passes use no kept weights", "leave one of the two options out"
-            )
+            hint = "leave one of the two options out"
+            raise InputError("compiled passes use no kept weights", hint)
         paired_timing.require_compiler(device)
     # All errors of names come first.
     pairs = [_pair(name, against, settings, trust_remote_code) for name in models]
@@ -75,15 +69,13 @@ def bench(
     dense: TimedModel | None = None
     with threads(settings.threads):
         for model, baseline, inputs in pairs:
-            fingerprint = baseline.source.store.fingerprint()
+            fingerprint = baseline[1].store.fingerprint()
             if dense is None or dense.source.store.fingerprint() != fingerprint:
                 dense = None  # freed before the next one is loaded
-                dense = TimedModel(
-                    *baseline, load_model(baseline.source, dtype=dtype, device=device)
-                )
+                dense = TimedModel(*baseline, load_model(baseline[1], dtype=dtype, device=device))
             kinds = (tensor.dtype for tensor in dense.model.parameters())
             own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
-            loaded = load_model(model.source, dtype=dtype or own, device=device)
+            loaded = load_model(model[1], dtype=dtype or own, device=device)
             kept = keep_weights(loaded) if settings.keep_weights else None
             timed = TimedModel(*model, loaded, kept)
             timing = PairedTiming(timed, dense, inputs, device, dtype or own, settings, clock)
@@ -94,25 +86,23 @@ def bench(
 
 def _pair(
     name: str, against: str | None, settings: BenchOptions, trust: bool
-) -> tuple[_Opened, _Opened, RandomInputs]:
+) -> tuple[Opened, Opened, RandomInputs]:
     """Opens a model and its baseline, and compares what they take."""
-    model = _Opened(name, open_checked(name, trust=trust))
+    model = open_checked(name, trust=trust)
     if against is None:
-        baseline = baseline_of(model.source, trust)
+        baseline = baseline_of(model, trust)
     else:
-        baseline = _Opened(against, open_checked(against, trust=trust))
-    inputs = RandomInputs.of(model.source, baseline.source)
+        baseline = (against, open_checked(against, trust=trust))
+    inputs = RandomInputs.of(model, baseline[1])
     if settings.length and not inputs.has_length:
-        raise InputError(
-            f"`{name}` reads pictures or sounds, whose length is fixed", "leave `--length` out"
-        )
+        fixed = f"`{name}` reads pictures or sounds, whose length is fixed"
+        raise InputError(fixed, "leave `--length` out")
     if settings.length:
-        inputs.allowed(settings.length)
-    return model, baseline, inputs
+        inputs.check(settings.length)
+    return (name, model), baseline, inputs
 
 
 def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
-    """Times one pair."""
     settings, inputs, model = timing.settings, timing.inputs, timing.model
     if inputs.has_length:
         lengths = settings.length or inputs.fitting(LENGTHS)
@@ -128,32 +118,20 @@ def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     finally:
         wanted = save and bool(found) and local_folder(model.name) is not None
         saved = wanted and save_speed(model.source.folder, found)
-    return Bench(
-        model=model.name,
-        baseline=timing.baseline.name,
-        speed=tuple(found),
-        saved=saved,
-        notes=tuple(_notes(model, timing.baseline)),
-    )
-
-
-def _notes(model: TimedModel, baseline: TimedModel) -> list[str]:
-    notes, kinds = [], [item.source.model_class.__name__ for item in (model, baseline)]
-    if kinds[0] != kinds[1]:
-        notes.append(
-            f"`{model.name}` is a {kinds[0]}, `{baseline.name}` a {kinds[1]}: "
-            "what their heads cost is part of the times"
-        )
+    dense, notes = timing.baseline.name, []
+    kind, other = (item.source.model_class.__name__ for item in (model, timing.baseline))
+    if kind != other:
+        why = "what their heads cost is part of the times"
+        notes.append(f"`{model.name}` is a {kind}, `{dense}` a {other}: {why}")
     if model.kept_bytes is not None:
         stored = sum(parameter.nbytes for parameter in model.model.parameters())
-        notes.append(
-            f"kept weights take {model.kept_bytes:,} bytes of memory beside {stored:,} of "
-            "parameters"
-        )
-    return notes
+        held = f"{model.kept_bytes:,} bytes of memory beside {stored:,} of parameters"
+        notes.append(f"kept weights take {held}")
+    times = tuple(found)
+    return Bench(model=model.name, baseline=dense, speed=times, saved=saved, notes=tuple(notes))
 
 
-def baseline_of(model: SourceModel, trust: bool = False) -> _Opened:
+def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
     """Opens the model that the manifest names, if it is here and as it was.
 
     A random one is made anew; nothing is downloaded.
@@ -165,23 +143,22 @@ def baseline_of(model: SourceModel, trust: bool = False) -> _Opened:
             "name it with `--against`",
         )
     if manifest.source.init == "random":  # what it computes does not matter for its time
-        dense = SourceModel.open(
-            str(model.folder), trust_remote_code=trust, converted=True, seed=manifest.source.seed
-        )
-        return _Opened("dense, at random", dense)
-    name, folder = manifest.source.id, _folder(manifest)
-    if folder is None:
+        folder, seed = str(model.folder), manifest.source.seed
+        dense = SourceModel.open(folder, trust_remote_code=trust, converted=True, seed=seed)
+        return "dense, at random", dense
+    name, place = manifest.source.id, _folder(manifest)
+    if place is None:
         raise InputError(
             f"`{model.id}` was made from `{name}`, which is not on this machine",
             "name it with `--against`: a folder, or a hub id to download",
         )
-    source = open_checked(str(folder), trust=trust)
+    source = open_checked(str(place), trust=trust)
     if source.store.fingerprint() != manifest.source.fingerprint:
         raise InputError(
-            f"`{folder}` no longer holds the weights that `{model.id}` was made from",
-            f"to compare all the same, say `--against {folder}`",
+            f"`{place}` no longer holds the weights that `{model.id}` was made from",
+            f"to compare all the same, say `--against {place}`",
         )
-    return _Opened(name, source)
+    return name, source
 
 
 def _folder(manifest: Manifest) -> Path | None:

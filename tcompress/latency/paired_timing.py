@@ -29,8 +29,6 @@ Seconds = tuple[list[float], list[float]]
 
 WARM_UPS = 2
 
-# Timing two passes in turn, so that whatever slows the machine down slows both.
-
 
 def spread(times: Sequence[float]) -> float | None:
     """Returns the distance of the quartiles over the median; None for fewer than four times."""
@@ -47,9 +45,9 @@ def alternate(
     clock: Clock = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
 ) -> Seconds:
-    """Times two passes in turn, in seconds; who goes first changes with every repeat.
+    """Times two passes in turn, in seconds: what slows the machine down slows both.
 
-    `wait` returns when the device has done all its work.
+    Who goes first changes with every repeat; `wait` returns when the device has done all its work.
     """
     times: Seconds = ([], [])
     passes = list(zip((one, other), times, strict=True))
@@ -64,15 +62,13 @@ def alternate(
     return times
 
 
-# Peak memory of a forward pass: what it allocates itself, weights and inputs not counted.
-#
-# On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
-# profiler's record of every allocation and release; scratch space that a library takes from the
-# system itself, without PyTorch, is not seen. On other devices it is unknown.
-
-
 def peak_bytes(run: Pass, device: torch.device) -> int | None:
-    """Runs a pass once and returns its peak memory, or None where that cannot be known."""
+    """Runs a pass once and returns what it allocates itself at its peak.
+
+    On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
+    profiler's record of every allocation and release; scratch space that a library takes from the
+    system itself, without PyTorch, is not seen. On other devices it is unknown: None.
+    """
     if device.type == "cpu":
         return _peak_on_cpu(run)
     if device.type != "cuda":
@@ -112,13 +108,6 @@ def device_name(device: torch.device) -> str:
     return next(iter(named), "") or platform.processor() or platform.machine()
 
 
-def waiting_for(device: torch.device) -> Callable[[], None]:
-    """Returns what waits until the device has done all its work."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return torch.mps.synchronize if device.type == "mps" else lambda: None
-
-
 @contextmanager
 def threads(count: int | None) -> Iterator[int]:
     """Sets the number of threads while the block runs; gives it."""
@@ -129,9 +118,6 @@ def threads(count: int | None) -> Iterator[int]:
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
-
-
-# Errors of passes and of compilers, which may be anything, in one line.
 
 
 def require_compiler(device: torch.device) -> None:
@@ -214,7 +200,8 @@ class PairedTiming:
         with torch.inference_mode():
             one = self._warmed(self.model, cell, inputs)
             other = self._warmed(self.baseline, cell, inputs)
-            wait = waiting_for(self.device)
+            cuda, mps = (lambda: torch.cuda.synchronize(self.device)), torch.mps.synchronize
+            wait = {"cuda": cuda, "mps": mps}.get(self.device.type, lambda: None)
             times = alternate(one, other, self.settings.repeats, self.clock, wait)
             peaks = [peak_bytes(run, self.device) for run in (one, other)]
         seconds, reference = map(median, times)
@@ -237,7 +224,6 @@ class PairedTiming:
         )
 
     def _protocol(self) -> dict[str, Any]:
-        """Says how the times were measured."""
         kept = self.model.kept_bytes
         return {
             **({} if kept is None else {"kept_weights_bytes": kept}),

@@ -31,12 +31,8 @@ Mode = Literal["eager", "compiled"]
 LENGTHS = (32, 128)
 
 _LEAST_VOCABULARY = 16  # known of every model whose config does not say
-_WORDS = {
-    "pixel_values": "pictures",
-    "input_features": "spectrograms",
-    SERIES: "series",
-    VOLUMES: "volumes",
-}
+_WORDS = {"pixel_values": "pictures", "input_features": "spectrograms"}
+_WORDS |= {SERIES: "series", VOLUMES: "volumes"}
 
 
 class Cell(NamedTuple):
@@ -77,28 +73,23 @@ class RandomInputs:
                 "give a baseline that takes the same inputs",
             )
         last = getattr(model.config, "eos_token_id", None)
+        last = last if isinstance(last, int) else None
         limits = (longest_text(source, inputs) for source in both)
-        return cls(
-            inputs,
-            shapes,
-            _ordinary_tokens(both, inputs),
-            last if isinstance(last, int) else None,
-            min((limit for limit in limits if limit is not None), default=None),
-        )
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        return cls(inputs, shapes, _ordinary_tokens(both, inputs), last, longest)
 
     @property
     def has_length(self) -> bool:
         """Whether sequences may have any length; pictures and sounds have their own."""
         return self.inputs.text or self.inputs.decoder
 
-    def allowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
+    def check(self, lengths: Sequence[int]) -> None:
         """Refuses lengths that the models have no positions for."""
         if self.longest is not None and max(lengths) > self.longest:
             raise InputError(
                 f"length {max(lengths)} was asked for, the models have {self.longest} positions",
                 f"give `--length {self.longest}` or less",
             )
-        return tuple(lengths)
 
     def fitting(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Keeps those lengths that the models have positions for; the longest possible if none."""

@@ -280,7 +280,7 @@ def _plain(value: Any) -> str:
 def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
-    layout = {"trim_blocks": True, "lstrip_blocks": True}
+    layout: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, undefined=StrictUndefined, **layout)
     environment.filters |= {
         "bytes": fmt.bytes_text,

@@ -71,9 +71,9 @@ def rows_of(
         mode = "time" if speed.mode == "eager" else speed.mode
         machine = f", {fmt.machine_text(speed)}" if len(machines) > 1 else ""
         label = f"{mode} B={speed.batch} T={speed.length}{machine}"
-        times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+        now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
         noisy = " ?" if speed.is_noisy else ""
-        rows.append(Row(label, *times, fmt.ratio_text(speed.ratio, 2) + noisy))
+        rows.append(Row(label, now, dense, fmt.ratio_text(speed.ratio, 2) + noisy))
     return rows
 
 

@@ -65,10 +65,11 @@ class LayerMoments:
 
 @dataclass(frozen=True)
 class EvaluationMoments:
-    """Moments that a fit is judged by."""
+    """Moments that a fit is judged by, per row and not damped."""
 
     gram: Tensor  # G  # (in, in)
     curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
 
 
 @dataclass
@@ -280,7 +281,7 @@ def _splits(
     factors: SharedFactors,
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
-    if not _finite(stack):
+    if not is_finite(stack):
         raise FitError(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
@@ -348,7 +349,7 @@ def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch
             targets = _with_mean_moments(targets)
         tensors = kind.fit_transform(targets, layout, side)
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    if not all(map(_finite, stored.values())):
+    if not all(map(is_finite, stored.values())):
         raise FitError(f"the fitted transform is not finite in {dtype}")
     exact = {name: tensor.double() for name, tensor in stored.items()}
     like = torch.empty(0, dtype=torch.float64, device=splits[0].stored.device)
@@ -378,10 +379,10 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
     for split in splits:
         layout = split.terms[term]
         fitted = structure(layout.structure).fit(split.target(term), layout)
-        if not all(map(_finite, fitted.values())):
+        if not all(map(is_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
-        if not all(map(_finite, stored.values())):
+        if not all(map(is_finite, stored.values())):
             raise FitError(f"the result does not fit into {dtype}", WIDER)
         split.tensors[term] |= stored
         if len(split.terms) > 1 or split.moments is not None:
@@ -431,6 +432,6 @@ def _collect(
     return FittedLayer(tensors, mean, shift, _predicted(splits, evaluation) if evaluation else None)
 
 
-def _finite(tensor: Tensor) -> bool:
-    """NaN and infinity survive a sum; no mask of the tensor's size is made."""
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))

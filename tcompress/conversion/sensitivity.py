@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from tcompress.conversion.fit import is_finite
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
@@ -189,7 +190,7 @@ class BackwardWalk:
         with torch.no_grad():
             answer = self._model.forwards[call.block](*bare[0], **bare[1])
         state = answer[0] if isinstance(answer, tuple | list) else answer
-        if _floating(state) and not _finite(state):
+        if _floating(state) and not is_finite(state):
             raise FitError(
                 f"block `{call.block}` puts out NaN or infinity on the calibration data",
                 "repair the checkpoint, or convert this model without data: `--calib none`",
@@ -268,10 +269,6 @@ def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=True)
-
-
-def _finite(state: Tensor) -> bool:
-    return bool(torch.isfinite(state.sum(dtype=torch.float64)))
 
 
 def _floating(value: Any) -> bool:
@@ -372,7 +369,7 @@ class _Watch:
         def arrived(gradient: Tensor) -> None:
             back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
             kept = (rows, back) if mask is None else (rows[mask], back[mask])
-            if not all(map(_finite, kept)):
+            if not all(map(is_finite, kept)):
                 raise FitError(
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",

@@ -130,9 +130,6 @@ class _Split:
         return Target(product, gram, 1.0, self.curvature, weight, last, shared, transforms)
 
 
-# How good a fit of a layer is: relative squared errors, and its predicted loss.
-
-
 PROBES = 64  # random inputs that measure a data-free fit
 
 
@@ -192,8 +189,6 @@ def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float
     return relative_error(max(lost, 0.0), missing)
 
 
-# Fits all layers that read one input.
-#
 # The summands of a sum are fitted in turn, each to what the others leave over; every step is a
 # closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
@@ -228,10 +223,10 @@ def fit_layers(
     factors: SharedFactors = NO_FACTORS,
     evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
 ) -> list[FittedLayer]:
-    """Fits layers that read the same input.
+    """Fits layers that read the same input; transforms are shared within this list only.
 
     Args:
-        entries: Their plans; transforms are shared within this list only.
+        entries: Their plans.
         weights: Dense weights.  # ([experts,] out, in) each
         moments: Moments of the input, for every layer: one entry, or one per expert.
         dtype: Dtype in which tensors are stored.
@@ -240,9 +235,6 @@ def fit_layers(
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         factors: What layers share, fitted before.
         evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
-
-    Raises:
-        FitError: A weight or a result is not finite; the message names the layer.
     """
     results: dict[str, FittedLayer] = {}
     for owner, first in enumerate(entries):
@@ -298,22 +290,14 @@ def _splits(
         rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         own = [curvature[part, part].double() for part in rows]
         curves = [damped_curvature(block, CURVATURE_DAMPING) for block in own]
-    return [
-        _Split(
-            entry,
-            index,
-            expert,
-            rows,
-            damped[min(expert, len(damped) - 1)],
-            curves[index],
-            [
-                shared_factors(entry, item, factors, rows.device)
-                for item in entry.parts[index].terms
-            ],
-        )
-        for expert, matrix in enumerate(stack)
-        for index, rows in enumerate(matrix.split(sizes))
-    ]
+    splits = []
+    for expert, matrix in enumerate(stack):
+        seen = damped[min(expert, len(damped) - 1)]
+        for index, own_rows in enumerate(matrix.split(sizes)):
+            terms = entry.parts[index].terms
+            shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
+            splits.append(_Split(entry, index, expert, own_rows, seen, curves[index], shared))
+    return splits
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:

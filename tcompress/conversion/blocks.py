@@ -28,14 +28,15 @@ from tcompress.conversion.paused import (
     token_rows,
 )
 from tcompress.conversion.start import adapt
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
 from tcompress.hf.attention_hooks import SEED, install_attention
 from tcompress.hf.build import fill, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
 from tcompress.models import SourceModel, read_finite
-from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
+from tcompress.planning.entries import FactorsKey, LayerPlan, Plan
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.roles import Block, Roles
+from tcompress.roles import Block
 from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import (
     StructuredExperts,
@@ -201,10 +202,8 @@ class BlockFitter:
     """Walks two streams through the model and fits every block on the way."""
 
     source: SourceModel  # the dense model
-    roles: Roles  # its blocks
-    entries: Sequence[LayerPlan]
-    batches: Sequence[Mapping[str, Tensor]]
-    holdout: Collection[int]  # indices of batches that are only measured on
+    plan: Plan
+    data: CalibrationData  # batches held out are only measured on
     _: KW_ONLY
     damping: float  # ridge added to the moments
     curvatures: Callable[[str], Mapping[str, Tensor]]
@@ -217,15 +216,12 @@ class BlockFitter:
     so that the blocks that stay make up for those that are gone."""
     tables: Mapping[str, StructuredEmbedding]
     """Rewritten word embeddings by module path, fitted before."""
-    attention: Sequence[AttentionPlan]
-    """Attentions that are replaced; the layers behind them are fitted to what these yield."""
     sampler: OutputSampler | None = None
-    """Compares what the model puts out before and after, on the batches that are only measured
-    on."""
+    """Compares what the model puts out before and after, on the batches held out."""
 
     def __post_init__(self) -> None:
         self.change = None if self.sampler is None else 0.0  # of the output, per sample
-        self._blocks = {self.source.original_name(b.name): b for b in self.roles.blocks}
+        self._blocks = {self.source.original_name(b.name): b for b in roles_of(self.source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.whole).blocks]
         head = self.sampler is not None
@@ -237,13 +233,15 @@ class BlockFitter:
                     branch = Branch(module, TiedTable(table, module))
                     set_module(self._model.model, name, branch)
         runtime = self.source.keymap.runtime_name
-        self._paths = {entry.name: runtime(entry.name) or "" for entry in self.entries}
-        self._entries = {(self._paths[e.name], e.parameter): e for e in self.entries}
-        self._attention = {runtime(entry.name) or "": entry for entry in self.attention}
+        self._paths = {entry.name: runtime(entry.name) or "" for entry in self.plan.layers}
+        self._entries = {(self._paths[e.name], e.parameter): e for e in self.plan.layers}
+        self._attention = {runtime(entry.name) or "": entry for entry in self.plan.attention}
         self._installed: dict[FactorsKey, FactorsModule] = {}
-        judged = self.holdout or range(len(self.batches))  # one sample is all that there is
-        kept = [self.sampler is not None and index in judged for index in range(len(self.batches))]
-        pairs = list(zip(self.batches, kept, strict=True))
+        judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
+        pairs = [
+            (batch, self.sampler is not None and index in judged)
+            for index, batch in enumerate(self.data.batches)
+        ]
         self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]
         self._new = [self._model.stream(b, rewritten=True, keep=keep) for b, keep in pairs]
         self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
@@ -316,7 +314,7 @@ class BlockFitter:
         # The guard is a matter of storage.
         plain = [entry.model_copy(update={"guard": None}) for entry in own]
         made = install_attention(new, plain, inside, dtype=torch.float32, device=self.device)
-        fit = [s for index, s in enumerate(self._new) if index not in self.holdout]
+        fit = [s for index, s in enumerate(self._new) if index not in self.data.holdout]
         for stored, module in made.items():
             target = new.get_submodule(f"{module.name}.{CHILD}")
             module.name = f"{name}.{module.name}"
@@ -414,7 +412,7 @@ class BlockFitter:
             pairs = y.reshape(rows.shape)
             if mask is not None:
                 rows, pairs = rows[mask], pairs[mask]
-            sums.add(rows, pairs, holdout=index in self.holdout)
+            sums.add(rows, pairs, holdout=index in self.data.holdout)
         return {flag: sums.moments(centred=flag) for flag in {entry.bias for entry in group}}
 
     def _expert_moments(
@@ -428,7 +426,7 @@ class BlockFitter:
             if routed is None or other is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
             _, mask = token_rows(routed[0], one.batch, pair.block.name, entry.role)
-            gathered.add(routed, other[0], mask, holdout=index in self.holdout)
+            gathered.add(routed, other[0], mask, holdout=index in self.data.holdout)
         return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
 
     def _install(self, pair: _Pair, group: Group, result: BlockResult) -> None:

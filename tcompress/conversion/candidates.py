@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import exp, fsum, log
 
 import torch
@@ -22,8 +23,6 @@ from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
 from tcompress.structures.base import predicted_loss
 from tcompress.structures.modules.linear import PartLayout
 
-# What every layer may become, and what that is predicted to lose.
-#
 # One label-free backward pass gives the moments of every layer's inputs and output gradients. With
 # them the loss of every way to store a layer is known before anything is converted, in one unit for
 # all layers (methods: Which error matters, and where to spend parameters).
@@ -52,21 +51,14 @@ class LayerCandidates:
     """What a method offers where all layers take it."""
 
     def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
-        """Returns what a budget may choose from with these methods.
-
-        It may stay dense where asked, and must where no method can take it.
-        """
+        """Returns what a budget may choose from; where no method can, a layer stays dense."""
         options = [option for name in methods for option in self.offers.get(name, ())]
         priced = [replace(option, cost=option.cost * self.unit) for option in options]
         return BudgetSite(self.key, priced, self.dense * self.unit, may_stay or not priced)
 
 
-@dataclass(frozen=True)
-class FitTarget:
-    """What the fit of one output split of a layer aims at, and what it costs to leave it out."""
-
-    target: Target
-    constant: float
+FitTarget = tuple[Target, float]
+"""What the fit of one output split of a layer aims at, and what it costs to leave it out."""
 
 
 def options_of(
@@ -83,16 +75,8 @@ def options_of(
 ) -> list[Option]:
     """Lists what a layer may become with one method, with parameters and predicted losses.
 
-    Args:
-        entry: Its plan, of any size.
-        sites: Where its output splits sit.
-        aims: The fit targets of these.
-        specs: Options of the method; the first that the layer's dimensions allow counts.
-        fractions: Kept fractions to try, ascending.
-        residual_rank: Rank of the low-rank summand beside it; 0 leaves it to the fraction.
-        rows: How many rows of data the targets are the mean of.
-        sharing: How many layers read the same input.
-        calibrated: Whether the fit will have data.
+    Sites and fit targets are those of its output splits. Of the options the first that the layer's
+    dimensions allow counts; fractions ascend. Targets are means over so many rows of data.
     """
     readers = sharing * len(sites)
     for spec in specs:
@@ -161,15 +145,15 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
 def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
     if not layouts:
         return []
-    return [*structure(layouts[0].structure).losses(aim.target, aim.constant, layouts)]
+    return [*structure(layouts[0].structure).losses(*aim, layouts)]
 
 
 def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     """What the first summand leaves to the second."""
-    kind, target = structure(main.structure), aim.target
-    dense = kind.quick_fit(target, main)
+    target, constant = aim
+    dense = structure(main.structure).quick_fit(target, main)
     left = replace(target, product=target.product - dense @ target.full_gram())
-    return FitTarget(left, predicted_loss(dense, target, aim.constant))
+    return left, predicted_loss(dense, target, constant)
 
 
 def fit_targets_of(
@@ -185,13 +169,11 @@ def fit_targets_of(
         rows = weight[start:stop].double()
         curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
         target = Target(rows @ gram, gram, curvature=curve)
-        aims.append(FitTarget(target, float(curved_constant(rows, gram, curve))))
+        aims.append((target, float(curved_constant(rows, gram, curve))))
         start = stop
     return aims
 
 
-# A few real fits, which tell how far quick predictions of a method's losses are off.
-#
 # Quick predictions leave out what takes long: fitted transforms, terms of a sum that make room for
 # each other. They also know only the rows that were looked at, to which structures adapt more or
 # less. Both depend on the method and on the role of a layer far more than on its depth; so the
@@ -223,35 +205,25 @@ def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str
 
 
 @dataclass(frozen=True)
-class RowMoments:
-    """Moments of one layer, per row and not damped."""
-
-    gram: Tensor  # G  # (in, in)
-    curvature: Tensor | None  # S, or None where only the inputs count  # (out, out)
-    rows: int
-
-    @classmethod
-    def of(cls, sums: Sensitivity, *, centred: bool) -> RowMoments:
-        return cls(sums.moment(centred=centred), sums.curvature / sums.rows, sums.rows)
-
-
-@dataclass(frozen=True)
 class LayerStatistics:
     """One layer and what is known of it."""
 
     weight: Tensor  # dense  # (out, in)
-    whole: RowMoments  # of all rows
-    halves: tuple[RowMoments, RowMoments]
+    whole: EvaluationMoments  # of all rows
+    halves: tuple[EvaluationMoments, EvaluationMoments]
     """Those that a calibration fit sees, and those of other rows that it is judged by."""
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        whole = RowMoments.of(sums, centred=centred)
-        half = sums.half
+        def moments(own: Sensitivity) -> EvaluationMoments:
+            return EvaluationMoments(
+                own.moment(centred=centred), own.curvature / own.rows, own.rows
+            )
+
+        whole, half = moments(sums), sums.half
         if half is None or not 0 < half.rows < sums.rows:
             return cls(weight, whole, (whole, whole))
-        first = RowMoments.of(sums.include(half, -1), centred=centred)
-        return cls(weight, whole, (first, RowMoments.of(half, centred=centred)))
+        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)))
 
 
 @dataclass
@@ -276,10 +248,7 @@ class CalibrationFits:
         statistics: Mapping[str, LayerStatistics],
         damping: float,
     ) -> None:
-        """Fits layers that read one input, and notes how much less than predicted they lose.
-
-        Their plans have the sizes that `option` picked.
-        """
+        """Fits layers in the sizes that `option` picked, and compares losses with predictions."""
         first = {entry.name: statistics[entry.name].halves[0] for entry in group}
         second = {entry.name: statistics[entry.name].halves[1] for entry in group}
         moments = []
@@ -294,9 +263,7 @@ class CalibrationFits:
             dtype=torch.float32,
             damping=damping,
             curvatures={n: own.curvature for n, own in first.items() if own.curvature is not None},
-            evaluation_moments={
-                name: EvaluationMoments(own.gram, own.curvature) for name, own in second.items()
-            },
+            evaluation_moments=second,
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = layers[entry.key]
@@ -319,20 +286,14 @@ class CalibrationFits:
 
     def corrected(self, layer: LayerCandidates, method: str) -> list[Option]:
         """Returns the options of one method with losses as real fits would have them."""
-        ratio = self.ratio(method, layer.role)
-        return [
-            replace(option, loss=min(option.loss * ratio, max(option.loss, layer.left_out)))
-            for option in layer.offers.get(method, ())
-        ]
+        ratio, most = self.ratio(method, layer.role), layer.left_out
+        options = layer.offers.get(method, ())
+        return [replace(o, loss=min(o.loss * ratio, max(o.loss, most))) for o in options]
 
     def ratio(self, method: str, role: str) -> float:
         """Returns the factor for predicted losses: of the role, of all roles, or one."""
-        found = self._ratios.get((method, role)) or [
-            ratio
-            for (name, _), ratios in self._ratios.items()
-            if name == method
-            for ratio in ratios
-        ]
+        everywhere = (own for (name, _), own in self._ratios.items() if name == method)
+        found = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
         return exp(fsum(map(log, found)) / len(found)) if found else 1.0
 
     def _competes(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tcompress.artifact.checksums import is_whole
@@ -23,8 +25,8 @@ from tcompress.conversion.output_sampler import OutputSampler, sampler_of
 from tcompress.conversion.outputs import (
     Cluster,
     Outputs,
-    Proof,
     calibration_facts,
+    check_written,
     conversion_identity,
     source_facts,
     with_links,
@@ -39,10 +41,10 @@ from tcompress.conversion.whole_model_fits import (
     SharedFactorsFitter,
     fit_embeddings,
     fit_without_data,
-    installed,
 )
 from tcompress.data.calibration import CalibrationData, load_batches
 from tcompress.errors import InputError
+from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
@@ -117,17 +119,32 @@ def convert(
             "choose another folder with `-o`",
         )
     plan = plan or make_plan(recipe, source)
-    job = _Job(source, recipe, plan, output, progress or Silent(), data, tuple(paper))
-    with job.workplace(force) as place:
+    job = _Job(source, recipe, plan, progress or Silent(), data)
+    identity = conversion_identity(source, recipe, plan, job.data, str(job.device))
+    # Bad input leaves nothing behind, a kill or Ctrl-C does.
+    with FitWorkplace(output, identity, force=force).working() as place:
         if place.published and (done := read_manifest(output)) is not None:
             place.discard()
             return Converted(output, done, resumed=True)
         job.decide(place)
-        place.need(job.size())
-        job.fit(place)
+        made = job.outputs.made  # fits of these are kept until they are written
+        place.need(sum(item.nbytes * (1 + (item.key in made)) for item in job.outputs.tensors))
+        errors = job.fit(place)
         checksums = job.write(place)
-        manifest = job.finish(place, checksums, time.perf_counter() - start)
-        job.prove(place)
+        manifest = Manifest(
+            format_version=needed_version(job.plan.attention, drawn=source.seed is not None),
+            source=source_facts(job.source, source),
+            recipe=recipe.model_dump(mode="json"),
+            plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
+            calibration=calibration_facts(job.data),
+            fit=dict(sorted(errors.items())),
+            checksums={**checksums},
+            seconds=round(time.perf_counter() - start, 2),
+            environment=environment(),
+            paper=list(paper),
+        )
+        write_rest(place.model, job.source, manifest, recipe.dtype)
+        check_written(place.model, job.outputs, job.plan, job.fitted, job.factors)
         place.publish(force=force)
     return Converted(output, manifest, place.resumed)
 
@@ -137,12 +154,9 @@ class _Job:
     source: SourceModel
     recipe: Convert
     plan: Plan
-    output: Path
     progress: Progress
     data: CalibrationData | None = None
-    paper: tuple[PaperRow, ...] = ()
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
-    read: tuple[str, BlockResult] | None = None  # the block whose fits were read last
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -153,24 +167,27 @@ class _Job:
         elif self.data is None and self.recipe.calibration.source != "none":
             self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
 
-    def workplace(self, force: bool) -> AbstractContextManager[FitWorkplace]:
-        """Opens the working folder; bad input leaves nothing behind, a kill or Ctrl-C does."""
-        parts = (self.source, self.recipe, self.plan, self.data, str(self.device))
-        return FitWorkplace(self.output, conversion_identity(*parts), force=force).working()
-
-    def size(self) -> int:
-        """Bytes that the output takes, and the fits that are kept until then."""
-        made = self.outputs.made
-        return sum(item.nbytes * (1 + (item.key in made)) for item in self.outputs.tensors)
-
     def decide(self, place: FitWorkplace) -> None:
         """Chooses blocks, structures and sizes; from then on the source has these blocks."""
-        depth = self.plan.depth
-        if depth is not None and depth.chosen == "later":
-            depth = place.depth() or self._choose_blocks(depth, place)
+        planned = depth = self.plan.depth
+        if planned is not None and planned.chosen == "later":
+            depth = place.depth()
+            if depth is None:
+                assert self.data is not None
+                if self.recipe.chooses_depth:
+                    depth = self._try_depths(planned, place, self.data)
+                else:
+                    own = (self.dense, planned, self.data, self.device, self.progress)
+                    depth = choose_blocks(*own)
+                place.keep_depth(depth)
             place.adopt(f"{depth.kept}-blocks")
         self._cut(depth)
-        self._spend(place, several=self.recipe.tries_methods and not self.recipe.chooses_depth)
+        several = self.recipe.tries_methods and not self.recipe.chooses_depth
+        answers = self._answers(place, several=several)
+        if several and len(answers) > 1:
+            answers = self._try_answers(answers, place)
+            place.keep_answers(answers)
+        self._take(answers, place)
 
     def _cut(self, depth: DepthPlan | None) -> None:
         self.source = cut_to(self.dense, depth)
@@ -179,14 +196,14 @@ class _Job:
             plan = make_plan(self.inner, self.source, self.plan.method)
             self.plan = with_depth(plan, depth, self.dense)
 
-    def _choose_blocks(self, depth: DepthPlan, place: FitWorkplace) -> DepthPlan:
-        assert self.data is not None
-        if self.recipe.chooses_depth:
-            chosen = self._try_depths(depth, place, self.data)
-        else:
-            chosen = choose_blocks(self.dense, depth, self.data, self.device, self.progress)
-        place.keep_depth(chosen)
-        return chosen
+    def _answers(self, place: FitWorkplace, *, several: bool) -> Mapping[str, Plan]:
+        """Spends the budget over the blocks that stay."""
+        answers = place.answers()
+        if answers is None:
+            parts = (self.source, self.inner, self.plan, self.data, place, self.device)
+            answers = Decision(*parts).answers(self.progress, several=several)
+            place.keep_answers(answers)
+        return answers
 
     def _try_depths(
         self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData
@@ -212,32 +229,18 @@ class _Job:
             def prepare(job: _Job, own: FitWorkplace) -> None:
                 job.moments = own
                 job._cut(found[name])
-                job._spend(own, several=False)
+                job._take(job._answers(own, several=False), own)
 
             return self._change(place, name, label, prepare)
 
         taken, changes = try_out(names(), change, stop=STOP, prefer_last=True)
         return found[taken].model_copy(update={"weighed": tuple(changes.values())})
 
-    def _spend(self, place: FitWorkplace, *, several: bool) -> None:
-        """Spends the budget over the blocks that stay, and lays out what will be written."""
-        answers = place.answers()
-        if answers is None:
-            parts = (self.source, self.inner, self.plan, self.data, place, self.device)
-            answers = Decision(*parts).answers(self.progress, several=several)
-            place.keep_answers(answers)
-        if several and len(answers) > 1:
-            answers = self._try_answers(answers, place)
-            place.keep_answers(answers)
-        [(name, plan)] = answers.items()
-        place.adopt(name)
-        self._take(plan)
-
     def _try_answers(self, answers: Mapping[str, Plan], place: FitWorkplace) -> dict[str, Plan]:
         def change(name: str) -> float:
             def prepare(job: _Job, own: FitWorkplace) -> None:
                 job.moments = place
-                job._take(answers[name])
+                job._take({name: answers[name]}, own)
 
             return self._change(place, name, f"trying {name}", prepare)
 
@@ -257,42 +260,38 @@ class _Job:
     ) -> float:
         """Fits what a fresh job is prepared to be, and measures the change of the output."""
         place.note("trial", name=name)
-        own = place.trial(name)
-        try:
+        with closing(place.trial(name)) as own:
             known = own.change()
             if known is None:
                 self.progress.stage(label, 1, "trial")
                 self.progress.advance(1, "")
                 job = replace(self, tables={})
                 prepare(job, own)
-                job.fit_embeddings(own)
-                job.fit_shared(own)
-                known = job.fit_blocks(own, sampler_of(self.dense))
+                known = job.fit_on_data(own, sampler_of(self.dense))
                 assert known is not None
                 own.keep_change(known)
-        finally:
-            own.close()
         return known
 
-    def _take(self, plan: Plan) -> None:
-        """Lays out what a plan with final sizes writes."""
+    def _take(self, answers: Mapping[str, Plan], place: FitWorkplace) -> None:
+        """Lays out what the one plan that was chosen writes."""
+        [(name, plan)] = answers.items()
+        place.adopt(name)
         self.plan = with_depth(plan, self.plan.depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
         self.outputs = Outputs.of(self.source, *parts)
-        self.proof = Proof(self.outputs, self.plan)
-        self.block_of = {
-            layer.name: block.name
-            for block in roles_of(self.source).blocks
-            for layer in block.layers
-        } | {self.outputs.runtime_name(entry): EMBEDDINGS for entry in self.plan.embeddings}
+        blocks = roles_of(self.source).blocks
+        self.block_of = {layer.name: block.name for block in blocks for layer in block.layers}
+        for entry in self.plan.embeddings:
+            self.block_of[self.outputs.runtime_name(entry)] = EMBEDDINGS
 
-    def fit(self, place: FitWorkplace) -> None:
-        """Fits everything that is rewritten; what no data reaches is fitted to its weights."""
+    def fit(self, place: FitWorkplace) -> dict[str, dict[str, float]]:
+        """Fits everything that is rewritten; what no data reaches is fitted to its weights.
+
+        Returns the errors of all layers by weight name.
+        """
         self.moments = place
-        self.fit_embeddings(place)
-        self.fit_shared(place)
-        self.fit_blocks(place)
+        self.fit_on_data(place)
         clusters: dict[str, list[Cluster]] = {}
         for cluster in {id(c): c for c in self.outputs.made.values()}.values():
             clusters.setdefault(self._block(cluster), []).append(cluster)
@@ -307,64 +306,63 @@ class _Job:
                 result.biases.update(found.biases)
             place.keep_block(result)
             self.progress.advance(1, name)
-        self.errors = {k: e for name in clusters for k, e in (place.errors(name) or {}).items()}
+        return {k: e for name in clusters for k, e in (place.errors(name) or {}).items()}
 
     def _block(self, cluster: Cluster) -> str:
         """Name under which the fits of a cluster are kept: its block, or outside of all its own."""
         path = self.outputs.runtime_name(cluster[0])
         return self.block_of.get(path, path)
 
-    def fit_embeddings(self, place: FitWorkplace) -> None:
-        """Fits tables of word embeddings on the words of the calibration data, if there is any."""
-        if self.data is None or not self.plan.embeddings:
-            return
-        result = place.block(EMBEDDINGS)
-        if result is None:
-            self.progress.stage("fitting embeddings", len(self.plan.embeddings), "tables")
-            result = fit_embeddings(
-                self.source, self.plan.embeddings, self.data, self.outputs.dtype_of, self.device
-            )
-            place.keep_block(result)
-            self.progress.advance(len(self.plan.embeddings), "")
-        for entry in self.plan.embeddings:
-            fitted = result.layers[entry.key]
-            self.tables[self.outputs.runtime_name(entry)] = installed(entry, fitted, self.device)
+    def fit_on_data(
+        self, place: FitWorkplace, sampler: OutputSampler | None = None
+    ) -> float | None:
+        """Fits embeddings, what layers share and all blocks, as far as there is data for them.
 
-    def fit_shared(self, place: FitWorkplace) -> None:
-        """Fits what layers share, if anything is."""
+        A sampler measures the change of the output on data held out, which is returned.
+        """
+        self._fit_embeddings(place)
         if self.source.seed is not None:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
             self.factors: SharedFactors = start_shared_factors(*own)
+        else:
+            parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
+            fitter = SharedFactorsFitter(self.source, self.recipe, *parts)
+            self.factors = fitter.run(self.progress)
+        return self._fit_blocks(place, sampler)
+
+    def _fit_embeddings(self, place: FitWorkplace) -> None:
+        entries, device = self.plan.embeddings, self.device
+        if self.data is None or not entries:
             return
-        parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
-        self.factors = SharedFactorsFitter(self.source, self.recipe, *parts).run(self.progress)
+        result = place.block(EMBEDDINGS)
+        if result is None:
+            self.progress.stage("fitting embeddings", len(entries), "tables")
+            dtype_of = self.outputs.dtype_of
+            result = fit_embeddings(self.source, entries, self.data, dtype_of, device)
+            place.keep_block(result)
+            self.progress.advance(len(entries), "")
+        for entry in entries:  # to run the model on
+            table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
+            fill(table, entry, result.layers[entry.key].tensors)
+            self.tables[self.outputs.runtime_name(entry)] = table.requires_grad_(False).eval()
 
-    def fit_blocks(self, place: FitWorkplace, sampler: OutputSampler | None = None) -> float | None:
-        """Fits all blocks on calibration data, if there is any.
-
-        Args:
-            place: Where the fits are kept.
-            sampler: Measures the change of the output on data held out, which is returned.
-        """
+    def _fit_blocks(self, place: FitWorkplace, sampler: OutputSampler | None) -> float | None:
         if self.data is None or not (self.plan.layers or self.plan.reads_queries or sampler):
             return None
-        roles, depth = roles_of(self.source), self.plan.depth
-        groups = sum(1 for block in roles.blocks for _ in block.groups)
+        depth = self.plan.depth
+        groups = sum(len(block.groups) for block in roles_of(self.source).blocks)
         self.progress.stage("fitting blocks", groups, "groups")
         fitter = BlockFitter(
             self.source,
-            roles,
-            self.plan.layers,
-            self.data.batches,
-            self.data.holdout,
+            self.plan,
+            self.data,
             damping=self.recipe.calibration.damping,
-            curvatures=self.moments.curvature,
+            curvatures=partial(self.moments.moments, "curvature"),
             factors=self.factors,
             dtype_of=self.outputs.dtype_of,
             device=self.device,
             whole=self.source if depth is not None and depth.deeper else self.dense,
             tables=self.tables,
-            attention=self.plan.attention,
             sampler=sampler,
         )
         for result in fitter.run(
@@ -372,17 +370,15 @@ class _Job:
         ):
             place.keep_block(result)
         unreached = {None, *fitter.unreached}  # none: a layer outside of all blocks
-        blind = [
-            entry.name
-            for entry in self.plan.layers
-            if self.block_of.get(self.outputs.runtime_name(entry)) in unreached
-        ]
+        blocks = {e.name: self.block_of.get(self.outputs.runtime_name(e)) for e in self.plan.layers}
+        blind = [entry.name for entry in self.plan.layers if blocks[entry.name] in unreached]
         self.plan = with_unreached(self.plan, blind)
         return fitter.change
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""
         self.outputs.take(place.block)
+        self.stored = lru_cache(maxsize=1)(place.block)  # tensors of a block follow each other
         shards = plan_shards(self.outputs.tensors, self.recipe.max_shard_size)
         done = {note["file"]: note["sha256"] for note in place.notes("shard")}
         total = sum(item.nbytes for shard in shards for item in shard.tensors)
@@ -394,46 +390,22 @@ class _Job:
             done[shard.file] = write_shard(
                 place.model,
                 shard,
-                lambda item: self.value(item, place),
+                self.value,
                 lambda size: self.progress.advance(size, ""),
             )
             place.note("shard", file=shard.file, sha256=done[shard.file])
         write_index(place.model, shards)
         return done
 
-    def value(self, item: Stored, place: FitWorkplace) -> Tensor:
+    def value(self, item: Stored) -> Tensor:
         """Gives the value of one output tensor: carried over, or as it was fitted."""
         given = self.outputs.given(item)
         if given is not None:
             return given
-        result = self._fitted(self.outputs.made[item.key], place)
-        return self.outputs.fitted_value(item, result)
+        return self.outputs.fitted_value(item, self.fitted(self.outputs.made[item.key]))
 
-    def _fitted(self, cluster: Cluster, place: FitWorkplace) -> BlockResult:
-        name = self._block(cluster)
-        if self.read is None or self.read[0] != name:
-            result = place.block(name)
-            assert result is not None  # all are fitted by now
-            self.read = name, result
-        return self.read[1]
-
-    def finish(self, place: FitWorkplace, checksums: dict[str, str], seconds: float) -> Manifest:
-        """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-        manifest = Manifest(
-            format_version=needed_version(self.plan.attention, drawn=self.source.seed is not None),
-            source=source_facts(self.source, self.dense),
-            recipe=self.recipe.model_dump(mode="json"),
-            plan=with_unheld(with_links(self.plan, self.source), self.recipe, self.data),
-            calibration=calibration_facts(self.data),
-            fit=dict(sorted(self.errors.items())),
-            checksums={**checksums},
-            seconds=round(seconds, 2),
-            environment=environment(),
-            paper=list(self.paper),
-        )
-        write_rest(place.model, self.source, manifest, self.recipe.dtype)
-        return manifest
-
-    def prove(self, place: FitWorkplace) -> None:
-        """Makes sure that what was written loads, and holds what was fitted."""
-        self.proof.check(place.model, lambda group: self._fitted(group, place), self.factors)
+    def fitted(self, cluster: Cluster) -> BlockResult:
+        """Reads the fits of a cluster's block."""
+        result = self.stored(self._block(cluster))
+        assert result is not None  # all are fitted by now
+        return result

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import fsum, inf
 from typing import Any
 
@@ -22,12 +22,12 @@ from tcompress.conversion.candidates import (
     CalibrationFits,
     LayerCandidates,
     LayerStatistics,
-    RowMoments,
     blocks_to_fit,
     fine_fractions,
     fit_targets_of,
     options_of,
 )
+from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.conversion.state import FitWorkplace
@@ -48,14 +48,7 @@ from tcompress.planning.knapsack import (
     allocate_for_loss,
 )
 from tcompress.planning.knapsack import uniform as allocate_alike
-from tcompress.planning.planner import (
-    covered,
-    follows_rules,
-    grouped,
-    regrouped,
-    resized,
-    site_of,
-)
+from tcompress.planning.planner import covered, follows_rules, grouped, regrouped, resized, site_of
 from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer, Roles
@@ -75,9 +68,6 @@ STOP = 0.1
 """With fewer blocks, an answer worse than the best by more than this share ends the search."""
 
 
-# One budget over the candidates of all layers.
-
-
 @dataclass(frozen=True)
 class _Answer:
     plan: Plan
@@ -87,36 +77,20 @@ class _Answer:
 
 @dataclass(frozen=True)
 class BudgetProblem:
-    """One budget, and what it is spent on.
-
-    Args:
-        recipe: How to convert.
-        source: The dense model, without blocks that are dropped.
-        plan: The plan of equal sizes, with its budget.
-        groups: Its layers, those together that read one input.
-        layers: All layers that the budget sizes, with predicted losses.
-        fixed: Weight names of layers that have a size of their own.
-    """
+    """One budget, and the layers that it is spent on; `plan` has equal sizes."""
 
     recipe: Convert
     source: SourceModel
     plan: Plan
-    groups: Sequence[Sequence[LayerPlan]]
+    groups: Sequence[Sequence[LayerPlan]]  # those together that read one input
     layers: Sequence[LayerCandidates]
-    fixed: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
         """Returns the plan that is predicted to lose least, or for an error to be smallest.
 
-        A mixture of methods has to be clearly better than the best single one: predictions compare
-        sizes of one structure more reliably than structures.
-
-        Args:
-            methods: Names of the methods on offer.
-            singles: Those of them that are predicted for all layers.
-
-        Raises:
-            PlanError: The budget is out of reach.
+        A mixture of the `methods` has to be clearly better than the best of the `singles`, those
+        that can take all layers: predictions compare sizes of one structure more reliably.
         """
         answers: dict[str, _Answer] = {}
         refused: list[PlanError] = []
@@ -142,20 +116,12 @@ class BudgetProblem:
         return self._with_facts(plan, answers[name].loss, singles, single)
 
     def alone(self, name: str) -> Plan:
-        """Returns the plan of one method in all layers, with nothing else on offer.
-
-        Raises:
-            PlanError: The budget is out of reach.
-        """
+        """Returns the plan of one method in all layers, with nothing else on offer."""
         layers = [replace(item, offers=item.alone) for item in self.layers]
         return replace(self, layers=layers).best([name], [name])
 
     def solve(self, methods: Sequence[str]) -> _Answer:
-        """Spends the budget on candidates of these methods.
-
-        Raises:
-            PlanError: The budget is out of reach.
-        """
+        """Spends the budget on candidates of these methods."""
         if not self._limits_error:
             return self._within(methods)
         limit = self._budget.limit
@@ -218,15 +184,16 @@ class BudgetProblem:
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
         if self._alike:
             return allocate_alike(sites, room / sum(site.dense for site in sites))
+        budget = self.recipe.budget
         try:
             return allocate(sites, room)
         except PlanError as error:
-            budget = self.recipe.budget
             if budget is None or budget.kind == "target":
                 raise
+            costs = [[option.cost for option in site.options] for site in sites]
             least = sum(
-                min([option.cost for option in site.options] + [site.dense] * site.may_stay)
-                for site in sites
+                min(own + [site.dense] * site.may_stay)
+                for own, site in zip(costs, sites, strict=True)
             )
             limit, spent = self._limits()
             raise out_of_reach(budget, limit - spent + least) from error
@@ -307,12 +274,7 @@ class BudgetProblem:
 
 
 def within_tolerance(sites: Sequence[BudgetSite], most: Sequence[float]) -> Allocation:
-    """Chooses for every site the cheapest option that loses no more than its own limit.
-
-    Args:
-        sites: What may be chosen; all may stay dense.
-        most: Largest loss of each.
-    """
+    """Chooses for every site the cheapest option that loses no more than its own limit."""
     chosen = []
     for site, limit in zip(sites, most, strict=True):
         fine = [option for option in site.options if option.loss <= limit]
@@ -335,8 +297,6 @@ def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
     return allocate_alike(sites, shares[low])
 
 
-# The candidates of all layers, from one pass over the calibration data.
-#
 # Moments that fits will need are kept in the working folder. Without data the weights' own energy
 # stands in for moments: every layer counts alike, and so does every direction of its inputs and
 # outputs.
@@ -344,59 +304,36 @@ def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
 
 @dataclass
 class Decision:
-    """Measures all layers once, and answers how a budget is best spent.
-
-    Args:
-        source: The dense model.
-        recipe: How to convert it.
-        plan: Its plan, with sizes that are alike for all layers.
-        data: Calibration data; what is held out is not looked at. None for none.
-        place: Where moments are kept.
-        device: Where to compute.
-    """
+    """Measures all layers once, and answers how a budget is best spent; `plan` has equal sizes."""
 
     source: SourceModel
     recipe: Convert
     plan: Plan
-    data: CalibrationData | None
-    place: FitWorkplace
+    data: CalibrationData | None  # what is held out is not looked at
+    place: FitWorkplace  # where moments are kept
     device: torch.device
-    _layers: list[LayerCandidates] = field(default_factory=list)
-    _fixed: set[str] = field(default_factory=set)
 
     def answers(self, progress: Progress, *, several: bool) -> dict[str, Plan]:
         """Returns plans with final sizes, in the order of preference, none of them twice.
 
-        Args:
-            progress: Hears how far it is.
-            several: Whether each method that takes all layers is an answer too, beside what `auto`
-                makes of all of them.
-
-        Raises:
-            DataError: The model has no outputs to judge by, or does not run its blocks in turn.
-            FitError: Gradients are not finite.
-            PlanError: Even the smallest sizes do not fit the budget.
+        With `several` each method that takes all layers is an answer too, beside what `auto` makes
+        of all of them.
         """
         label = self.recipe.method.name if self.recipe.method else ""
-        measured = (
-            self.recipe.measures_sensitivity if self.data is not None else self.recipe.by_loss
-        )
+        by_loss = self.recipe.by_loss
+        measured = by_loss if self.data is None else self.recipe.measures_sensitivity
         if not self.plan.layers or not measured:
             return {label: self.plan}
-        self._offers = self._methods()
-        self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
-        self._fits = CalibrationFits(self._fraction)
-        roles = roles_of(self.source)
-        self._fitted = blocks_to_fit(roles.blocks)
-        walk = self._weights if self.data is None else self._walk
-        for block, seen in walk(roles, progress):
-            if self.recipe.by_loss:
-                self._block(block, seen)
-        if not self._layers:
-            return {label: self._unsized()}
-        return self._solved(label)
-
-    def _solved(self, label: str) -> dict[str, Plan]:
+        self._measure(progress, several=several)
+        if not self._layers:  # as with experts alone
+            budget = self.recipe.budget
+            if not by_loss or (budget is not None and budget.is_size):
+                return {label: self.plan}
+            raise PlanError(
+                "no error is predicted for any of these layers (experts have none), so that a "
+                "largest error gives them no size",
+                "give a size instead, such as `--target 0.25`",
+            )
         for item in self._layers:
             item.quick = item.offers
             item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
@@ -419,30 +356,31 @@ class Decision:
             raise refused[0]
         return answers
 
-    def _unsized(self) -> Plan:
-        """The plan where no layer has a predicted loss, as with experts alone: all alike."""
+    def _measure(self, progress: Progress, *, several: bool) -> None:
+        """Lists the candidates of all layers, from one pass over the calibration data."""
+        self._layers: list[LayerCandidates] = []
+        self._fixed: set[str] = set()
         budget = self.recipe.budget
-        if not self.recipe.by_loss or (budget is not None and budget.is_size):
-            return self.plan
-        raise PlanError(
-            "no error is predicted for any of these layers (experts have none), so that a largest "
-            "error gives them no size",
-            "give a size instead, such as `--target 0.25`",
-        )
-
-    @property
-    def _fraction(self) -> float:
-        budget = self.recipe.budget
-        if self.plan.budget is None or budget is None or not budget.is_size:
-            return USUAL
-        return self.plan.budget.fraction
-
-    def _methods(self) -> dict[str, tuple[Spec, ...]]:
-        """Methods on offer by name, each with its options in the order of preference."""
+        by_size = self.plan.budget is not None and budget is not None and budget.is_size
+        fraction = self.plan.budget.fraction if by_size and self.plan.budget else USUAL
         method = self.recipe.at(None).method  # a tolerance is no option of any layer
+        self._offers: dict[str, tuple[Spec, ...]] = {}  # options in the order of preference
         if isinstance(method, AutoSpec):
-            return offered_by(method, self._fraction)
-        return {} if method is None else {structure_of(method).name: (method,)}
+            self._offers = offered_by(method, fraction)
+        elif method is not None:
+            self._offers = {structure_of(method).name: (method,)}
+        self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
+        self._fits = CalibrationFits(fraction)
+        runtime = self.source.keymap.runtime_name
+        self._entries = {  # experts have no moments
+            runtime(e.name) or e.name: e for e in self.plan.layers if e.kind != "experts"
+        }
+        roles = roles_of(self.source)
+        self._fitted = blocks_to_fit(roles.blocks)
+        walk = self._weights if self.data is None else self._walk
+        for block, seen in walk(roles, progress):
+            if self.recipe.by_loss:
+                self._block(block, seen)
 
     def _walk(
         self, roles: Roles, progress: Progress
@@ -458,15 +396,13 @@ class Decision:
         progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
         by_name = {block.name: block for block in roles.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
-            entries = self._entries(by_name[name])
-            found = {key: worth for key, worth in worths.items() if worth.rows and key in entries}
-            self._keep(name, found, entries)
+            found = {k: worth for k, worth in worths.items() if worth.rows and k in self._entries}
+            self._keep(name, found)
             seen = {}
             for key, worth in found.items() if self.recipe.by_loss else ():
-                entry = entries[key]
-                seen[entry.name] = LayerStatistics.of(
-                    self._weight(key, entry), worth, centred=entry.bias
-                )
+                entry = self._entries[key]
+                weight = self._weight(key, entry)
+                seen[entry.name] = LayerStatistics.of(weight, worth, centred=entry.bias)
             yield by_name[name], seen
 
     def _weights(
@@ -476,45 +412,38 @@ class Decision:
         progress.stage("looking at weights", len(roles.blocks), "blocks")
         for block in reversed(roles.blocks):
             seen = {}
-            for key, entry in self._entries(block).items():
-                weight = self._weight(key, entry)
+            for layer in block.layers:
+                entry = self._entries.get(layer.name)
+                if entry is None:
+                    continue
+                weight = self._weight(layer.name, entry)
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
-                moment = RowMoments(gram, None, 1)
+                moment = EvaluationMoments(gram, None)
                 seen[entry.name] = LayerStatistics(weight, moment, (moment, moment))
             yield block, seen
             progress.advance(1, block.name)
-
-    def _entries(self, block: Block) -> dict[str, LayerPlan]:
-        """Planned layers of a block by their names in the model; experts have no moments."""
-        inside = {layer.name for layer in block.layers}
-        named = ((self.source.keymap.runtime_name(e.name) or e.name, e) for e in self.plan.layers)
-        return {name: e for name, e in named if name in inside and e.kind != "experts"}
 
     def _weight(self, path: str, entry: LayerPlan) -> Tensor:
         name = f"{path}.{entry.parameter}"
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
         return entry.matrix(weight)
 
-    def _keep(
-        self, block: str, seen: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan]
-    ) -> None:
+    def _keep(self, block: str, seen: Mapping[str, Sensitivity]) -> None:
         """Keeps what fits will need of a block's moments."""
         if self.recipe.calibration.output_moments is not False:
-            found = {
-                entries[name].name: worth.curvature / worth.rows for name, worth in seen.items()
-            }
-            self.place.keep_curvature(block, found)
-        shared = damped_inputs(seen, entries, self.recipe.calibration.damping)
+            items = seen.items()
+            found = {self._entries[name].name: own.curvature / own.rows for name, own in items}
+            self.place.keep_moments("curvature", block, found)
+        shared = damped_inputs(seen, self._entries, self.recipe.calibration.damping)
         if shared:
-            self.place.keep_inputs(block, shared)
+            self.place.keep_moments("inputs", block, shared)
 
     def _block(self, block: Block, seen: Mapping[str, LayerStatistics]) -> None:
         """Lists what the layers of a block may become, and corrects it in some by real fits."""
-        entries = self._entries(block)
         found: dict[str, LayerCandidates] = {}
         for group in block.groups:
             for layer in group:
-                entry = entries.get(layer.name)
+                entry = self._entries.get(layer.name)
                 if entry is None or entry.name not in seen:
                     continue
                 if follows_rules(self.recipe, self.source, layer):
@@ -552,7 +481,7 @@ class Decision:
             key=entry.key,
             role=entry.role,
             dense=entry.dense_parameters,
-            left_out=sum(aim.constant for aim in aims) * rows,
+            left_out=sum(constant for _, constant in aims) * rows,
         )
         if budget is not None and budget.kind == "target_bytes":
             found.unit = weight_bytes(self.source, entry, self.recipe.dtype)
@@ -590,10 +519,9 @@ class Decision:
         """Fits the layers of a block with one method, of sizes close to the budget."""
         options = {key: self._fits.option(item, name) for key, item in found.items()}
         chosen = {key: option.label for key, option in options.items() if option is not None}
-        entries = self._entries(block)
         damping = 0.0 if self.data is None else self.recipe.calibration.damping
         for group in block.groups:
-            own = [entries[layer.name] for layer in group if layer.name in entries]
+            own = [self._entries[it.name] for it in group if it.name in self._entries]
             own = [entry for entry in own if entry.key in chosen]
             members, _ = regrouped(own, chosen)  # type: ignore[arg-type]
             if members:
@@ -605,11 +533,6 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
 
     A method that cannot take all layers is left out: those that stay dense do not count for a
     target, and would make it the best at everything.
-
-    Args:
-        recipe: A recipe with `auto` and a budget.
-        plan: Its plan, with sizes that are alike for all layers.
-        source: The dense model.
     """
     assert isinstance(recipe.method, AutoSpec)
     assert plan.budget is not None
@@ -635,12 +558,9 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
             return False
         return True
 
-    found: dict[str, Spec] = {}
-    for name, specs in alone_of(recipe.method, plan.budget.fraction).items():
-        fine = next(filter(suits, specs), None)
-        if fine is not None:
-            found[name] = fine
-    return found
+    offered = alone_of(recipe.method, plan.budget.fraction).items()
+    found = {name: next(filter(suits, specs), None) for name, specs in offered}
+    return {name: spec for name, spec in found.items() if spec is not None}
 
 
 # Answers are tried out, and judged by the change of the output on data held out.
@@ -667,19 +587,12 @@ def try_out(
 ) -> tuple[str, dict[str, float | None]]:
     """Tries answers one after another, and takes the best one.
 
-    Args:
-        names: Answers; each is asked for only when those before were tried.
-        change: Fits one, and measures how far the output then is from the dense model's.
-        stop: How much worse than the best, as a share of it, an answer is that ends the search.
-        prefer_last: Whether of answers that are as good the last one is taken, not the first.
+    Each name is asked for only when those before were tried; an answer that is worse than the best
+    by more than the share `stop` ends the search. Of answers that are as good the first is taken.
 
     Returns:
         The name of the best answer, and the changes of all that were tried; None where the budget
         is out of reach.
-
-    Raises:
-        PlanError: The budget is out of reach for all of them.
-        FitError: None of them can be fitted.
     """
     changes: dict[str, float | None] = {}
     fine: dict[str, float] = {}

@@ -1,20 +1,12 @@
 """What a conversion will take: memory, disk and time, from shapes alone.
 
 Disk is exact but for the headers of files. Memory counts what comes on top of the interpreter with
-its libraries, and is meant to be right within a third:
-
-* Without data one group of layers that share an input transform is in memory at a time: its
-  weights as they are stored and in float64, the dense form of every summand, the temporaries of one
-  weight (three matrices in float64, six for sums), the gradient of a fitted transform, and what a
-  structure says of itself. All experts of a layer are one group.
-* With data come float32 parameters outside the blocks, the largest block twice (dense and
-  rewritten), the activations of two streams between blocks, and the moments of the largest input.
-  A backward pass takes less than that.
-* Factors that layers share, and tables of embeddings, count where they take more.
-
-Time is rough: floating-point operations at an assumed speed. A text is taken to be `TOKENS` tokens
-of the built-in data, or a quarter of the longest length allowed; pictures and sounds have as many
-as their model makes of them.
+its libraries, and is meant to be right within a third. Without data it is what the fit of one group
+of layers takes (weights as stored and in float64, dense summands, temporaries, the gradient of a
+fitted transform); with data parameters outside the blocks, the largest block twice, activations
+of two streams and the moments of the largest input. Time is rough: floating-point operations at an
+assumed speed. A text has `TOKENS` tokens in the built-in data, or a quarter of the longest length
+allowed; pictures and sounds have as many as their model makes of them.
 """
 
 from __future__ import annotations
@@ -58,29 +50,17 @@ _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
 
 
 class Estimate(BaseModel):
-    """What a conversion will take.
-
-    Attributes:
-        memory_bytes: Peak above the interpreter with its libraries.
-        disk_bytes: Tensors of the output.
-        seconds: Time, very roughly.
-    """
+    """What a conversion will take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    memory_bytes: int
-    disk_bytes: int
-    seconds: float
+    memory_bytes: int  # peak above the interpreter with its libraries
+    disk_bytes: int  # tensors of the output
+    seconds: float  # very roughly
 
 
 def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
-    """Estimates what a conversion will take; no weight is read.
-
-    Args:
-        plan: What will be done.
-        source: The dense model.
-        recipe: Calibration data, dtype of the output and device.
-    """
+    """Estimates what a conversion will take; no weight is read."""
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     source = cut_to(source, plan.depth)
     tokens = _tokens(source, recipe.calibration)
@@ -167,10 +147,9 @@ def _walk(
         path = keymap.runtime_name(block) or block
         sizes[block] = _parameters(keymap.model.get_submodule(path))
     flops = sum(4.0 * size * tokens for size in sizes.values())
-    for first, *others in groups:
-        flops += 2 * sizes[first.block] * tokens + 6 * tokens * first.in_features**2
-        svds = (svd_flops(entry.out_features, entry.in_features) for entry in (first, *others))
-        flops += sum(svds)
+    for group in groups:
+        flops += 2 * sizes[group[0].block] * tokens + 6 * tokens * group[0].in_features ** 2
+        flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in group)
     outside = _parameters(keymap.model) - sum(sizes.values())
     width = max(entry.in_features for entry in groups[0])
     return 4 * (outside + 2 * max(sizes.values()) + 2 * tokens * width), flops

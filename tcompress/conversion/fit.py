@@ -65,10 +65,11 @@ class LayerMoments:
 
 @dataclass(frozen=True)
 class EvaluationMoments:
-    """Moments that a fit is judged by."""
+    """Moments that a fit is judged by, per row and not damped."""
 
     gram: Tensor  # G  # (in, in)
     curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
 
 
 @dataclass
@@ -127,9 +128,6 @@ class _Split:
         last = {k: t.double() for k, t in self.tensors[term].items() if "." not in k}
         shared, transforms = self.shared[term], self.transforms[term]
         return Target(product, gram, 1.0, self.curvature, weight, last, shared, transforms)
-
-
-# How good a fit of a layer is: relative squared errors, and its predicted loss.
 
 
 PROBES = 64  # random inputs that measure a data-free fit
@@ -191,8 +189,6 @@ def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float
     return relative_error(max(lost, 0.0), missing)
 
 
-# Fits all layers that read one input.
-#
 # The summands of a sum are fitted in turn, each to what the others leave over; every step is a
 # closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
@@ -227,10 +223,10 @@ def fit_layers(
     factors: SharedFactors = NO_FACTORS,
     evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
 ) -> list[FittedLayer]:
-    """Fits layers that read the same input.
+    """Fits layers that read the same input; transforms are shared within this list only.
 
     Args:
-        entries: Their plans; transforms are shared within this list only.
+        entries: Their plans.
         weights: Dense weights.  # ([experts,] out, in) each
         moments: Moments of the input, for every layer: one entry, or one per expert.
         dtype: Dtype in which tensors are stored.
@@ -239,9 +235,6 @@ def fit_layers(
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         factors: What layers share, fitted before.
         evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
-
-    Raises:
-        FitError: A weight or a result is not finite; the message names the layer.
     """
     results: dict[str, FittedLayer] = {}
     for owner, first in enumerate(entries):
@@ -280,7 +273,7 @@ def _splits(
     factors: SharedFactors,
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
-    if not _finite(stack):
+    if not is_finite(stack):
         raise FitError(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
@@ -297,22 +290,14 @@ def _splits(
         rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         own = [curvature[part, part].double() for part in rows]
         curves = [damped_curvature(block, CURVATURE_DAMPING) for block in own]
-    return [
-        _Split(
-            entry,
-            index,
-            expert,
-            rows,
-            damped[min(expert, len(damped) - 1)],
-            curves[index],
-            [
-                shared_factors(entry, item, factors, rows.device)
-                for item in entry.parts[index].terms
-            ],
-        )
-        for expert, matrix in enumerate(stack)
-        for index, rows in enumerate(matrix.split(sizes))
-    ]
+    splits = []
+    for expert, matrix in enumerate(stack):
+        seen = damped[min(expert, len(damped) - 1)]
+        for index, own_rows in enumerate(matrix.split(sizes)):
+            terms = entry.parts[index].terms
+            shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
+            splits.append(_Split(entry, index, expert, own_rows, seen, curves[index], shared))
+    return splits
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
@@ -348,7 +333,7 @@ def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch
             targets = _with_mean_moments(targets)
         tensors = kind.fit_transform(targets, layout, side)
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    if not all(map(_finite, stored.values())):
+    if not all(map(is_finite, stored.values())):
         raise FitError(f"the fitted transform is not finite in {dtype}")
     exact = {name: tensor.double() for name, tensor in stored.items()}
     like = torch.empty(0, dtype=torch.float64, device=splits[0].stored.device)
@@ -378,10 +363,10 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
     for split in splits:
         layout = split.terms[term]
         fitted = structure(layout.structure).fit(split.target(term), layout)
-        if not all(map(_finite, fitted.values())):
+        if not all(map(is_finite, fitted.values())):
             raise FitError("the result holds NaN or infinity")
         stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
-        if not all(map(_finite, stored.values())):
+        if not all(map(is_finite, stored.values())):
             raise FitError(f"the result does not fit into {dtype}", WIDER)
         split.tensors[term] |= stored
         if len(split.terms) > 1 or split.moments is not None:
@@ -431,6 +416,6 @@ def _collect(
     return FittedLayer(tensors, mean, shift, _predicted(splits, evaluation) if evaluation else None)
 
 
-def _finite(tensor: Tensor) -> bool:
-    """NaN and infinity survive a sum; no mask of the tensor's size is made."""
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))

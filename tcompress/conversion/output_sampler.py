@@ -39,14 +39,11 @@ class OutputSampler:
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
     model itself, whose second moment is the Fisher information: exactly the curvature of the
     Kullback-Leibler divergence from the dense model. Sentence encoders get a random direction
-    of their embedding, other models one of every vector of theirs.
+    of their embedding (`pooling`), other models one of every vector of theirs.
 
-    Args:
-        pooling: How a text encoder makes an embedding, None for other models.
-        seed: Seed of all draws.
-        independent: Whether every score is a yes or no of its own, as for several labels at once.
-        per_token: Whether `logits` hold one score for each token. A matrix of scores looks the
-            same, of classes or of tokens, where there are as many classes as tokens.
+    Scores are `independent` where each is a yes or no of its own, as for several labels at once.
+    `logits` are `per_token` where they hold one for each token: a matrix of scores looks the same,
+    of classes or of tokens, where there are as many classes as tokens.
     """
 
     def __init__(
@@ -72,9 +69,8 @@ class OutputSampler:
     def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
         """Measures how far an output is from the dense model's, in the unit of predicted losses.
 
-        That is the mean over drawn gradients of the squared product with the change: twice the
-        Kullback-Leibler divergence of scores (to second order), else the squared distance; a sum
-        over the batch, padding left out. It is a sum of terms in float64 none of which is negative.
+        That is twice the Kullback-Leibler divergence of scores (to second order), else the squared
+        distance: a sum over the batch without padding, in float64, of terms that are not negative.
         """
         (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         _require_numbers([*first, *second])
@@ -92,12 +88,10 @@ class OutputSampler:
 
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
         """Whether an output has scores, and these or its vectors, with masks of tokens."""
-        scores = {name: getattr(output, name, None) for name in _SCORES}
-        found = [
-            (item, _mask_of(item, batch, per_token=name in self._of_tokens))
-            for name, item in scores.items()
-            if item is not None
-        ]
+        found: list[Part] = []
+        for name in _SCORES:
+            if (item := getattr(output, name, None)) is not None:
+                found.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
         if found:
             return True, found
         states = [getattr(output, name, None) for name in _STATES]
@@ -120,10 +114,9 @@ class OutputSampler:
             return (said - likely).to(scores)
         if scores.shape[-1] == 1:
             return self._direction(scores)
-        chances = scores.detach().float().softmax(-1)
-        flat = chances.reshape(-1, chances.shape[-1]).cpu()
-        drawn = torch.multinomial(flat, 1, generator=self._generator).to(chances.device)
-        gradient = -chances.reshape(-1, chances.shape[-1])
+        chances = scores.detach().float().softmax(-1).flatten(0, -2)
+        drawn = torch.multinomial(chances.cpu(), 1, generator=self._generator).to(chances.device)
+        gradient = -chances
         gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
         return gradient.reshape(scores.shape).to(scores.dtype)
 
@@ -197,10 +190,7 @@ _MASKS = ("decoder_attention_mask", "attention_mask")
 def _mask_of(
     item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
 ) -> Tensor | None:
-    """Finds the mask of the tokens along an output's second axis, if that is what stands there.
-
-    A matrix may be of examples and tokens, not of examples and anything else (`per_token`).
-    """
+    """Finds the mask of an output's tokens, if these stand along its second axis."""
     if item.dim() != 3 and not per_token:
         return None
     masks = (batch.get(name) for name in _MASKS)

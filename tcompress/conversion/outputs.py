@@ -343,67 +343,71 @@ ROWS = 4  # inputs that a layer is tried on
 EXACT = 1e-9  # largest difference where the very same numbers are compared, in float64
 
 
-@dataclass
-class Proof:
+def check_written(
+    folder: Path,
+    outputs: Outputs,
+    plan: Plan,
+    fit: Callable[[Cluster], BlockResult],
+    factors: SharedFactors,
+) -> None:
     """Compares the files with the fits of one block, and of one place of every other kind."""
+    source = outputs.source
+    if plan.changes_model:
+        with unloadable():
+            Artifact.open(folder)
+    written = Reopened(folder, source.model_class, source.keymap.missing)
+    store = written.store
+    wanted = {item.key: (tuple(item.shape), item.dtype) for item in outputs.tensors}
+    found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
+    wrong = {key for key, _ in wanted.items() ^ found.items()}
+    if wrong:
+        raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
+    blocks = _compared_blocks(plan, source)
+    prefixes = tuple(f"{block}." for block in blocks)
+    for item in outputs.tensors:
+        if item.key.startswith(prefixes) or item.key in outputs.positions:
+            value = outputs.given(item)
+            if value is not None and not _same(store.tensor(item.key), value):
+                raise differs(item.key, "its values are others")
+    entries = (*plan.embeddings[:1], *(entry for entry in plan.layers if entry.block in blocks))
+    for cluster in {id(c): c for c in outputs.made.values()}.values():
+        if cluster[0] in entries:
+            _check_cluster(written, outputs, cluster, fit(cluster), factors)
 
-    outputs: Outputs
-    plan: Plan
 
-    def __post_init__(self) -> None:
-        layers, self.blocks = self.plan.layers, set[str]()
-        for kind in dict.fromkeys(entry.kind for entry in layers):
-            blocks = [entry.block for entry in layers if entry.kind == kind]
-            if blocks and not any(e.kind == kind and e.block in self.blocks for e in layers):
-                self.blocks.add(max(dict.fromkeys(blocks), key=blocks.count))
-        if not self.blocks & {entry.block for entry in self.plan.attention}:
-            self.blocks |= {entry.block for entry in self.plan.attention[:1]}
-        if not self.blocks:  # a plain model that lost blocks
-            source = self.outputs.source
-            for block in roles_of(source).blocks[:1]:
-                self.blocks.add(source.keymap.checkpoint_prefix(block.name))
-        chosen = [entry for entry in layers if entry.block in self.blocks]
-        self.entries = (*self.plan.embeddings[:1], *chosen)
+def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
+    """Names of blocks that hold every kind of layer, or one if no layer is rewritten."""
+    blocks: set[str] = set()
+    for kind in dict.fromkeys(entry.kind for entry in plan.layers):
+        having = [entry.block for entry in plan.layers if entry.kind == kind]
+        if not blocks & {*having}:
+            blocks.add(max(dict.fromkeys(having), key=having.count))
+    if not blocks & {entry.block for entry in plan.attention}:
+        blocks |= {entry.block for entry in plan.attention[:1]}
+    if not blocks:  # a plain model that lost blocks
+        first = roles_of(source).blocks[:1]
+        blocks = {source.keymap.checkpoint_prefix(block.name) for block in first}
+    return blocks
 
-    def check(
-        self, folder: Path, fit: Callable[[Cluster], BlockResult], factors: SharedFactors
-    ) -> None:
-        """Opens the folder and compares."""
-        source = self.outputs.source
-        if self.plan.changes_model:
-            with unloadable():
-                Artifact.open(folder)
-        written = Reopened(folder, source.model_class, source.keymap.missing)
-        store = written.store
-        wanted = {item.key: (tuple(item.shape), item.dtype) for item in self.outputs.tensors}
-        found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
-        wrong = {key for key, _ in wanted.items() ^ found.items()}
-        if wrong:
-            raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
-        prefixes = tuple(f"{block}." for block in self.blocks)
-        for item in self.outputs.tensors:
-            if item.key.startswith(prefixes) or item.key in self.outputs.positions:
-                value = self.outputs.given(item)
-                if value is not None and not _same(store.tensor(item.key), value):
-                    raise differs(item.key, "its values are others")
-        for cluster in {id(c): c for c in self.outputs.made.values()}.values():
-            if cluster[0] in self.entries:
-                self._check_cluster(written, cluster, fit(cluster), factors)
 
-    def _check_cluster(
-        self, written: Reopened, cluster: Cluster, result: BlockResult, factors: SharedFactors
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
-            layer = written.layer(entry)
-            rows = torch.randn(ROWS, entry.in_features, generator=generator, dtype=torch.float64)
-            own, found = applied(wanted, rows), applied(layer, rows)
-            change, size = (own - found).abs().max(), own.abs().max()
-            if not change <= EXACT * size:
-                raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
-            bias = result.biases.get(entry.name)
-            if bias is not None and not _same(layer.bias, bias.to(self.outputs.dtype_of(entry))):
-                raise differs(entry.name, "its bias is another")
+def _check_cluster(
+    written: Reopened,
+    outputs: Outputs,
+    cluster: Cluster,
+    result: BlockResult,
+    factors: SharedFactors,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
+        layer = written.layer(entry)
+        rows = torch.randn(ROWS, entry.in_features, generator=generator, dtype=torch.float64)
+        own, found = applied(wanted, rows), applied(layer, rows)
+        change, size = (own - found).abs().max(), own.abs().max()
+        if not change <= EXACT * size:
+            raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
+        bias = result.biases.get(entry.name)
+        if bias is not None and not _same(layer.bias, bias.to(outputs.dtype_of(entry))):
+            raise differs(entry.name, "its bias is another")
 
 
 def _fitted(

@@ -24,15 +24,9 @@ from tcompress.roles.projections import chooses
 class PartialModel:
     """The source model with its blocks on the meta device until they are needed.
 
-    Its forward passes pause at every block. Everything outside the blocks is loaded at once;
-    activations are computed in float32.
-
-    Args:
-        source: The model.
-        blocks: Names of its blocks.
-        device: Where to compute.
-        head: Whether the output head is loaded too; a calibration stops after the last block.
-            What is not stored at all, such as a pooler that nobody trained, is then zero.
+    Its forward passes pause at every block. Everything outside the blocks is loaded at once, the
+    output head only where asked for: a calibration stops after the last block. What is not stored
+    at all, such as a pooler that nobody trained, is then zero. Activations are float32.
     """
 
     def __init__(
@@ -51,8 +45,8 @@ class PartialModel:
         for buffer_name, buffer in list(self.model.named_buffers()):
             _place(self.model, buffer_name, buffer.to(device))
         output = self.model.get_output_embeddings()  # type: ignore[operator]
-        heads = [name for name, item in self.model.named_modules() if item is output and name]
         inside = tuple(f"{name}." for name in blocks)
+        heads = (name for name, item in self.model.named_modules() if item is output and name)
         skipped = (*inside, *(f"{name}." for name in heads))
         self._stored = list(self.model.state_dict(keep_vars=True))
         self._load(name for name in self._stored if not name.startswith(skipped))
@@ -126,8 +120,6 @@ def _place(root: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-# Forward passes that can be paused at every transformer block.
-#
 # A data-aware conversion walks through the model block by block with two streams of activations:
 # the dense one, and the one that the already rewritten blocks produce. Every model family wires its
 # blocks differently (masks by layer, position biases handed on, encoders feeding decoders), so the
@@ -152,12 +144,8 @@ class Call:
 class Stream:
     """One forward pass of one batch, paused whenever it calls a block.
 
-    Args:
-        forward: Runs the model on a batch.
-        batch: Inputs of the model.
-        rewritten: Whether it is the stream of what was rewritten already.
-        keep: Whether to keep what the pass puts out, as `output`.
-        gradients: Whether what it computes outside the blocks has a graph.
+    It may be the pass of what was rewritten already, keep what it puts out as `output`, and have a
+    graph of what it computes outside the blocks (`gradients`).
     """
 
     def __init__(
@@ -169,13 +157,11 @@ class Stream:
         keep: bool = False,
         gradients: bool = False,
     ) -> None:
-        self.batch = batch
-        self.rewritten = rewritten
+        self.batch, self.rewritten = batch, rewritten
         self.output: Any = None
-        self._keep, self._gradients = keep, gradients
         self.call: Call | None = None
-        self._forward = forward
-        self._answer: Any = None
+        self._keep, self._gradients = keep, gradients
+        self._forward, self._answer = forward, None
         self._error: BaseException | None = None
         self._mine = threading.Semaphore(0)
         self._main = threading.Semaphore(0)
@@ -290,8 +276,7 @@ def run_to_input(
 ) -> Any:
     """Runs a block up to the first call of one of its modules.
 
-    Returns:
-        What `arguments` makes of the module's arguments, or None if the module was not called.
+    Returns what `arguments` makes of the module's arguments, or None if it was not called.
     """
     found: list[Any] = []
 
@@ -340,35 +325,26 @@ def handed_on(call: Call, answer: Any) -> Any:
 def token_rows(
     x: Tensor, batch: Mapping[str, Tensor], block: str, role: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Flattens a layer input to rows and says which rows are not padding.
+    """Flattens a layer input to rows (rows, d), with a mask of those that are not padding.
 
-    The mask is the one whose shape fits; where an encoder's and a decoder's both fit, the
-    block's name and the layer's role tell which stream it reads.
-
-    Returns:
-        Rows (rows, d) and a mask (rows,), or None where all rows count.
+    The mask (rows,) is the one whose shape fits; where an encoder's and a decoder's both fit, the
+    block's name and the layer's role tell which one it reads. None where all rows count.
     """
     rows = x.reshape(-1, x.shape[-1])
     if "vision" in block:
         return rows, None
     reads_encoder = role in ("cross_k", "cross_v") or "decoder" not in block
-    names = ["attention_mask"]
-    if not reads_encoder and any(name.startswith("decoder_") for name in batch):
-        names = ["decoder_attention_mask"]
-    for name in names:
-        mask = batch.get(name)
-        if mask is not None and mask.dim() == 2 and mask.numel() == rows.shape[0]:
-            if x.dim() > 2 and mask.shape != x.shape[:2]:
-                continue
-            return rows, mask.reshape(-1).to(torch.bool)
-    return rows, None
+    decodes = not reads_encoder and any(name.startswith("decoder_") for name in batch)
+    mask = batch.get("decoder_attention_mask" if decodes else "attention_mask")
+    if mask is None or mask.dim() != 2 or len(rows) != mask.numel():
+        return rows, None
+    if x.dim() > 2 and mask.shape != x.shape[:2]:
+        return rows, None
+    return rows, mask.reshape(-1).to(torch.bool)
 
 
 def _listed_item(block: nn.Module, inside: str) -> str | None:
-    """Finds the item of a list of experts, which a router chooses, that a layer belongs to.
-
-    Both paths are below the block; None if the layer is in no such list.
-    """
+    """Finds the item of a list of routed experts that a layer belongs to, as paths in a block."""
     modules = {name: module for name, module in block.named_modules() if name}
     steps = inside.split(".")
     for depth in range(1, len(steps)):
@@ -398,12 +374,10 @@ class TokenRows:
             item = _listed_item(module, layer.name.removeprefix(f"{block.name}."))
             if item is not None:
                 self._items[layer.name] = item
-        self._handles = [
-            module.get_submodule(path).register_forward_pre_hook(
-                partial(self._ask, path), with_kwargs=True
-            )
-            for path in {item.rpartition(".")[0] for item in self._items.values()}
-        ]
+        self._handles = []
+        for path in {item.rpartition(".")[0] for item in self._items.values()}:
+            hook, listed = partial(self._ask, path), module.get_submodule(path)
+            self._handles.append(listed.register_forward_pre_hook(hook, with_kwargs=True))
 
     def is_listed(self, layer: str) -> bool:
         """Tells whether a layer belongs to an item of a list of experts."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from tcompress.conversion.fit import is_finite
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.moments import centre_of, row_products
@@ -24,8 +25,6 @@ from tcompress.models import SourceModel
 from tcompress.roles import Block, Layer, Roles
 from tcompress.structures.modules.linear import channels_last
 
-# One label-free backward pass, block by block.
-#
 # Random directions of what the model is used for are propagated back through the dense model
 # (methods: Kronecker-factored Gauss-Newton curvature). For a linear layer with input x and with the
 # gradient δ at its output, the moments G = E[x x^T] and S = E[δ δ^T] predict how much a change of
@@ -164,17 +163,11 @@ class BackwardWalk:
                 visit.file.unlink(missing_ok=True)
 
     def _visit(self, stream: Stream, visits: list[_Visit], file: Path) -> None:
-        """Answers a call of a block with what it computes; its graph begins anew there.
-
-        The tensors among its arguments go to a file; the rest stays in memory.
-        """
+        """Answers a call of a block with what it computes; its graph begins anew there."""
         call = stream.waiting
         arguments = (call.args, call.kwargs)
-        edges = [
-            get_gradient_edge(value) if value.requires_grad else None
-            for value in pytree.tree_leaves(arguments)
-            if _floating(value)
-        ]
+        leaves = filter(_floating, pytree.tree_leaves(arguments))
+        edges = [get_gradient_edge(value) if value.requires_grad else None for value in leaves]
         bare = pytree.tree_map_only(Tensor, Tensor.detach, arguments)
         flat, form = pytree.tree_flatten(bare)
         tensors = {
@@ -189,7 +182,7 @@ class BackwardWalk:
         with torch.no_grad():
             answer = self._model.forwards[call.block](*bare[0], **bare[1])
         state = answer[0] if isinstance(answer, tuple | list) else answer
-        if _floating(state) and not _finite(state):
+        if _floating(state) and not is_finite(state):
             raise FitError(
                 f"block `{call.block}` puts out NaN or infinity on the calibration data",
                 "repair the checkpoint, or convert this model without data: `--calib none`",
@@ -212,8 +205,7 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        first = _nothing_seen(layers, self._device, gradients=True)
-        second = first
+        first = second = _nothing_seen(layers, self._device, gradients=True)
         if block.name in self._halved:
             second = _nothing_seen(layers, self._device, gradients=True)
         with (
@@ -246,13 +238,8 @@ class BackwardWalk:
             if sink and value.requires_grad
         ]
         _propagate(pairs)
-        _propagate(
-            [
-                (edge, value.grad)
-                for value, edge in zip(inputs, visit.inputs, strict=True)
-                if edge is not None and value.grad is not None
-            ]
-        )
+        edges = zip(inputs, visit.inputs, strict=True)
+        _propagate([(e, v.grad) for v, e in edges if e is not None and v.grad is not None])
 
 
 def _copied(value: Any) -> Any:
@@ -270,15 +257,8 @@ def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
         torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
-def _finite(state: Tensor) -> bool:
-    return bool(torch.isfinite(state.sum(dtype=torch.float64)))
-
-
 def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-# Sums over what the layers of a block read, with or without gradients.
 
 
 def input_moments(
@@ -289,11 +269,9 @@ def input_moments(
     device: torch.device,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-    """Runs all batches through the dense model, block by block.
+    """Runs all batches through the dense model, and yields moments of inputs block by block.
 
-    Yields:
-        A block's name, and the moments of the inputs of its wanted layers by name; nothing is known
-        of outputs.
+    They are by the name of the wanted layers; nothing is known of outputs.
     """
     blocks = {block.name: block for block in roles.blocks}
     model = PartialModel(source, list(blocks), device)
@@ -324,12 +302,11 @@ def input_moments(
 def _nothing_seen(
     layers: Sequence[Layer], device: torch.device, *, gradients: bool
 ) -> dict[str, Sensitivity]:
-    def outputs(layer: Layer) -> int:
-        return sum(part.size for part in layer.parts) if gradients else 0
-
-    return {
-        layer.name: Sensitivity.empty(layer.in_features, outputs(layer), device) for layer in layers
-    }
+    found = {}
+    for layer in layers:
+        outputs = sum(part.size for part in layer.parts) if gradients else 0
+        found[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
+    return found
 
 
 class _Watch:
@@ -343,12 +320,11 @@ class _Watch:
     ) -> None:
         self._rows = TokenRows(module, block)
         self._gradients = gradients
-        self._handles = [
-            module.get_submodule(layer.name.removeprefix(f"{block.name}.")).register_forward_hook(
-                partial(self._ran, layer.name, layer.role), with_kwargs=True
-            )
-            for layer in layers
-        ]
+        self._handles = []
+        for layer in layers:
+            hooked = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
+            hook = partial(self._ran, layer.name, layer.role)
+            self._handles.append(hooked.register_forward_hook(hook, with_kwargs=True))
 
     @contextmanager
     def hooked(self) -> Iterator[_Watch]:
@@ -372,7 +348,7 @@ class _Watch:
         def arrived(gradient: Tensor) -> None:
             back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
             kept = (rows, back) if mask is None else (rows[mask], back[mask])
-            if not all(map(_finite, kept)):
+            if not all(map(is_finite, kept)):
                 raise FitError(
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",

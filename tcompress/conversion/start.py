@@ -38,10 +38,7 @@ from tcompress.structures.modules.linear import factor_layouts, tensor_prefix, t
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Returns a generator of its own for everything that has a name.
-
-    Values do not depend on the order in which they are drawn, nor on what else is.
-    """
+    """Returns a generator of its own for everything that has a name, whatever else is drawn."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
@@ -148,9 +145,7 @@ def _query_key_moments(
 ) -> QueryKeyMoments:
     """Sums the moments of one attention's queries and keys; their scale does not count.
 
-    Calls hold queries (batch, heads, tokens, head_dim), keys (batch, key_heads, tokens, head_dim)
-    and where a token is no padding (batch | 1, tokens), or None. Centred keys count less their mean
-    over their text.
+    Calls are as `queries_and_keys` makes them. Centred keys count less their mean over their text.
     """
     queries = keys = torch.tensor(0.0)
     for q, k, tokens in calls:
@@ -189,14 +184,13 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
     if centred is None:
         return None
     path = source.keymap.runtime_name(entry.name)
-    found = [
-        item for item in attentions_of(source.keymap.model, roles_of(source)) if item.name == path
-    ]
-    if not found:
+    attentions = attentions_of(source.keymap.model, roles_of(source))
+    found = next((item for item in attentions if item.name == path), None)
+    if found is None:
         return None
     squares = []
     for role in ("q", "k"):
-        layer = found[0].layers.get(role) or found[0].layers["qkv"]
+        layer = found.layers.get(role) or found.layers["qkv"]
         sizes = [part.size for part in layer.parts]
         names = [part.name for part in layer.parts]
         if role not in names:

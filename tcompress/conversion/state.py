@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,8 @@ from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _T = TypeVar("_T")
+
+_DAMAGED = (SafetensorError, OSError, KeyError, ValueError)
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
 
@@ -49,18 +51,15 @@ class FitWorkplace(Workplace):
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
-        path = self._path_of(name)
-        if not path.is_file():
-            return None
         found: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(self._path_of(name), "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     kind, _, rest = key.partition("/")
                     found[kind][rest] = file.get_tensor(key)
-        except (SafetensorError, OSError, KeyError, ValueError):
-            return None  # cut off by a kill: fitted again
+        except _DAMAGED:
+            return None  # not there, or cut off by a kill: fitted again
         layers = {name: FittedLayer({}, own) for name, own in errors.items()}
         for key, tensor in found["layer"].items():
             layer, _, leaf = key.partition("/")
@@ -72,34 +71,23 @@ class FitWorkplace(Workplace):
         try:
             with safe_open(self._path_of(name), "pt") as file:
                 return dict(json.loads(file.metadata()["errors"]))
-        except (SafetensorError, OSError, KeyError, ValueError):
+        except _DAMAGED:
             return None
 
-    def keep_curvature(self, block: str, curvatures: Mapping[str, Tensor]) -> None:
-        """Stores moments of the output gradients of a block's layers."""
-        self._keep_moments("curvature", block, curvatures)
-
-    def curvature(self, block: str) -> dict[str, Tensor]:
-        """Reads them back; none where no backward pass was made."""
-        return _load(self.folder / "curvature" / f"{block}.safetensors") or {}
-
-    def keep_inputs(self, block: str, moments: Mapping[str, Tensor]) -> None:
-        """Stores moments of what a block's layers read."""
-        self._keep_moments("inputs", block, moments)
-
-    def inputs(self, block: str) -> dict[str, Tensor]:
-        """Reads them back; none where they were not measured."""
-        return _load(self.folder / "inputs" / f"{block}.safetensors") or {}
-
-    def _keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
+    def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
+        """Stores moments of a block's layers: `inputs`, or of output gradients, `curvature`."""
         (self.folder / kind).mkdir(exist_ok=True)
         tensors = {name: _narrowed(item) for name, item in moments.items()}
         _save(tensors, self.folder / kind / f"{block}.safetensors")
 
+    def moments(self, kind: str, block: str) -> dict[str, Tensor]:
+        """Reads them back; none where they were not measured."""
+        return _load(self.folder / kind / f"{block}.safetensors") or {}
+
     def keep_factors(self, factors: Mapping[FactorsKey, Mapping[str, Tensor]]) -> None:
         tensors = {
-            f"{owner}/{bank}/{name}": tensor
-            for (owner, bank), tensors in factors.items()
+            f"{owner}/{group}/{name}": tensor
+            for (owner, group), tensors in factors.items()
             for name, tensor in tensors.items()
         }
         _save(tensors, self.folder / "factors.safetensors")
@@ -111,8 +99,8 @@ class FitWorkplace(Workplace):
             return None
         found: dict[FactorsKey, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            owner, bank, name = key.split("/")
-            found.setdefault((owner, bank), {})[name] = tensor
+            owner, group, name = key.split("/")
+            found.setdefault((owner, group), {})[name] = tensor
         return found
 
     def scratch(self) -> Path:
@@ -153,10 +141,7 @@ class FitWorkplace(Workplace):
         return FitWorkplace(self.folder / TRIALS / name, "")
 
     def adopt(self, name: str) -> None:
-        """Takes over what a trial has measured and fitted; all trials are removed.
-
-        What a kill has left of that is done the next time; the choice must be on disk by then.
-        """
+        """Takes over what a trial has measured and fitted; the choice must be on disk by then."""
         trials = self.folder / TRIALS
         if not trials.is_dir():
             return
@@ -173,20 +158,19 @@ class FitWorkplace(Workplace):
         return self._blocks / f"{block}.safetensors"
 
 
-def _save(
-    tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
+def _save(tensors: Mapping[str, Tensor], path: Path, metadata: Any = None) -> None:
     """Writes tensors, all of them or nothing."""
     with beside(path) as other:
-        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, other, metadata)
+        save_file(
+            {name: item.cpu().contiguous() for name, item in tensors.items()}, other, metadata
+        )
 
 
 def _load(path: Path) -> dict[str, Tensor] | None:
     """Reads tensors; none where there is no such file, or a damaged one."""
     try:
         return load_file(path)
-    except (SafetensorError, OSError, ValueError):
+    except _DAMAGED:
         return None
 
 

@@ -16,6 +16,7 @@ from tcompress.conversion.fit import (
     LayerMoments,
     SharedFactors,
     fit_layers,
+    is_finite,
 )
 from tcompress.conversion.outputs import Cluster, Outputs
 from tcompress.conversion.sensitivity import Sensitivity, input_moments
@@ -23,7 +24,6 @@ from tcompress.conversion.start import start_layer
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, SourceError, message_of
-from tcompress.hf.build import fill
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import relative_error
 from tcompress.models import SourceModel, read_finite
@@ -33,7 +33,6 @@ from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
-from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.linear import factor_layouts
 
 # Tables of word embeddings: what counts is how often a word occurs.
@@ -75,8 +74,8 @@ def fit_embeddings(
 def read_table(source: SourceModel, entry: LayerPlan) -> Tensor:
     """Reads a table, and makes sure that heads which are stored apart are the same."""
     path = source.keymap.runtime_name(entry.name) or entry.name
-    weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
-    own = source.keymap.sources(f"{path}.{entry.parameter}").keys
+    name = f"{path}.{entry.parameter}"
+    weight, own = read_finite(source.store, source.keymap, name), source.keymap.sources(name).keys
     for other in tied_to(source, path):
         keys = source.keymap.sources(f"{other}.weight").keys
         if keys != own and not torch.equal(
@@ -130,7 +129,7 @@ def fit_table(
     if found is None:  # its rows cannot be weighted afterwards, so they all count alike
         found = kind.fit(Target(exact, None), layout)
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
+    if not all(map(is_finite, stored.values())):
         raise FitError(
             f"the fit of `{entry.name}` is not finite in {dtype}",
             f"{WIDER}, or leave the word embedding as it is",
@@ -144,13 +143,6 @@ def fit_table(
         kind: relative_error(float(own @ wrong), float(own @ norm)) for kind, own in weights.items()
     }
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
-
-
-def installed(entry: LayerPlan, fitted: FittedLayer, device: torch.device) -> StructuredEmbedding:
-    """Builds a fitted table, to run the model on."""
-    table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
-    fill(table, entry, fitted.tensors)
-    return table.requires_grad_(False).eval()
 
 
 # Fits of weights alone, one group of layers at a time.
@@ -173,8 +165,7 @@ def fit_without_data(
             biases[entry.name] = read_finite(source.store, source.keymap, f"{path}.bias")
     dtype = outputs.dtype_of(cluster[0])
     if source.seed is not None:
-        pairs = zip(cluster, weights, strict=True)
-        seed = source.seed
+        seed, pairs = source.seed, zip(cluster, weights, strict=True)
         with torch.no_grad():
             fitted = [start_layer(e, w, dtype=dtype, factors=factors, seed=seed) for e, w in pairs]
     else:
@@ -190,13 +181,8 @@ def fit_without_data(
 # walk of their own. Without data the weights alone decide.
 
 
-@dataclass(frozen=True)
-class _Use:
-    """One weight that uses shared factors: an output split of a layer."""
-
-    entry: LayerPlan
-    layout: Layout
-    rows: slice
+Uses = list[tuple[LayerPlan, Layout, slice]]
+"""Weights that use the same factors: layers, and layouts and rows of their output splits."""
 
 
 @dataclass
@@ -214,7 +200,7 @@ class SharedFactorsFitter:
 
     def run(self, progress: Progress) -> SharedFactors:
         """Returns all shared factors as they are stored, or those of an interrupted run."""
-        uses: dict[FactorsKey, list[_Use]] = {}  # owners first
+        uses: dict[FactorsKey, Uses] = {}  # owners first
         for entry in self.layers:
             start = 0
             for part in entry.parts:
@@ -224,10 +210,8 @@ class SharedFactorsFitter:
                     shared = shared_of(layout)
                     if shared is not None:
                         key = (entry.bank_of.get(shared.name, entry.name), shared.name)
-                        uses.setdefault(key, []).append(_Use(entry, layout, rows))
-        if not uses:
-            return {}
-        stored = self.place.factors()
+                        uses.setdefault(key, []).append((entry, layout, rows))
+        stored = self.place.factors() if uses else {}
         if stored is not None:
             return stored
         if self.data is not None and not self.recipe.measures_sensitivity:
@@ -253,35 +237,34 @@ class SharedFactorsFitter:
         )
         for block, measured in found:
             moments = damped_inputs(measured, entries, self.recipe.calibration.damping)
-            self.moments.keep_inputs(block, moments)
+            self.moments.keep_moments("inputs", block, moments)
 
-    def _fit(self, used: Sequence[_Use], dtype: torch.dtype) -> dict[str, Tensor]:
-        targets = [self._target(use) for use in used]
-        kind = structure(used[0].layout.structure)
+    def _fit(self, used: Uses, dtype: torch.dtype) -> dict[str, Tensor]:
+        targets = [self._target(entry, rows) for entry, _, rows in used]
+        kind = structure(used[0][1].structure)
         assert isinstance(kind, SharesFactors)
-        names = ", ".join(f"`{use.entry.name}`" for use in used[:3])
+        names = ", ".join(f"`{entry.name}`" for entry, _, _ in used[:3])
         where = f"what {names} and {len(used) - 3} more share" if len(used) > 3 else names
         try:
             with torch.no_grad():
-                found = kind.fit_shared(targets, [use.layout for use in used])
+                found = kind.fit_shared(targets, [layout for _, layout, _ in used])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise FitError(
                 f"the fit of {where} failed: {message_of(error)}",
                 "use more calibration data or a larger `damping`, or share less",
             ) from error
         stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in stored.values()):
+        if not all(map(is_finite, stored.values())):
             raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
         return stored
 
-    def _target(self, use: _Use) -> Target:
-        entry, rows = use.entry, use.rows
+    def _target(self, entry: LayerPlan, rows: slice) -> Target:
         name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
         weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
         weight = entry.matrix(weight)[rows].double()
         block = self.source.keymap.runtime_name(entry.block) or entry.block
-        gram = self.moments.inputs(block).get(entry.name)
-        curvature = self.moments.curvature(block).get(entry.name)
+        gram = self.moments.moments("inputs", block).get(entry.name)
+        curvature = self.moments.moments("curvature", block).get(entry.name)
         if gram is not None:
             gram = gram.to(self.device).double()
         if curvature is not None:
@@ -295,10 +278,7 @@ class SharedFactorsFitter:
 def damped_inputs(
     measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
 ) -> dict[str, Tensor]:
-    """Returns damped input moments of the layers that use shared factors, by planned name.
-
-    Both mappings are by name of the layer in the model.
-    """
+    """Returns damped input moments of layers that use shared factors, by planned name."""
     return {
         entries[name].name: damped_curvature(
             own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows

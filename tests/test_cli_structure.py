@@ -12,8 +12,8 @@ import tcompress
 from tcompress.attention import replacements
 from tcompress.cli.flags import offers
 from tcompress.evaluation.measuring import TASKS
+from tcompress.fields import typed_fields, words_of
 from tcompress.options import Convert, Evaluate, complete, recipe_names
-from tcompress.options.fields import typed_fields, words_of
 from tcompress.options.method_options import REPLACEMENTS
 from tests.support.cli import run
 

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from tcompress.cli.bench import bench
 from tcompress.cli.flags import help_of, offers
 from tcompress.errors import RecipeError
+from tcompress.fields import Typed, members, option, typed_fields
 from tcompress.options import Bench, Convert, Evaluate, Finetune, Recipe, json_schema, parse_recipe
 from tcompress.options import read as reading
 from tcompress.options.document import read_document
-from tcompress.options.fields import Typed, members, option, typed_fields
 from tcompress.options.read import Given, read
 from tcompress.reporting.reference import reference_markdown
 from tests.support.cli import run

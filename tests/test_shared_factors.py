@@ -56,7 +56,8 @@ class Pair(nn.Module):
         kind = structure("tucker")
         spec = kind.spec(share="heads", rank=(3, 5), cores=3)
         layouts = [
-            kind.layout(spec, Site(**{**vars(site), "sharing_sites": (into, out)})) for site in (into, out)
+            kind.layout(spec, Site(**{**vars(site), "sharing_sites": (into, out)}))
+            for site in (into, out)
         ]
         self.q, self.o = (self._layer(layout) for layout in layouts)
         if shared:

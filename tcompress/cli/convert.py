@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.cli import terminal
+from tcompress.fields import FIT, METHOD_OPTIONS
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
-from tcompress.options.fields import FIT, METHOD_OPTIONS
 from tcompress.options.read import Given
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typer.core import TyperCommand
 
 from tcompress.cli.terminal import silence_libraries
 from tcompress.errors import RecipeError
+from tcompress.fields import Typed, members, typed_fields, words_of
 from tcompress.options import complete
 from tcompress.options.commands import COMMON, Hub, Manner
-from tcompress.options.fields import Typed, members, typed_fields, words_of
 from tcompress.options.read import Given
 from tcompress.options.words import quoted
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from tcompress.cli.terminal import print_json, results, suggestion, table
 from tcompress.errors import InputError
+from tcompress.fields import Options, method_options
 from tcompress.options.commands import Described, Json
-from tcompress.options.fields import Options, method_options
 from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
 from tcompress.options.words import describe, quoted
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tcompress.errors import RecipeError
+from tcompress.fields import Options, Place, method_options
 from tcompress.options.convert_options import BUDGETS, DEPTH, Convert
-from tcompress.options.fields import Options, Place, method_options
 from tcompress.options.method_options import (
     METHODS,
     REPLACEMENTS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from tcompress.fields import DATASET, FOLDER, MODEL, Section, option
 from tcompress.options.convert_options import METHOD, OUTPUT
-from tcompress.options.fields import DATASET, FOLDER, MODEL, Section, option
 from tcompress.options.steps import MEASURED, MEASUREMENT
 
 THE_MODEL, CELLS, COMMON = "Model", "Cells", "Common options"

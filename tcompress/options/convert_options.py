@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tcompress.options.fields import (
+from tcompress.fields import (
     DEVICES,
     FIT,
     FRACTION,

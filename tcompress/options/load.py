@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
+from tcompress.fields import Options
 from tcompress.options.document import Document, Problem, RecipeDumper, Unreadable, read_document
-from tcompress.options.fields import Options
 from tcompress.options.read import as_plain, dotted, schema_of
 from tcompress.options.schema import RECIPE_VERSION, Recipe
 from tcompress.options.words import did_you_mean, explain, found, quoted

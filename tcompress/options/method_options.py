@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tcompress.options.fields import FIT, Options, option, read_sizes
+from tcompress.fields import FIT, Options, option, read_sizes
 from tcompress.structures import Spec, structures
 from tcompress.structures.capabilities import LooksUp
 

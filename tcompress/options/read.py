@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
-from tcompress.options.fields import DIGITS, Place, Typed, plain
+from tcompress.fields import DIGITS, Place, Typed, plain
 
 if TYPE_CHECKING:
     from tcompress.options.document import Key, Problem

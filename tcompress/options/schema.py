@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tcompress.fields import Section, method_options, option, plain
 from tcompress.options.convert_options import Convert, refuse_two_sizes
-from tcompress.options.fields import Section, method_options, option, plain
 from tcompress.options.method_options import (
     METHODS,
     REPLACEMENTS,

@@ -31,7 +31,7 @@ from pydantic import (
 
 from tcompress import linalg
 from tcompress.errors import RecipeError
-from tcompress.options.fields import FRACTION, Options, option
+from tcompress.fields import FRACTION, Options, option
 
 if TYPE_CHECKING:
     import torch

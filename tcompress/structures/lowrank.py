@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tcompress import linalg
-from tcompress.options.fields import option
+from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
     Layout,

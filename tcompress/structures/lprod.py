@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from pydantic import Field
 
 from tcompress import linalg
-from tcompress.options.fields import option
+from tcompress.fields import option
 from tcompress.structures.base import (
     Layout,
     Refusal,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt, model_validator
 
 from tcompress import linalg
-from tcompress.options.fields import option, read_modes
+from tcompress.fields import option, read_modes
 from tcompress.structures.base import (
     TOL,
     Layout,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import PositiveInt, model_validator
 
 from tcompress import linalg
-from tcompress.options.fields import option
+from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
     Layout,

@@ -10,8 +10,7 @@ from typing import Any
 from tcompress.errors import ArtifactError, parse_json
 from tcompress.models.names import CARD, FORMAT_VERSION, MANIFEST
 
-ZEROS = "0" * 64
-"""Stand in a manifest for its own digest."""
+ZEROS = "0" * 64  # stand in a manifest for its own digest
 
 
 def digest_of(path: Path) -> str:

@@ -32,12 +32,11 @@ from tcompress.structures.modules.experts import child_of
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+# For those who look into `config.json` since Transformers told them to delete the section.
 NOTE = (
     "converted by tcompress: `pip install tcompress`, then `import tcompress` before loading; "
     "without this section nothing can load the model"
 )
-"""For those who look into `config.json` since Transformers told them to delete the section."""
-
 AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
@@ -107,7 +106,6 @@ class Rebuilt:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The entries that store tensors of their own."""
         return (*self.layers, *self.attention)
 
     def renamed(self, keys: Collection[str]) -> Rebuilt:
@@ -163,7 +161,6 @@ def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
 
 
 def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
-    """Names the entries that differ, and in what."""
     ours, theirs = _named(found), _named(wanted)
     texts = [f"`{name}` is missing" for _, name in theirs.keys() - ours.keys()]
     texts += [f"`{name}` is not in `{MANIFEST}`" for _, name in ours.keys() - theirs.keys()]
@@ -175,7 +172,6 @@ def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
 
 
 def _named(plan: Rebuilt) -> dict[tuple[str, str], Any]:
-    """All entries by kind and name."""
     return {
         (kind, f"{entry.name}.{entry.parameter}" if kind == "layers" else entry.name): entry
         for kind, entries in vars(plan).items()
@@ -215,18 +211,14 @@ def _moved(entry: E, lost: str, gained: str) -> E:
     def moved(item: Any) -> Any:
         return item.model_copy(update={"name": move(item.name)})
 
-    changed: dict[str, Any] = {"name": move(entry.name), "block": move(entry.block)}
+    changed: dict[str, Any] = {"block": move(entry.block)}
     if isinstance(entry, AttentionPlan):
         changed |= {"unused": tuple(map(moved, entry.unused)), "like": move(entry.like)}
         changed["guard"] = entry.guard and moved(entry.guard)
-        return entry.model_copy(update=changed)
-    changed["input_of"] = entry.input_of and move(entry.input_of)
-    changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
-    return entry.model_copy(update=changed)
-
-
-_SHOWN = 12
-_MARK = f".{FACTOR_PREFIX}"
+    else:
+        changed["input_of"] = entry.input_of and move(entry.input_of)
+        changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
+    return moved(entry).model_copy(update=changed)  # type: ignore[no-any-return]
 
 
 def verify_shapes(
@@ -236,25 +228,24 @@ def verify_shapes(
 
     Entries that are `needed` must be stored, `known` ones may be; an error names all that differ.
     """
-    expected: dict[str, tuple[int, ...]] = {}
-    for entry in needed:
-        expected |= stored_tensors(entry)
+    expected = {name: size for entry in needed for name, size in stored_tensors(entry).items()}
     allowed = {name for entry in known for name in stored_tensors(entry)} | set(expected)
     problems = [f"`{name}` is missing" for name in expected if name not in found]
     problems += [
-        f"`{name}` has shape {list(found[name])}, the plan says {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != shape
+        f"`{name}` has shape {list(found[name])}, the plan says {list(size)}"
+        for name, size in expected.items()
+        if name in found and tuple(found[name]) != size
     ]
     problems += [
-        f"`{name}` is not in the plan" for name in found if _MARK in name and name not in allowed
+        f"`{name}` is not in the plan"
+        for name in found
+        if f".{FACTOR_PREFIX}" in name and name not in allowed
     ]
     if problems:
-        more = len(problems) - _SHOWN
-        lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN])
-        rest = f"\n  and {more} more" if more > 0 else ""
+        lines = "".join(f"\n  - {problem}" for problem in problems[:12])
+        rest = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise ArtifactError(
-            f"the weights do not fit the plan in `config.json`, {len(problems)} problems:\n"
+            f"the weights do not fit the plan in `config.json`, {len(problems)} problems:"
             f"{lines}{rest}",
             "take `config.json` and the weights from one and the same conversion",
         )
@@ -273,7 +264,6 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -333,8 +323,8 @@ def _chunks(
     stop = 0
     for item in shard.tensors:
         start, stop = stop, stop + item.nbytes
-        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape, "data_offsets": [start, stop]}
-        entries[item.key] = facts
+        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape}
+        entries[item.key] = {**facts, "data_offsets": [start, stop]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     header = text + b" " * (-len(text) % 8)
     yield len(header).to_bytes(8, "little") + header

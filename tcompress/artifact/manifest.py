@@ -166,7 +166,6 @@ class Manifest(_Section):
 
     @property
     def is_untrained(self) -> bool:
-        """Whether its weights are still random."""
         return self.source.init == "random" and not self.training
 
 
@@ -291,7 +290,6 @@ def _start(manifest: Manifest) -> str:
 
 
 def _trained(manifest: Manifest) -> str:
-    """What training did, one sentence a run."""
     if manifest.training:
         return "\n".join(map(_sentence, manifest.training))
     random = manifest.source.init == "random"

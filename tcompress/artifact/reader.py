@@ -11,7 +11,7 @@ from typing import Any
 from tcompress.artifact.checksums import check_format_version, damages, files_in
 from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.errors import ArtifactError, InputError, Problems, read_settings
+from tcompress.errors import ArtifactError, InputError, Problems, after_colon, read_settings
 from tcompress.models import SourceModel, resolve
 from tcompress.models.names import CARD, MANIFEST, METHODS
 from tcompress.models.store import WeightStore
@@ -62,7 +62,6 @@ class Artifact:
         return cls(folder, config, plan.layers, plan.attention, plan.forms, manifest, store)
 
     def verify_checksums(self) -> None:
-        """Reads all files and compares them with the manifest; see `verify_files`."""
         verify_files(self.folder)
 
 
@@ -175,7 +174,6 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
 def _joined(folder: Path, problems: list[InputError]) -> ArtifactError:
     if len(problems) == 1:
         return ArtifactError(problems[0].message, problems[0].hint)
-    lines = "".join(f"\n  - {problem.message}" for problem in problems)
-    return ArtifactError(
-        f"the converted model in `{folder}` is damaged, {len(problems)} problems:{lines}", AGAIN
-    )
+    lines = after_colon([problem.message for problem in problems])
+    many = f"{len(problems)} problems:{lines}"
+    return ArtifactError(f"the converted model in `{folder}` is damaged, {many}", AGAIN)

@@ -38,11 +38,6 @@ from tcompress.files import (
 from tcompress.models.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
-_WEIGHTS = (".safetensors", ".bin")
-_KEPT = (
-    "what was fitted is kept in `{}`, where the same command goes on, with the same versions of "
-    "tcompress and torch"
-)
 
 
 def partial_folder(output: Path) -> Path:
@@ -102,7 +97,7 @@ def _check_contents(output: Path, *, force: bool) -> None:
             f"output folder `{output}` is not empty",
             "choose another one with `-o`, or replace it with `--force`",
         )
-    weights = any(name.endswith(_WEIGHTS) for name in names)
+    weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     ours = MANIFEST in names or ("config.json" in names and weights)
     if names and (not ours or ".git" in names):
         shown = ", ".join(f"`{name}`" for name in names[:3])
@@ -116,7 +111,6 @@ def _check_contents(output: Path, *, force: bool) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    """Refuses a working folder that somebody else has put there."""
     kind = kind_of(folder)
     if kind:
         raise InputError(
@@ -253,7 +247,6 @@ class Workplace:
         check_space(self.output, self._lacking() or 0)
 
     def _lacking(self) -> int | None:
-        """Bytes that are still to be written, if that is known."""
         if self._needed is None:
             return None
         done = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
@@ -298,7 +291,10 @@ class Workplace:
                 own = (_LOCK, _MARK, "identity", self._journal.name)
                 files = (path for path in self.folder.rglob("*") if path.is_file())
                 if kept and any(path.name not in own for path in files):
-                    error.hint = f"{error.hint}; {_KEPT.format(self.folder)}"
+                    error.hint = (
+                        f"{error.hint}; what was fitted is kept in `{self.folder}`, where the same "
+                        "command goes on, with the same versions of tcompress and torch"
+                    )
             self.close() if kept else self.discard()
             if refused is not None:
                 raise refused from error
@@ -324,7 +320,6 @@ class Workplace:
         self._lock.release()
 
     def close(self) -> None:
-        """Leaves the working folder for a later run."""
         self._lock.release()
 
     def _clear(self, spared: set[str]) -> None:

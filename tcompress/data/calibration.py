@@ -207,7 +207,6 @@ class _Samples:
         self.digest = hashlib.sha256()
 
     def read_data(self) -> None:
-        """Read texts and pictures from files or the hub."""
         inputs, options = self._inputs, self._options
         model, clips = self._source.model_class.__name__, inputs.image and frames_of(self._config)
         if inputs.audio or clips:
@@ -242,7 +241,6 @@ class _Samples:
             self.names.append(table.label if is_plain else f"{table.label}:{','.join(named)}")
 
     def read_grids(self) -> None:
-        """Read volumes, or windows of a series."""
         options, series = self._options, self._inputs.grid == SERIES
         needs = Needs(window=window_of(self._source)) if series else Needs(volume=True)
         found = load_examples(
@@ -264,7 +262,6 @@ class _Samples:
         self.frames = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
 
     def make_missing(self) -> None:
-        """Make what the model needs and has not got yet."""
         inputs, options = self._inputs, self._options
         if inputs.image and not self.frames:
             self._make_pictures()

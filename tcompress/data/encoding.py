@@ -20,7 +20,6 @@ from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_te
 from tcompress.errors import DataError, first_line
 from tcompress.models import SourceModel
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _CHUNK = 256  # texts handed to the tokenizer at a time
 
 
@@ -77,7 +76,6 @@ class TextEncoder:
         return rows
 
     def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Write each text as tokens, however long it is."""
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
             for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
@@ -121,8 +119,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         reason = first_line(error).rstrip(":")
     else:
         # Most tokenizers can also be built from nothing, and then know no words.
-        own = set(getattr(tokenizer, "vocab_files_names", {}).values())
-        if not own or any((folder / name).is_file() for name in {*_TOKENIZER_FILES, *own}):
+        own = getattr(tokenizer, "vocab_files_names", {}).values()
+        files = ("tokenizer.json", "tokenizer.model", *own)
+        if not own or any((folder / name).is_file() for name in files):
             return tokenizer
     raise DataError(
         f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",

@@ -83,9 +83,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
               "label", "labels", "target"),
 }  # fmt: skip
-ROLES = tuple(_NAMES)
-"""What a column can be for: `text`, `pair` (a second text), `image`, `volume` (bytes) with its
-`shape`, `label`, `score`."""
+ROLES = tuple(_NAMES)  # what a column can be for; `pair` is a second text
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ class Examples:
     # Class ids, or scores; None if nothing is to be predicted.
     targets: list[int] | list[float] | None = None
     classes: tuple[str, ...] = ()  # names of the classes in the order of their ids; () for scores
-    # All volumes.  # (examples, *shape)
-    volumes: Volumes | None = None
+    volumes: Volumes | None = None  # (examples, *shape)
     windows: Windows | None = None  # windows of a series
     whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
 
@@ -160,7 +157,6 @@ def load_examples(
 
 
 def _sampled(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
-    """Samples places, and keeps them in order."""
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
 
 
@@ -182,17 +178,14 @@ def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed:
 
 
 def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]:
-    """Columns by role, in the order of `ROLES`."""
     kinds = kinds_of(table)
     wanted = _roles(needs)
     check_columns(table, kinds, given)
     chosen = {role: column for role, column in given.items() if role in wanted}
-    taken = set(given.values())
-    for role in wanted:
-        guess = None if role in chosen else _guess(table, kinds, role, taken)
+    for role in (role for role in wanted if role not in chosen):
+        guess = _guess(table, kinds, role, {*given.values(), *chosen.values()})
         if guess is not None:
             chosen[role] = guess
-            taken.add(guess)
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
     if missing:
         has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())

@@ -85,9 +85,7 @@ def as_input(volume: NDArray[np.uint8]) -> Tensor:
 
 
 DATE = "date"
-_PARTS = ("train", "validation", "test")
-
-_SHARES = (0.7, 0.1, 0.2)
+_PARTS, _SHARES = ("train", "validation", "test"), (0.7, 0.1, 0.2)
 # The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
 _ETT = frozenset({"HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"})
 _ETT_HOURS = (12 * 30 * 24, 4 * 30 * 24, 4 * 30 * 24)
@@ -98,13 +96,11 @@ _NUMBERS = ("int", "float", "double")
 class Windows:
     """Windows of a series: what a model sees, and what came after it."""
 
-    # The whole series, standardised.  # (time steps, variables)
-    values: NDArray[np.float32]
-    # Time step at which each window begins.  # (windows,)
-    starts: NDArray[np.int64]
+    values: NDArray[np.float32]  # the whole series, standardised: (time steps, variables)
+    starts: NDArray[np.int64]  # time step at which each window begins
     context: int  # time steps that a model sees
     horizon: int  # time steps that it forecasts
-    variables: tuple[str, ...]  # names of the variables
+    variables: tuple[str, ...]
     train: int = 0  # time steps of the training part, with which the series begins
 
     def __len__(self) -> int:
@@ -211,7 +207,6 @@ def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]
 
 
 def _ends(rows: int, names: Sequence[str], hours: float) -> tuple[int, int, int]:
-    """Rows at which the three parts end."""
     if frozenset(names) == _ETT and hours > 0:
         sizes = [round(size / hours) for size in _ETT_HOURS]
         if sum(sizes) <= rows:

@@ -17,21 +17,19 @@ from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.roles.attentions import text_positions
 
-IGNORED = -100
-"""Label of tokens that are not predicted."""
+IGNORED = -100  # label of tokens that are not predicted
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
     """Puts examples with the same inputs together; sequences (1-D) are padded on the right."""
     batch = {}
-    for name, first in rows[0].items():
+    for name in rows[0]:
         values = [row[name] for row in rows]
         filler = pad if name.endswith("input_ids") else IGNORED if name == "labels" else 0
-        batch[name] = (
-            torch.stack(values)
-            if first.ndim != 1
-            else pad_sequence(values, batch_first=True, padding_value=filler)
-        )
+        if values[0].ndim == 1:
+            batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
+        else:
+            batch[name] = torch.stack(values)
     return batch
 
 
@@ -123,9 +121,8 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     channels, size = [3, *_numbers(parts, "num_channels")][-1], (224, 224)
     for part in parts:
         found = getattr(part, "image_size", None)
-        if isinstance(found, int):
-            size = (found, found)
-        elif isinstance(found, list | tuple) and len(found) == 2:
+        found = (found, found) if isinstance(found, int) else found
+        if isinstance(found, list | tuple) and len(found) == 2:
             size = (int(found[0]), int(found[1]))
     return (channels, *size)
 
@@ -239,7 +236,6 @@ class Pooling:
 
     @property
     def words(self) -> str:
-        """The way of pooling, for a protocol."""
         return "+".join(self.modes) + ("" if self.stated else " (default)")
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -248,16 +244,14 @@ class Pooling:
         return normalize(pooled, dim=-1)
 
 
-MEAN = Pooling()
-"""What models that say nothing are pooled by."""
+MEAN = Pooling()  # what models that say nothing are pooled by
 
 
 def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
-    stated = options.get("pooling_mode")
-    if stated is None:
+    modes = options.get("pooling_mode")
+    if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
-    else:
-        modes = [stated] if isinstance(stated, str) else list(stated)
+    modes = [modes] if isinstance(modes, str) else list(modes)
     known = _FLAGS.values()
     if unknown := [mode for mode in modes if mode not in known]:
         raise DataError(

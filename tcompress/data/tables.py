@@ -188,8 +188,6 @@ def _quiet() -> Iterator[None]:
 
 Kind = Literal["text", "image"]
 
-_STRINGS = {"string", "large_string", "string_view"}
-_BYTES = {"binary", "large_binary", "binary_view"}
 _MAGIC = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PROBED_ROWS = 200
 
@@ -240,10 +238,10 @@ def kinds_of(table: Table) -> dict[str, str]:
         fields = feature if isinstance(feature, dict) else {}
         if isinstance(feature, datasets.Image) or "bytes" in fields:
             return "image"
-        if dtype in _BYTES:  # of a picture's file, perhaps
+        if dtype in ("binary", "large_binary", "binary_view"):  # of a picture's file, perhaps
             return "bytes"
         if isinstance(feature, datasets.Value):
-            return "text" if dtype in _STRINGS else str(dtype)
+            return "text" if dtype in ("string", "large_string", "string_view") else str(dtype)
         return type(feature).__name__.lower()
 
     return {name: kind(feature) for name, feature in table.rows.features.items()}
@@ -275,15 +273,12 @@ def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
     seen: set[bytes] = set()
-    for item in items:
-        if not item:
-            continue
+    for item in (item for item in items if item):
         same = item.strip().encode() if isinstance(item, str) else item
         key = hashlib.sha256(same).digest()
-        if key in seen:
-            continue
-        seen.add(key)
-        yield item
+        if key not in seen:
+            seen.add(key)
+            yield item
         if len(seen) == count:
             return
 

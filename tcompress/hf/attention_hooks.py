@@ -122,12 +122,6 @@ def install_attention(
     which goes on making masks as before. `Visible` reads whatever form these have.
     """
     made: dict[str, ReplacementModule] = {}
-
-    def replace(name: str, module: nn.Module) -> None:
-        path = runtime_name(name)
-        assert path is not None  # the attention that it belongs to is there
-        set_module(root, path, module)
-
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
@@ -139,12 +133,15 @@ def install_attention(
         made[entry.name] = own = ReplacementModule(entry.layout, path, **place)
         own.host_config = usual
         attention.add_module(CHILD, own.train(attention.training))
-        for layer in entry.unused:
-            replace(layer.name, UnusedProjection(layer.out_features, **place))
+        new: dict[str, nn.Module] = {
+            layer.name: UnusedProjection(layer.out_features, **place) for layer in entry.unused
+        }
         if guard := entry.guard:
             bias, transposed = guard.out_features if guard.bias else None, guard.transposed
-            linear = GuardedLinear(guard.shape, bias, transposed=transposed, **place)
-            replace(guard.name, linear)
+            new[guard.name] = GuardedLinear(guard.shape, bias, transposed=transposed, **place)
+        for name, module in new.items():
+            # It is there, as the attention that it belongs to is.
+            set_module(root, runtime_name(name) or name, module)
     watch_segments(root)
     return made
 

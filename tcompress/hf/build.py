@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,22 +42,21 @@ def install_layers(
         if path is None:
             continue
         dense = root.get_submodule(path)
+        new: StructuredLinear | StructuredExperts
         if entry.kind == "experts":
-            stack = dense if isinstance(dense, StructuredExperts) else StructuredExperts(dense)
-            stack.rewrite(entry.parameter, entry.parts, transposed=entry.transposed, **place)
-            made[entry.name] = stack
-            set_module(root, path, stack)
+            new = dense if isinstance(dense, StructuredExperts) else StructuredExperts(dense)
+            new.rewrite(entry.parameter, entry.parts, transposed=entry.transposed, **place)
         elif entry.kind == "embedding":
             padding, scale = getattr(dense, "padding_idx", None), LookupScale.of(dense)
-            table = StructuredEmbedding(entry.parts, padding_idx=padding, scale=scale, **place)
-            made[entry.name] = table
-            set_module(root, path, table)
-            tie_tables(root, path, table)
+            new = StructuredEmbedding(entry.parts, padding_idx=padding, scale=scale, **place)
         else:
             owner = made.get(entry.input_of) if entry.input_of else None
-            made[entry.name] = layer = _linear(entry, dense, owner, factors, place)
-            factors.update({(entry.name, name): layer.factors[name] for name in entry.own_factors})
-            set_module(root, path, layer)
+            new = _linear(entry, dense, owner, factors, place)
+            factors.update({(entry.name, name): new.factors[name] for name in entry.own_factors})
+        made[entry.name] = new
+        set_module(root, path, new)
+        if isinstance(new, StructuredEmbedding):
+            tie_tables(root, path, new)
     return made
 
 
@@ -107,10 +106,7 @@ def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> 
             own[stored_name(entry, name)].copy_(tensor)
 
 
-Scaling = Literal["standard", "linear", "exponential", "harmonic"]
-
-
-def slice_scales(p: int, scaling: Scaling) -> Tensor:
+def slice_scales(p: int, scaling: str) -> Tensor:
     """Returns the factor of the frequencies in each slice, float64.  # (p,)."""
     k = torch.arange(1, p + 1, dtype=torch.float64)
     if scaling == "linear":
@@ -120,7 +116,7 @@ def slice_scales(p: int, scaling: Scaling) -> Tensor:
     return k if scaling == "harmonic" else torch.ones_like(k)
 
 
-def slice_positions(tokens: int, width: int, p: int, scaling: Scaling) -> Tensor:
+def slice_positions(tokens: int, width: int, p: int, scaling: str) -> Tensor:
     """Builds sinusoidal positions with frequencies scaled slice by slice, float64, (tokens, width).
 
     Feature j of slice k, both from 1, of token t from 1 is sin or cos (j odd or even) of
@@ -197,6 +193,6 @@ def first_table(entry: FormPlan, random: Tensor) -> Tensor:
         return random.double()
     rows, width = entry.shape
     table = torch.zeros(rows, width, dtype=torch.float64)
-    table[entry.offset :] = slice_positions(rows - entry.offset, width, entry.p, entry.form)  # type: ignore[arg-type]
+    table[entry.offset :] = slice_positions(rows - entry.offset, width, entry.p, entry.form)
     size = random.double().square().mean().sqrt()
     return table * size / table[entry.offset :].square().mean().sqrt() if size > 0 else table

@@ -58,7 +58,6 @@ def pick_dtype(name: str | None) -> torch.dtype | None:
 Head = Literal[
     "classification", "regression", "image-classification", "masked-lm", "causal-lm", "forecasting"
 ]
-
 _AUTO: dict[str, Any] = {
     "classification": transformers.AutoModelForSequenceClassification,
     "regression": transformers.AutoModelForSequenceClassification,
@@ -104,13 +103,9 @@ def load_model(
     if source.seed is not None:
         model = draw_model(kind, source.config, source.seed)
         return model.to(device=device, dtype=dtype or torch.float32)
+    options |= {"dtype": dtype or "auto", "trust_remote_code": source.trust_remote_code}
     try:
-        model = kind.from_pretrained(
-            source.folder,
-            dtype=dtype or "auto",
-            trust_remote_code=source.trust_remote_code,
-            **options,
-        )
+        model = kind.from_pretrained(source.folder, **options)
     except (InputError, MemoryError):
         raise
     except Exception as error:  # the class of a model may raise anything

@@ -57,7 +57,6 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
         return super().rename_source_key(source_key)  # type: ignore[no-any-return]
 
     def copy(self, *args: Any, **kwargs: Any) -> SparingConverter:
-        """Makes one with other patterns, such as the reverse ones."""
         made: SparingConverter = super().copy(*args, **kwargs)
         made.spared = self.spared
         return made
@@ -105,11 +104,8 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             check = partial(_require_all, folder, section, plan, shapes, own=manifest is not None)
             self._check = partial(check, trusted=model.is_remote_code())
         _install(model, plan, keymap, dtype=kwargs.get("dtype"))
-        self._guards = {
-            f"{keymap.runtime_name(entry.name)}.{entry.parameter}"
-            for entry in plan.layers
-            if keymap.runtime_name(entry.name) is not None
-        }
+        paths = ((keymap.runtime_name(entry.name), entry.parameter) for entry in plan.layers)
+        self._guards = {f"{path}.{parameter}" for path, parameter in paths if path is not None}
         for part in model.modules():
             if hasattr(part, "_init_weights"):
                 part._init_weights = partial(_initialise, part._init_weights)
@@ -156,7 +152,6 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _fuses(item: Any, names: Collection[str]) -> bool:
-    """Whether a conversion would fuse some of these parameters on saving."""
     if not isinstance(item, WeightConverter):
         return False
     back = item.reverse_transform()
@@ -168,23 +163,21 @@ def _initialise(original: Callable[[Any], None], module: Any) -> None:
 
     Some parents read the shape of a child's weight, or a part of it. The stand-in counts as loaded.
     """
-    layers = [child for child in module.children() if isinstance(child, StructuredLinear)]
-    guards = [layer._buffers.get("weight") for layer in layers]
-    for layer, guard in zip(layers, guards, strict=True):
-        if guard is not None:
-            whole = torch.empty(layer.out_features, layer.in_features, device="meta")
-            whole._is_hf_initialized = True  # type: ignore[attr-defined]
-            layer._buffers["weight"] = whole
+    children = (child for child in module.children() if isinstance(child, StructuredLinear))
+    guards = {child: child._buffers.get("weight") for child in children}
+    guards = {child: guard for child, guard in guards.items() if guard is not None}
+    for layer in guards:
+        whole = torch.empty(layer.out_features, layer.in_features, device="meta")
+        whole._is_hf_initialized = True  # type: ignore[attr-defined]
+        layer._buffers["weight"] = whole
     try:
         original(module)
     finally:
-        for layer, guard in zip(layers, guards, strict=True):
-            if guard is not None:
-                layer._buffers["weight"] = guard
+        for layer, guard in guards.items():
+            layer._buffers["weight"] = guard
 
 
 def _found(plan: Rebuilt, keymap: KeyMap) -> set[str]:
-    """Names of the layers and attentions that a model has."""
     return {item.name for item in plan.entries if keymap.runtime_name(item.name) is not None}
 
 

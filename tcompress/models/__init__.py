@@ -26,19 +26,11 @@ __all__ = [
     "resolve",
 ]
 
-_HOMES = {
-    "ALIASES": "names",
-    "KeyMap": "keymap",
-    "SourceModel": "model",
-    "WeightStore": "store",
-    "default_output_name": "names",
-    "read_finite": "keymap",
-    "read_parameter": "keymap",
-    "resolve": "names",
-}
+_HOMES = {"SourceModel": "model", "WeightStore": "store"}
+_HOMES |= dict.fromkeys(("KeyMap", "read_finite", "read_parameter"), "keymap")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'names')}"), name)

@@ -126,7 +126,6 @@ def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> 
 
 
 def _routed(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
-    """Which blocks have experts, where that follows from their numbers."""
     if not hasattr(owner, "mlp_only_layers"):
         return {}
     step, before = getattr(owner, "decoder_sparse_step", 1), owner.mlp_only_layers or ()
@@ -219,7 +218,6 @@ def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Ite
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Plain settings of a module."""
     kinds = (bool, int, float, str, type(None))
     return {
         key: value

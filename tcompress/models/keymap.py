@@ -32,9 +32,7 @@ from tcompress.models.store import WeightStore
 # internal: verified with 5.17 and 5.23.
 
 
-FACTOR_PREFIX = "tc_"
-"""Start of the name of every tensor that a structured layer owns."""
-
+FACTOR_PREFIX = "tc_"  # start of the name of every tensor that a structured layer owns
 # What a structured layer may store under the checkpoint name of the layer it replaces.
 _LEAVES = (f"{FACTOR_PREFIX}a", "weight", "bias")
 
@@ -56,16 +54,13 @@ class KeyMap:
 
     def __init__(self, model: Any, checkpoint_keys: Iterable[str]) -> None:
         self.model = model
-        # Set by `_report`, from names that the model class says matter: keys that no parameter
-        # takes, keys of no use, such as old buffers, and parameters that nothing fills.
-        self.unmatched: tuple[str, ...]
-        self.ignored: tuple[str, ...]
-        self.missing: tuple[str, ...]
         transforms = get_model_conversion_mapping(model)
         self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._names = dict.fromkeys(model.state_dict(), True)
         self._modules = {name for name, _ in model.named_modules() if name}
+        # The names of a model in which every module were a structured layer.
+        self._probe = {f"{name}.{leaf}": True for name in self._modules for leaf in _LEAVES}
         self._ties = _tied_groups(model)
         self._module_keys: dict[str, str] = {}
         self._sources: dict[str, Sources] = {}
@@ -91,10 +86,9 @@ class KeyMap:
 
         A `SourceError` says that Transformers would not load what is stored under it back into it.
         """
-        probe = _Probe(self._modules)
         back = [(f"{module_name}.{leaf}", None) for leaf in _LEAVES]
         for prefix in self._prefixes(module_name):
-            if [self._rename(f"{prefix}.{leaf}", probe) for leaf in _LEAVES] == back:
+            if [self._rename(f"{prefix}.{leaf}", self._probe) for leaf in _LEAVES] == back:
                 return prefix
         raise SourceError(
             f"module `{module_name}` has no name of its own in the checkpoint, since Transformers "
@@ -116,7 +110,7 @@ class KeyMap:
     def runtime_name(self, checkpoint_prefix: str) -> str | None:
         """Translate the stored name of a module back, across heads; None if there is none."""
         leaf = f".{_LEAVES[0]}"
-        name, pattern = self._rename(checkpoint_prefix + leaf, _Probe(self._modules))
+        name, pattern = self._rename(checkpoint_prefix + leaf, self._probe)
         module = name.removesuffix(leaf)
         return module if pattern is None and module in self._modules else None
 
@@ -129,7 +123,6 @@ class KeyMap:
         return str(renamed), pattern
 
     def _collect(self, checkpoint_keys: Iterable[str]) -> None:
-        """Sort all checkpoint keys to the parameters they fill."""
         by_pattern = {
             pattern: item for item in self._converters for pattern in item.source_patterns
         }
@@ -150,10 +143,19 @@ class KeyMap:
             sources = Sources(keys, by_pattern[patterns[0]], patterns, target)
             for name in self._targets(target, sources.converter):
                 self._sources.setdefault(name, sources)
-        self._report(unmatched)
+        # The model class says which differences do not matter.
+        info = SimpleNamespace(
+            missing_keys={name for name in self._names if not self.has(name)},
+            unexpected_keys={self._module_keys[key] for key in unmatched},
+        )
+        self.model._adjust_missing_and_unexpected_keys(info)
+        matters = info.unexpected_keys
+        self.missing = tuple(name for name in self._names if name in info.missing_keys)
+        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
+        # Of no use, such as old buffers.
+        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
 
     def has(self, name: str) -> bool:
-        """Tell whether the checkpoint fills a parameter, through a tied one too."""
         return any(other in self._sources for other in (name, *self.tied(name)))
 
     @cached_property
@@ -163,7 +165,6 @@ class KeyMap:
         return frozenset(key for key, owner in owners.items() if owner in self._modules)
 
     def _targets(self, first: str, converter: Any) -> Iterator[str]:
-        """All parameters that a converter fills, given the first."""
         head, _, tail = first.partition(converter.target_patterns[0].replace("*", "0"))
         for pattern in converter.target_patterns:
             count = 0
@@ -172,18 +173,6 @@ class KeyMap:
                 count += 1
                 if "*" not in pattern:
                     break
-
-    def _report(self, unmatched: list[str]) -> None:
-        """Let the model class say which differences do not matter."""
-        info = SimpleNamespace(
-            missing_keys={name for name in self._names if not self.has(name)},
-            unexpected_keys={self._module_keys[key] for key in unmatched},
-        )
-        self.model._adjust_missing_and_unexpected_keys(info)
-        matters = info.unexpected_keys
-        self.missing = tuple(name for name in self._names if name in info.missing_keys)
-        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
-        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
 
     def _prefixes(self, module_name: str) -> Iterator[str]:
         """Candidates for the stored name of a module, likely ones first."""
@@ -227,7 +216,6 @@ def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
 
 
 def _made_of(read: Callable[[str], Tensor], keymap: KeyMap, param_name: str) -> Tensor:
-    """Make a parameter of the tensors behind it."""
     sources = keymap.sources(param_name)
     if sources.converter is None:
         return read(sources.keys[0])
@@ -251,20 +239,6 @@ def _made_of(read: Callable[[str], Tensor], keymap: KeyMap, param_name: str) -> 
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-class _Probe:
-    """Stands for the names of a model in which every module were a structured layer."""
-
-    def __init__(self, modules: Any) -> None:
-        self._modules = modules
-
-    def __contains__(self, key: str) -> bool:
-        module, _, leaf = key.rpartition(".")
-        return module in self._modules and leaf in _LEAVES
-
-    def get(self, key: str) -> bool | None:
-        return True if key in self else None
-
-
 def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
     """Names that mean the same parameter object, for each of them."""
     names: dict[int, list[str]] = defaultdict(list)
@@ -277,10 +251,6 @@ def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
 
 
 _MOST = 8
-_FULL_PRECISION = "give the model in full precision; quantise after converting if need be"
-_BELONGING = (
-    "take `config.json` and the weights from one and the same model, or download them again"
-)
 
 
 def check_weights(
@@ -313,13 +283,16 @@ def check_weights(
     elif unknown:
         notes.append(f"nobody knows the class {listed(unknown)}: a `{kind}` is taken instead")
     if problems:
-        named = "set `architectures` to the class that the weights belong to; or "
+        hint = "take `config.json` and the weights from one and the same model, or download them"
+        hint += " again"
+        if len(coded) == len(problems):
+            hint = "give the model in full precision; quantise after converting if need be"
+        elif unknown:
+            hint = f"set `architectures` to the class that the weights belong to; or {hint}"
         raise SourceError(
             f"the weights in `{folder}` are not those of the `{kind}` that `config.json` "
             f"describes:{after_colon(problems)}",
-            _FULL_PRECISION
-            if len(coded) == len(problems)
-            else (named if unknown else "") + _BELONGING,
+            hint,
         )
     if unset:
         notes.append(

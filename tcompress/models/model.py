@@ -29,8 +29,6 @@ from tcompress.models.names import ALIASES, METHODS, NO_GGUF, auxiliary_files, l
 from tcompress.models.store import WeightStore
 from tcompress.models.tensor_files import Shard, TensorInfo
 
-_FILE = "model.safetensors"
-
 
 def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
     """Build a model with the float32 values that its class begins training with."""
@@ -41,8 +39,6 @@ def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
 
 
 class _RandomShard(Shard):
-    """The one file that these weights would be in."""
-
     def __init__(self, path: Path, kind: Any, config: Any, seed: int) -> None:
         self.path = path
         self._kind, self._config, self._seed = kind, config, seed
@@ -58,7 +54,6 @@ class _RandomShard(Shard):
         return self._values[key].clone()
 
     def digest(self) -> bytes:
-        """Identifies the values by what they are made from."""
         config = self._config.to_dict()
         config.pop("_name_or_path", None)  # where it was read
         facts = {
@@ -77,9 +72,9 @@ class RandomStore(WeightStore):
     """
 
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
-        self.seed = seed
-        self._shard = _RandomShard(folder / _FILE, kind, config, seed)
-        super().__init__(folder, {_FILE: self._shard}, dict.fromkeys(self._shard.infos, _FILE))
+        self.seed, file = seed, "model.safetensors"
+        self._shard = _RandomShard(folder / file, kind, config, seed)
+        super().__init__(folder, {file: self._shard}, dict.fromkeys(self._shard.infos, file))
 
     def fingerprint(self) -> str:
         return self._shard.digest().hex()
@@ -90,13 +85,9 @@ class RandomStore(WeightStore):
 
 def _stored(model: Any) -> dict[str, Tensor]:
     """Gives the tensors that `save_pretrained` would write, by the names that it would use."""
-    ignored = set(model._keys_to_ignore_on_save or ())
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    state = {
-        name: tensor.detach()
-        for name, tensor in model.state_dict().items()
-        if name not in tied and name not in ignored
-    }
+    tied = getattr(model, "all_tied_weights_keys", None)
+    ignored = {*(model._keys_to_ignore_on_save or ()), *(tied or ())}
+    state = {key: item.detach() for key, item in model.state_dict().items() if key not in ignored}
     found: dict[str, Tensor] = revert_weight_conversion(model, state)
     return found
 
@@ -210,11 +201,13 @@ class SourceModel:
         if self.seed == seed:
             return self
         store = RandomStore(self.folder, self.model_class, self.config, seed)
-        settings = _in_float32(self.settings, self.model_class)
+        settings = {**self.settings, "architectures": [self.model_class.__name__]}
+        for key in ("torch_dtype", "quantization_config"):
+            settings.pop(key, None)
+        settings["dtype"] = "float32"
         return replace(self, store=store, settings=settings, notes=())
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
-        """Describe the model by another `config.json`; the weights stay the same."""
         config = _without_section(type(self.config).from_dict(deepcopy(settings)))
         return replace(self, config=config, settings=settings)
 
@@ -235,7 +228,6 @@ class SourceModel:
         return KeyMap(self.meta_model(), self.store.keys())
 
     def auxiliary_files(self) -> tuple[Path, ...]:
-        """List what to carry along unchanged, relative to the folder: tokenizer, processors, ..."""
         return auxiliary_files(self.folder, with_code=self.trust_remote_code)
 
 
@@ -252,13 +244,6 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
             hint="check the numbers of the configuration",
         ) from error
     return model
-
-
-def _in_float32(raw: dict[str, Any], kind: type[PreTrainedModel]) -> dict[str, Any]:
-    """Settings of a model with random weights, and its class by name."""
-    dropped = ("torch_dtype", "quantization_config")
-    rest = {key: value for key, value in raw.items() if key not in dropped}
-    return {**rest, "architectures": [kind.__name__], "dtype": "float32"}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -348,7 +333,6 @@ def _load_config(
 
 
 def _without_section(config: Any) -> Any:
-    """Describe what was converted as the dense model that it was."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -361,10 +345,8 @@ def _model_class(
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
     for reference in remote.values():
         if str(reference).rpartition(".")[2] in names:
-            own: type[PreTrainedModel] = get_class_from_dynamic_module(
-                reference, folder, token=token
-            )
-            return own
+            own: Any = get_class_from_dynamic_module(reference, folder, token=token)
+            return own  # type: ignore[no-any-return]
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
@@ -374,8 +356,7 @@ def _model_class(
             return kind
     if type(config) in MODEL_MAPPING:
         base: Any = MODEL_MAPPING[type(config)]
-        bare: type[PreTrainedModel] = base[0] if isinstance(base, tuple | list) else base
-        return bare
+        return base[0] if isinstance(base, tuple | list) else base  # type: ignore[no-any-return]
     raise SourceError(
         f"`config.json` in `{folder}` names no model class that Transformers has "
         f"(architectures {names}, model type `{config.model_type}`)",

@@ -129,21 +129,15 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
     )
 
 
-METHOD = "tcompress"
-"""Our name among the quantisation methods of Transformers."""
-
+METHOD = "tcompress"  # our name among the quantisation methods of Transformers
+# Value of `quant_method` in `config.json`: where nobody imported us, Transformers prints it.
 CALLED = (
     f"{METHOD} (`pip install tcompress`, then `import tcompress` before `from_pretrained`; or "
     "write a dense copy: `tcompress export MODEL --to dense`)"
 )
-"""Value of `quant_method` in `config.json`: where nobody imported us, Transformers prints it."""
-
-METHODS = (METHOD, CALLED)
-"""All values that were ever written; each is registered with Transformers as it stands."""
-
+METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as it stands
+# 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 3
-"""1: structured layers. 2: also attention replacements. 3: also models that began at random."""
-
 MANIFEST = "tcompress.json"
 CARD = "README.md"
 
@@ -196,7 +190,6 @@ NO_GGUF = (
     "a GGUF file holds weights that are quantised for another program: give the model that it was "
     "made from, a hub id or a folder written by `save_pretrained`"
 )
-"""What to do instead of giving such a file."""
 
 
 def resolve(
@@ -283,7 +276,6 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
 
 
 def _near_name(name: str) -> str | None:
-    """What may have been meant by a name that the hub does not know."""
     known = {**ALIASES, **{hub.rpartition("/")[2].lower(): hub for hub in ALIASES.values()}}
     near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.6)
     if near and ALIASES.get(name) is None and known[near[0]] != name:
@@ -311,12 +303,6 @@ _PATTERNS = (
     # the terms under which the model may be passed on
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-# Files that say how long texts may be: tokenizers, and sentence-transformers.
-_LENGTHS = (
-    ("tokenizer_config.json", "model_max_length"),
-    ("sentence_bert_config.json", "max_seq_length"),
-)
-_TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def auxiliary_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
@@ -345,7 +331,7 @@ def _candidates(folder: Path, with_code: bool) -> set[Path]:
         for path in folder.iterdir()
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns)
     }
-    for name in (_TEMPLATE_FOLDER, *_module_folders(folder)):
+    for name in ("additional_chat_templates", *_module_folders(folder)):
         # These modules are small heads with files of any kind: pooling, dense, normalisation.
         inside = (folder / name).rglob("*") if _is_inside(folder / name, folder) else ()
         found |= {path for path in inside if path.is_file() and path.name != "README.md"}
@@ -380,7 +366,6 @@ def _cached(folder: Path) -> set[Path]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    """Folders that sentence-transformers' `modules.json` names."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
@@ -405,8 +390,9 @@ def _module_folders(folder: Path) -> list[str]:
 
 def shorten_texts(folder: Path, longest: int) -> None:
     """Tells tokenizers, which cut texts to the length that they know of, about a smaller one."""
-    for name, key in _LENGTHS:
-        path = folder / name
+    files = {"tokenizer_config": "model_max_length", "sentence_bert_config": "max_seq_length"}
+    for name, key in files.items():
+        path = folder / f"{name}.json"
         if path.is_file():
             settings = json.loads(path.read_text(encoding="utf-8"))
             known = settings.get(key)

@@ -42,7 +42,6 @@ class WeightStore:
 
     @staticmethod
     def are_in(folder: Path) -> bool:
-        """Tell whether a folder holds weights under one of the names that are looked for."""
         return any((folder / name).is_file() for name in _LAYOUTS) or any(folder.glob("*-of-*"))
 
     @classmethod
@@ -57,7 +56,16 @@ class WeightStore:
         if name.endswith(".index.json"):
             index = _read_index(folder / name, problems)
             files = sorted(set(index.values()))
-        shards = _open_shards(folder, files, _LAYOUTS[name], problems)
+        shards: dict[str, Shard] = {}
+        for file in files:
+            try:
+                shards[file] = _LAYOUTS[name](folder / file)
+            except FileNotFoundError:
+                problems.append(f"`{file}` is missing")
+            except SourceError as error:
+                problems.append(error.message)
+            except OSError as error:
+                problems.append(f"`{file}` cannot be read ({error.strerror})")
         where = _locate(shards, index, problems)
         if problems:
             many = f", {len(problems)} problems" if problems[1:] else ""
@@ -107,7 +115,6 @@ class WeightStore:
         return self._info(key).nbytes
 
     def file_of(self, key: str) -> str:
-        """Name of the file that holds a tensor, relative to the folder."""
         return self._where[key]
 
     def tensor(self, key: str) -> Tensor:
@@ -120,7 +127,6 @@ class WeightStore:
         return shard.read(self.name_inside(key))
 
     def times(self) -> list[tuple[str, int]]:
-        """Names of the files with the times of their last change, in nanoseconds."""
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]
 
     def fingerprint(self) -> str:
@@ -176,23 +182,6 @@ def _is_inside(file: str) -> bool:
     return not (
         path.is_absolute() or ".." in path.parts or "\\" in file or ":" in file or not path.parts
     )
-
-
-def _open_shards(
-    folder: Path, files: list[str], kind: Callable[[Path], Shard], problems: list[str]
-) -> dict[str, Shard]:
-    shards: dict[str, Shard] = {}
-    for file in files:
-        if not (folder / file).is_file():
-            problems.append(f"`{file}` is missing")
-            continue
-        try:
-            shards[file] = kind(folder / file)
-        except SourceError as error:
-            problems.append(error.message)
-        except OSError as error:
-            problems.append(f"`{file}` cannot be read ({error.strerror})")
-    return shards
 
 
 def _locate(

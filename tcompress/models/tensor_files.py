@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# A mapped file is opened anew after this many bytes: pages that were read stay resident.
 REOPEN_AFTER_BYTES = 256 * 2**20
-"""A mapped file is opened anew after this many bytes: pages that were read stay resident."""
-
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 # Names in torch and bytes by the names of the format, so that torch need not be imported.
 DTYPES = {
@@ -66,17 +64,12 @@ class Shard(Protocol):
     path: Path
     infos: dict[str, TensorInfo]
 
-    def read(self, key: str) -> Tensor:
-        """Read a tensor into memory of its own."""
-        ...
+    def read(self, key: str) -> Tensor: ...
 
-    def digest(self) -> bytes:
-        """Hash of the header and of samples of the data."""
-        ...
+    def digest(self) -> bytes: ...  # identifies the values by header and samples of the data
 
     def close(self) -> None:
-        """Give back what is held for further reads, if anything; reading again is possible."""
-        return
+        return  # gives back what is held for further reads, if anything is
 
 
 class SafetensorsShard(Shard):
@@ -95,12 +88,9 @@ class SafetensorsShard(Shard):
                 f"`{path.name}` is truncated or has a damaged header ({first_line(error)}); "
                 f"found {path.stat().st_size} bytes"
             ) from error
-        for key, kind in kinds.items():
-            if kind not in DTYPES:
-                raise SourceError(
-                    f"`{path.name}` stores `{key}` with element type `{kind}`, "
-                    "which is not supported"
-                )
+        for key in (key for key, kind in kinds.items() if kind not in DTYPES):
+            kind = f"element type `{kinds[key]}`, which is not supported"
+            raise SourceError(f"`{path.name}` stores `{key}` with {kind}")
         self.infos = {key: TensorInfo(*DTYPES[kinds[key]], shapes[key]) for key in kinds}
 
     def read(self, key: str) -> Tensor:
@@ -128,11 +118,11 @@ class TorchShard(Shard):
         self.path = path
         _refuse_pointer(path)
         tensors = self._load("meta")
-        others = [str(key) for key, value in tensors.items() if not self._is_plain(key, value)]
+        others = [f"`{key}`" for key, value in tensors.items() if not _is_plain(key, value)]
         if others:
+            names = ", ".join(others[:5])
             raise SourceError(
-                f"`{path.name}` holds more than a flat dictionary of tensors: "
-                + ", ".join(f"`{key}`" for key in others[:5])
+                f"`{path.name}` holds more than a flat dictionary of tensors: {names}"
             )
         self.infos = {key: TensorInfo.of(value) for key, value in tensors.items()}
         self._open: dict[str, Tensor] | None = None
@@ -180,12 +170,12 @@ class TorchShard(Shard):
             )
         return loaded
 
-    @staticmethod
-    def _is_plain(key: Any, value: Any) -> bool:
-        import torch
 
-        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return isinstance(key, str) and dense and not value.is_quantized
+def _is_plain(key: Any, value: Any) -> bool:
+    import torch
+
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return isinstance(key, str) and dense and not value.is_quantized
 
 
 def _refuse_pointer(path: Path) -> None:

@@ -42,17 +42,8 @@ def text_positions(model: nn.Module, limit: int) -> int:
 
 
 # Tokens before the grid, by family of image and video models.
-_SPECIAL: Mapping[str, int] = {
-    "vit": 1,
-    "deit": 2,
-    "clip_vision_model": 1,
-    "siglip_vision_model": 0,
-    "videomae": 0,
-    "tcompress_grid": 0,
-}
-_BIASED = frozenset({"t5", "mt5", "umt5"})
-_CAUSAL = frozenset({"clip_text_model"})  # it says so only when it calls its attention
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_SPECIAL: dict[str, int] = {"vit": 1, "deit": 2, "clip_vision_model": 1}
+_SPECIAL |= dict.fromkeys(("siglip_vision_model", "videomae", "tcompress_grid"), 0)
 
 
 @dataclass(frozen=True)
@@ -82,9 +73,7 @@ def attentions_of(model: nn.Module, roles: Roles) -> tuple[Attention, ...]:
 
 
 def _attention(model: nn.Module, roles: Roles, block: Block) -> Attention | None:
-    layers: dict[str, Layer] = {
-        layer.role: layer for layer in block.layers if layer.kind != "experts"
-    }
+    layers: dict[str, Layer] = {item.role: item for item in block.layers if item.kind != "experts"}
     first = layers.get("q") or layers.get("qkv")
     if first is None:
         return None
@@ -106,9 +95,10 @@ def _attention(model: nn.Module, roles: Roles, block: Block) -> Attention | None
         heads=_width(layers, "q") // width if width else 0,
         key_heads=_width(layers, "k") // width if width else 0,
         head_dim=width,
-        causal=bool(getattr(module, "is_causal", False)) or family in _CAUSAL,
+        # CLIP says so only when it calls its attention.
+        causal=bool(getattr(module, "is_causal", False)) or family == "clip_text_model",
         window=window if isinstance(window, int) and window > 0 else None,
-        biased=family in _BIASED,
+        biased=family in ("t5", "mt5", "umt5"),
         tokens=tokens,
         grid=grid,
         special=special,
@@ -140,7 +130,7 @@ def _reason(module: nn.Module, family: str, width: int) -> str | None:
     if not width:
         return "the width of its heads is not known"
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or _INTERFACE not in code.co_names:
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
         return (
             f"family `{family}` computes attention itself and never asks Transformers' attention "
             "interface, so nothing can stand in for it"

@@ -84,7 +84,6 @@ class Layer:
 
     @property
     def weight_name(self) -> str:
-        """Path of the weight itself, unique in the model."""
         return f"{self.name}.{self.parameter}"
 
 
@@ -126,7 +125,6 @@ class Roles:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of all blocks."""
         return tuple(layer for block in self.blocks for layer in block.layers)
 
 

@@ -137,7 +137,6 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
 def _read(
     site: _Site, known: Mapping[nn.Module, str]
 ) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
-    """Sort the projections of one block into layers and refusals."""
     modules = projections(site.block)
     reasons = {
         name: reason_to_refuse(name, site.block) or known.get(module)

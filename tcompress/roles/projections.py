@@ -79,7 +79,6 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> list[nn.Module]:
 
 @cache
 def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
-    """Find what the methods of a class, its own and inherited ones, read of other modules."""
     found: dict[_Use, None] = {}
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)
@@ -98,7 +97,6 @@ def _names(code: CodeType, name: str) -> bool:
 
 
 def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
-    """Yield every use of a weight in one method."""
     tree = _parsed(method)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
@@ -133,7 +131,6 @@ def _conditions(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[tupl
 
 
 def _may_be(module: nn.Module, condition: str, wanted: bool) -> bool:
-    """Tell whether a condition of the model's own code can be so for a module."""
     try:
         return bool(eval(condition, {"__builtins__": {}}, {"self": module})) is wanted
     except Exception:  # not known before a pass
@@ -204,8 +201,6 @@ def _assigned(tree: ast.AST) -> dict[str, list[ast.AST]]:
     return found
 
 
-_UNREADABLE = "its forward pass does not say how it multiplies by its stacked weights"
-_NOT_OWN = ("torch.", "transformers.generation")
 _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
@@ -308,7 +303,10 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
         ways = _ways(module)
         unread = [parameter for parameter in stacks if parameter not in ways]
         if unread:
-            return f"{_UNREADABLE}: " + ", ".join(f"`{parameter}`" for parameter in unread)
+            names = ", ".join(f"`{parameter}`" for parameter in unread)
+            return (
+                f"its forward pass does not say how it multiplies by its stacked weights: {names}"
+            )
     elif isinstance(module, _ConvNd):
         if module.groups > 1:
             return "it is a convolution in groups"
@@ -417,8 +415,8 @@ def _is_gate(step: str) -> bool:
 
 @cache
 def _takes_best(kind: type[nn.Module]) -> bool:
-    """Tell whether a class of its own chooses the k best of something."""
-    bases = [base for base in kind.__mro__ if not base.__module__.startswith(_NOT_OWN)]
+    foreign = ("torch.", "transformers.generation")
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(foreign)]
     own = (value for base in bases for value in vars(base).values())
     codes = (getattr(inspect.unwrap(item), "__code__", None) for item in own if callable(item))
     return any(code is not None and "topk" in code.co_names for code in codes)

@@ -27,7 +27,6 @@ from tcompress.roles.families import (
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BLOCK = re.compile(r"((?:.*?\.)??\d+)\.(.+)")  # up to the first number
-_NO_LAYERS = "relative_attention_bias.weight"
 _FIRST = ("relative_attention_bias", "attn_norm.")  # what the first block alone has, or lacks
 # Other names that configs have for what parts are computed from.
 _ALIASES = {"num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
@@ -89,9 +88,12 @@ def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...
     stacks: dict[str, list[Block]] = {}
     for block in blocks:
         stacks.setdefault(block.name.rpartition(".")[0], []).append(block)
+    width = config.get("intermediate_size")
+    runs = (part for block in blocks for layer in block.layers for part in layer.parts)
     # What does not fit together, or not the config, is for the model to say.
     fits = all(len(stack) in depths and _alike(stack, found) for stack in stacks.values())
-    return tuple(blocks) if stacks and fits and _wide(blocks, config) else None
+    wide = width is None or all(run.size == width for run in runs if run.name in ("gate", "up"))
+    return tuple(blocks) if stacks and fits and wide else None
 
 
 def stored_parameters(config: Mapping[str, Any], shapes: Shapes) -> int | None:
@@ -107,7 +109,7 @@ def _layers(block: str, tensors: Shapes, family: str, config: Any) -> tuple[Laye
     names = {
         key.removesuffix(".weight")
         for key, shape in tensors.items()
-        if key.endswith(".weight") and len(shape) > 1 and not key.endswith(_NO_LAYERS)
+        if key.endswith(".weight") and len(shape) > 1 and _FIRST[0] not in key
     }
     if any(len(shape) > 2 and not key.endswith(".weight") for key, shape in tensors.items()):
         return None
@@ -151,10 +153,3 @@ def _alike(stack: list[Block], found: Mapping[str, Collection[str]]) -> bool:
         for block in stack
     }
     return len(names) == 1
-
-
-def _wide(blocks: list[Block], config: Mapping[str, Any]) -> bool:
-    """Whether the layers are as wide as the config says, where it does."""
-    width = config.get("intermediate_size")
-    parts = (part for block in blocks for layer in block.layers for part in layer.parts)
-    return width is None or all(part.size == width for part in parts if part.name in ("gate", "up"))

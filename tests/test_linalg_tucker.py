@@ -244,7 +244,7 @@ def test_mixing_is_least_squares_over_the_grid(down: int, across: int, moments: 
     weight = randn(down * ROWS, width, seed=6)
     if not moments:
         x = new = torch.eye(width).double()
-    bank = TuckerFactors(left, right, cores)
+    bank = TuckerFactors(left, cores, right)
     found = fit_mixing(weight @ x.T @ new, new.T @ new if moments else None, bank)
     assert found.shape == (down, across, 2)
     blocks = torch.stack([left @ core @ right.T for core in cores])  # (r1, out, d)
@@ -265,7 +265,7 @@ def test_mixing_agrees_with_the_joint_fit() -> None:
     _, products, grams = _problem()
     found = fit_tucker(products, grams, (2, 3, 4), sweeps=2, inner=200, tolerance=0.0)
     for i in range(COUNT):
-        bank = TuckerFactors(found.left, found.right, found.cores)
+        bank = TuckerFactors(found.left, found.cores, found.right)
         alone = fit_mixing(products[i], grams[i], bank)
         assert_close(alone[0, 0], found.mixing[i], rtol=1e-5, atol=1e-6)
 
@@ -342,7 +342,7 @@ def test_a_transposed_problem_is_solved_as_well() -> None:
 
 @pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 1), (1, 3), (2, 2)])
 def test_mixing_is_least_squares_with_both_moments(down: int, across: int) -> None:
-    bank = TuckerFactors(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    bank = TuckerFactors(randn(ROWS, 3), randn(2, 3, 4, seed=2), randn(COLS, 4, seed=1))
     x, d = randn(50, across * COLS, seed=3), randn(50, down * ROWS, seed=4)
     gram, curvature = x.T @ x, d.T @ d
     weight = randn(down * ROWS, across * COLS, seed=5)
@@ -357,11 +357,11 @@ def test_mixing_is_least_squares_with_both_moments(down: int, across: int) -> No
 
 
 def test_what_a_weight_misses_in_a_bank_is_measured_by_its_moments() -> None:
-    bank = TuckerFactors(randn(ROWS, 3), randn(COLS, 4, seed=1), randn(2, 3, 4, seed=2))
+    bank = TuckerFactors(randn(ROWS, 3), randn(2, 3, 4, seed=2), randn(COLS, 4, seed=1))
     weight = randn(2 * ROWS, COLS, seed=5)
     x, d = randn(50, COLS, seed=3), randn(50, 2 * ROWS, seed=4)
     user = User(weight, x.T @ x, d.T @ d, 4.0)
     mixing = fit_mixing(d.T @ d @ weight @ x.T @ x, x.T @ x, bank, d.T @ d)
     missed = d @ (weight - mixed_weight(mixing, bank)) @ x.T
     assert user.error(bank) == pytest.approx(float(missed.square().sum()) / 4)
-    assert user.turned().error(TuckerFactors(bank.right, bank.left, bank.cores.mT)) > 0
+    assert user.turned().error(TuckerFactors(bank.right, bank.cores.mT, bank.left)) > 0

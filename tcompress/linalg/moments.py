@@ -22,23 +22,14 @@ SMALLEST, LARGEST = 1e-15, 1e15
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of one layer input, float64.
+    """Second moments of one layer input, float64."""
 
-    Attributes:
-        gram: G = E[x' x'^T].  # (d, d)
-        cross: C = E[x x'^T].  # (d, d)
-        dense: D = E[x x^T].  # (d, d)
-        mean: E[x'], zero where the moments are not centred.  # (d,)
-        dense_mean: E[x], likewise.  # (d,)
-        rows: Number of tokens they were taken over.
-    """
-
-    gram: Tensor
-    cross: Tensor
-    dense: Tensor
-    mean: Tensor
-    dense_mean: Tensor
-    rows: int
+    gram: Tensor  # G = E[x' x'^T]  # (d, d)
+    cross: Tensor  # C = E[x x'^T]  # (d, d)
+    dense: Tensor  # D = E[x x^T]  # (d, d)
+    mean: Tensor  # E[x'], zero where the moments are not centred  # (d,)
+    dense_mean: Tensor  # E[x], likewise  # (d,)
+    rows: int  # number of tokens they were taken over
 
     @classmethod
     def identity(cls, features: int) -> Moments:
@@ -53,13 +44,10 @@ class Moments:
         return self.gram.shape[-1]
 
     def damped(self, damping: float) -> Moments:
-        """Adds the same multiple of the identity to G and C.
+        """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
 
         In directions that the calibration never visited the fit then tends to the data-free one,
         instead of to zero.
-
-        Args:
-            damping: Ridge as a multiple of the mean diagonal element of G.
         """
         mean = self.gram.diagonal().mean()
         level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
@@ -69,9 +57,8 @@ class Moments:
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
-        own = (self.gram, self.cross, self.dense, self.mean, self.dense_mean)
-        gram, cross, dense, mean, dense_mean = (tensor.to(device) for tensor in own)
-        return Moments(gram, cross, dense, mean, dense_mean, self.rows)
+        own = ("gram", "cross", "dense", "mean", "dense_mean")
+        return replace(self, **{name: getattr(self, name).to(device) for name in own})
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
@@ -94,10 +81,7 @@ def relative_error(error: float, norm: float) -> float:
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Returns sum a_i b_i^T in float64; products are taken in float32 where that can hold them.
-
-    # (rows, m), (rows, n)
-    """
+    """Returns sum a_i b_i^T in float64; products are taken in float32 where that can hold them."""
     a, b = a.float(), b.float()
     sizes = [float(rows.abs().amax()) if rows.numel() else 0.0 for rows in (a, b)]
     if all(size == 0 or SMALLEST < size < LARGEST for size in sizes):
@@ -106,10 +90,7 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def centre_of(rows: Tensor) -> Tensor:
-    """Returns the mean of rows, float32: moments about it do not cancel when means are taken off.
-
-    Rows that are all alike then have moments of exactly zero.
-    """
+    """Returns the mean of rows, float32; moments about it do not cancel, nor leave rounding."""
     return rows.mean(0, dtype=torch.float64).float()
 
 
@@ -131,12 +112,7 @@ class MomentSums:
         return self._rows
 
     def add(self, dense: Tensor, new: Tensor) -> None:
-        """Adds paired token rows of both streams.
-
-        Args:
-            dense: Rows x of the dense stream.  # (tokens, d)
-            new: Rows x' of the compressed stream.  # (tokens, d)
-        """
+        """Adds paired rows x of the dense and x' of the compressed model.  # (tokens, d)."""
         if not len(dense):
             return
         dense, new = dense.float(), new.float()
@@ -151,10 +127,7 @@ class MomentSums:
         self._rows += len(dense)
 
     def moments(self, *, centred: bool) -> Moments:
-        """Returns the moments of all rows added so far.
-
-        Args:
-            centred: True for layers with a bias, which takes the shift of the means.
+        """Returns the moments so far; centred for layers whose bias takes the shift of the means.
 
         Raises:
             FitError: No rows were added, or they hold NaN or infinity.
@@ -180,10 +153,7 @@ class MomentSums:
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:
-    """Factors a positive semidefinite matrix, raising its floor until it succeeds.
-
-    # (..., d, d) -> (..., d, d)
-    """
+    """Factors a positive semidefinite matrix, raising its floor until it succeeds."""
     if not bool(torch.isfinite(gram).all()):
         raise FitError("a moment matrix holds NaN or infinity")
     gram = (gram + gram.mT) / 2
@@ -198,16 +168,11 @@ def safe_cholesky(gram: Tensor) -> Tensor:
     raise FitError("a moment matrix is not positive semidefinite")
 
 
-# Whitened truncated SVD: the best low-rank weight in the norm of the data.
-
-
 def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors the best rank-r approximation of a matrix, through its smaller Gram matrix.
 
     The eigendecomposition of the smaller side is several times faster than an SVD; in float64 it
     blurs only directions below 1e-8 of the largest, far below what a truncation discards.
-
-    # (..., m, n)
     """
     tall = matrix.shape[-2] >= matrix.shape[-1]
     a = matrix if tall else matrix.mT
@@ -227,19 +192,10 @@ def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def fit_lowrank(
     target: Tensor, gram: Tensor | None, rank: int, curvature: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Fits A B in the norm of the moments: closed form.
+    """Fits A (out, r) and B (r, d), of equal scale, to W C in the norm of damped moments.
 
     With G = L L^T and S = K K^T the optimum is the truncated SVD of K^T (W C) L^-T, brought back
     by K^-T and L^-1. Any other square roots would give the same product.
-
-    Args:
-        target: W C, the dense weight times the cross moment.  # (..., out, d)
-        gram: G, damped; None for the identity.  # (..., d, d)
-        rank: Rank r.
-        curvature: S, damped; None for the identity.  # (..., out, out)
-
-    Returns:
-        A (out, r) and B (r, d), of equal scale.
     """
     inputs = None if gram is None else safe_cholesky(gram)
     outputs = None if curvature is None else safe_cholesky(curvature)
@@ -260,9 +216,6 @@ def whitened(target: Tensor, inputs: Tensor | None, outputs: Tensor | None) -> T
     return torch.linalg.solve_triangular(inputs, target.mT, upper=False).mT
 
 
-# Conjugate gradients for normal equations that are too large to be written down.
-
-
 Operator = Callable[[Tensor], Tensor]
 
 
@@ -275,22 +228,19 @@ def conjugate_gradients(
     iterations: int = 50,
     tolerance: float = 1e-6,
 ) -> Tensor:
-    """Solves N x = b for positive semidefinite N, starting from a known good x.
+    """Solves N x = b for positive semidefinite N, too large to be written down, from a good x.
 
     No step makes <x, N x> - 2 <x, b> larger, and where rounding did, the start comes back: the
     result is never worse than the start.
 
     Args:
         apply: x to N x, both of the shape of `start`.
-        wanted: b.  # (...)
-        start: First x.  # (...)
+        wanted: The right-hand side b.
+        start: First x.
         precondition: An approximate inverse of N, positive definite; default the identity.
         iterations: Most steps to take.
         tolerance: Stop where the residual is this small relative to b, both measured in the norm
             of the preconditioner, which does not depend on the scale of N.
-
-    Returns:
-        The solution.  # (...)
     """
     inverse = precondition or (lambda x: x)
     x, residual = start, wanted - apply(start)

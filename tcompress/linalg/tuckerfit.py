@@ -11,10 +11,8 @@ from torch import Tensor
 
 from tcompress.linalg.moments import conjugate_gradients, safe_cholesky
 
-# Shared Tucker factors: W_l ~ U (sum_k A_lk C_k) V^T for l = 1..n, in the norm of the moments.
-#
-# All matrices share U, V and the cores C_k; each has only its mixing weights A_l of its own. For
-# one matrix there is nothing to mix and the form is U C V^T. Fits minimise
+# W_l ~ U (sum_k A_lk C_k) V^T for l = 1..n: all share U, V and the cores C_k, but not the mixing
+# weights A_l. For one matrix there is nothing to mix: U C V^T. Fits minimise
 #
 #     sum_l tr(S_l W'_l G_l W'_l^T) - 2 tr(S_l W'_l P_l^T),    P_l = W_l C_l,
 #
@@ -26,24 +24,23 @@ TIGHT = 1e-9  # relative residual at which an update counts as solved
 
 
 @dataclass(frozen=True)
-class Tucker:
-    """Factors of n matrices of one shape.
+class TuckerFactors:
+    """What matrices, or layers, share."""
 
-    Attributes:
-        left: U.  # (out, r2)
-        cores: C_k.  # (r1, r2, r3)
-        right: V.  # (d, r3)
-        mixing: A, all ones for a single matrix.  # (n, r1)
-    """
+    left: Tensor  # U  # (out, r2)
+    cores: Tensor  # C_k  # (r1, r2, r3)
+    right: Tensor  # V  # (d, r3)
 
-    left: Tensor
-    cores: Tensor
-    right: Tensor
-    mixing: Tensor
+
+@dataclass(frozen=True)
+class Tucker(TuckerFactors):
+    """Factors of n matrices of one shape."""
+
+    mixing: Tensor  # A, all ones for a single matrix  # (n, r1)
 
     def middles(self) -> Tensor:
         """Returns sum_k A_lk C_k.  # (n, r2, r3)."""
-        return _mix(self.mixing, self.cores)
+        return mixed_cores(self.mixing, self.cores)
 
     def matrices(self) -> Tensor:
         """Returns the matrices that the factors stand for.  # (n, out, d)."""
@@ -99,7 +96,7 @@ def fit_tucker(
     """Fits shared factors: higher-order orthogonal iteration, then alternating least squares.
 
     No update makes the objective larger. To let matrices count alike, divide both moments of each
-    by its scale.
+    by its scale. The columns of U, V and the mixing weights end orthonormal.
 
     Args:
         products: P_l = W_l C_l.  # (n, out, d)
@@ -108,12 +105,8 @@ def fit_tucker(
         curvatures: S_l, damped, or None for the identity.  # (n, out, out) or (out, out)
         sweeps: Most rounds over all factors.
         tolerance: Stop where a round explains this little more, relative to all it explains.
-        inner: Most steps of conjugate gradients for the factors, the cores and the mixing
-            weights, whose normal matrices are never built.
+        inner: Most steps of conjugate gradients in an update; its normal matrix is never built.
         start: Rounds of orthogonal iteration to start from.
-
-    Returns:
-        The factors; the columns of U, V and the mixing weights are orthonormal.
     """
     count, rows, cols = products.shape
     ranks = clip_bank_ranks(count, rows, cols, ranks)
@@ -137,26 +130,14 @@ def fit_tucker(
     return now
 
 
-def _mix(weights: Tensor, cores: Tensor) -> Tensor:
-    """sum_k weights_k C_k.  # (..., r1) -> (..., r2, r3)."""
-    return (weights @ cores.flatten(1)).unflatten(-1, tuple(cores.shape[1:]))
-
-
 @dataclass(frozen=True)
 class _Problem:
-    """Products and moments in coordinates where the mean moments are the identity.
+    """Products and moments in coordinates where the mean moments are the identity."""
 
-    Attributes:
-        products: S_l P_l.  # (n, out, d)
-        grams: G_l, or None where all are the identity.  # (n, d, d)
-        curvatures: S_l, likewise.  # (n, out, out)
-        free: The best matrices without any structure.  # (n, out, d)
-    """
-
-    products: Tensor
-    grams: Tensor | None
-    curvatures: Tensor | None
-    free: Tensor
+    products: Tensor  # S_l P_l  # (n, out, d)
+    grams: Tensor | None  # G_l, or None where all are the identity  # (n, d, d)
+    curvatures: Tensor | None  # S_l, likewise  # (n, out, out)
+    free: Tensor  # the best matrices without any structure  # (n, out, d)
 
     def turned(self) -> _Problem:
         """The same problem for the transposed matrices."""
@@ -221,7 +202,7 @@ def _started(problem: _Problem, ranks: Ranks, rounds: int) -> Tucker:
         with tensorly.backend_context("pytorch", local_threadsafe=True):
             _, found = tucker(free, list(ranks), init=begin, n_iter_max=rounds)
         mixing, left, right = found
-    return Tucker(left, _mix(mixing.mT, left.mT @ free @ right), right, mixing)
+    return Tucker(left, mixed_cores(mixing.mT, left.mT @ free @ right), right, mixing)
 
 
 def _turned(now: Tucker) -> Tucker:
@@ -236,7 +217,6 @@ def _with_right(now: Tucker, right: Tensor) -> Tucker:
 
 
 def _update_left(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
-    """Solves for U as for V."""
     return _turned(_update_right(problem.turned(), _turned(now), inner))
 
 
@@ -268,17 +248,11 @@ def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
 
 @dataclass(frozen=True)
 class _Projected:
-    """All that cores and mixing weights see of the problem, U and V being orthonormal.
+    """All that cores and mixing weights see of the problem, U and V being orthonormal."""
 
-    Attributes:
-        products: U^T S_l P_l V.  # (n, r2, r3)
-        kernels: V^T G_l V, or None for the identity.  # (n, r3, r3)
-        sights: U^T S_l U, or None for the identity.  # (n, r2, r2)
-    """
-
-    products: Tensor
-    kernels: Tensor | None
-    sights: Tensor | None
+    products: Tensor  # U^T S_l P_l V  # (n, r2, r3)
+    kernels: Tensor | None  # V^T G_l V, or None for the identity  # (n, r3, r3)
+    sights: Tensor | None  # U^T S_l U, or None for the identity  # (n, r2, r2)
 
     @classmethod
     def of(cls, problem: _Problem, now: Tucker) -> _Projected:
@@ -304,8 +278,8 @@ def _update_cores(seen: _Projected, now: Tucker, inner: int) -> Tucker:
     """Solves sum_l A_lk M_l(C) K_l = sum_l A_lk U^T P_l V for the cores; A^T A = I."""
     back = now.mixing.mT
     cores = conjugate_gradients(
-        lambda cores: _mix(back, seen.apply(_mix(now.mixing, cores))),
-        _mix(back, seen.products),
+        lambda cores: mixed_cores(back, seen.apply(mixed_cores(now.mixing, cores))),
+        mixed_cores(back, seen.products),
         now.cores,
         iterations=inner,
         tolerance=TIGHT,
@@ -318,7 +292,7 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
     flat = now.cores.flatten(1)
     factor = safe_cholesky(flat @ flat.mT)
     mixing = conjugate_gradients(
-        lambda mixing: seen.apply(_mix(mixing, now.cores)).flatten(1) @ flat.mT,
+        lambda mixing: seen.apply(mixed_cores(mixing, now.cores)).flatten(1) @ flat.mT,
         seen.products.flatten(1) @ flat.mT,
         now.mixing,
         precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
@@ -326,12 +300,11 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
         tolerance=TIGHT,
     )
     mixing, rest = torch.linalg.qr(mixing)
-    return replace(now, mixing=mixing, cores=_mix(rest, now.cores))
+    return replace(now, mixing=mixing, cores=mixed_cores(rest, now.cores))
 
 
-# Layers of many sizes over shared Tucker factors: grids of blocks U (sum_k a_k C_k) V^T.
-#
-# A layer larger than the shared shape is cut into blocks, each with mixing weights of its own.
+# Layers of many sizes: one that is larger than the shared shape is cut into blocks of it, each with
+# mixing weights of its own.
 
 
 BANK_SWEEPS, BANK_STEPS = 12, 4
@@ -339,40 +312,13 @@ BANK_SWEEPS, BANK_STEPS = 12, 4
 
 
 @dataclass(frozen=True)
-class TuckerFactors:
-    """What layers share.
-
-    Attributes:
-        left: U.  # (a, r2)
-        right: V.  # (b, r3)
-        cores: C_k.  # (r1, r2, r3)
-    """
-
-    left: Tensor
-    right: Tensor
-    cores: Tensor
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Shape of a block."""
-        return len(self.left), len(self.right)
-
-
-@dataclass(frozen=True)
 class User:
-    """A weight that is made of blocks of shared factors.
+    """A weight that is made of blocks of shared factors; no moment stands for the identity."""
 
-    Attributes:
-        weight: W.  # (m * a, q * b)
-        gram: G, damped; None for the identity.  # (q * b, q * b)
-        curvature: S, damped; None for the identity.  # (m * a, m * a)
-        scale: What its errors are divided by, to count like those of others.
-    """
-
-    weight: Tensor
-    gram: Tensor | None = None
-    curvature: Tensor | None = None
-    scale: float = 1.0
+    weight: Tensor  # W  # (m * a, q * b)
+    gram: Tensor | None = None  # G, damped  # (q * b, q * b)
+    curvature: Tensor | None = None  # S, damped  # (m * a, m * a)
+    scale: float = 1.0  # what its errors are divided by, to count like those of others
 
     def turned(self) -> User:
         """The transposed weight: S and G change places."""
@@ -396,20 +342,14 @@ def fit_tucker_factors(
     """Fits shared factors to all that use them, on their moments never worse than without them.
 
     Blocks are fitted in the norm of their own moments; what those side by side have in common is
-    left to the mixing weights.
-
-    Args:
-        users: The weights, each a multiple of the block.
-        block: Rows a and columns b of a block.
-        ranks: Cores r1, then columns of U and V; within what the shape admits.
+    left to the mixing weights. Every weight is a multiple of the block.
     """
     blocks = [_grid(user.weight, block).flatten(0, 1) for user in users]
     scales = torch.cat(
         [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
     )
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
-    plain = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
-    free = TuckerFactors(plain.left, plain.right, plain.cores)
+    free = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
     if all(user.gram is None and user.curvature is None for user in users):
         return free
     curvatures, grams = (_moments_of_blocks(users, block, side) for side in (0, 1))
@@ -420,10 +360,9 @@ def fit_tucker_factors(
             moments /= level
             weights = weights * level.sqrt()
     products = weights if grams is None else weights @ grams
-    fitted = fit_tucker(
+    aware = fit_tucker(
         products, grams, ranks, curvatures=curvatures, sweeps=BANK_SWEEPS, inner=BANK_STEPS
     )
-    aware = TuckerFactors(fitted.left, fitted.right, fitted.cores)
     return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
 
 
@@ -450,17 +389,14 @@ def fit_mixing(
         for kernel in kernels.transpose(0, 1)
     ]
     normal = torch.stack(rows).mT.flatten(0, 1)  # (m * q * r1,) * 2, with m = 1 where all are alike
-    blocks = _grid(product, bank.block)  # (m, q, a, b)
+    blocks = _grid(product, (len(left), len(right)))  # (m, q, a, b)
     wanted = (left.mT @ blocks @ right).flatten(2) @ flat.mT  # (m, q, r1)
     flat_wanted = wanted.reshape(-1, len(normal)).mT
     return torch.cholesky_solve(flat_wanted, safe_cholesky(normal)).mT.reshape(wanted.shape)
 
 
 def mixed_weight(mixing: Tensor, bank: TuckerFactors) -> Tensor:
-    """Returns the weight of one layer from its mixing weights and shared factors.
-
-    # (..., m, q, r1) -> (..., m * a, q * b)
-    """
+    """Returns the weight of one layer.  # (..., m, q, r1) -> (..., m * a, q * b)."""
     blocks = bank.left @ mixed_cores(mixing, bank.cores) @ bank.right.mT  # (..., m, q, a, b)
     return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
@@ -488,15 +424,16 @@ def _moments_of_blocks(users: Sequence[User], block: tuple[int, int], side: int)
     """Moments of the rows (0) or columns (1) of all blocks, or None.  # (n, w, w)."""
     if all((user.gram if side else user.curvature) is None for user in users):
         return None
-    return torch.cat([_per_block(user, block, side) for user in users])
-
-
-def _per_block(user: User, block: tuple[int, int], side: int) -> Tensor:
-    width, weight = block[side], user.weight
-    moment = user.gram if side else user.curvature
-    if moment is None:
-        moment = torch.eye(weight.shape[side], dtype=weight.dtype, device=weight.device)
-    own = _grid(moment, (width, width)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
-    rows, columns = (size // edge for size, edge in zip(weight.shape, block, strict=True))
-    grid = own[None].expand(rows, -1, -1, -1) if side else own[:, None].expand(-1, columns, -1, -1)
-    return grid.flatten(0, 1)
+    found = []
+    for user in users:
+        width, weight = block[side], user.weight
+        moment = user.gram if side else user.curvature
+        if moment is None:
+            moment = torch.eye(weight.shape[side], dtype=weight.dtype, device=weight.device)
+        own = _grid(moment, (width, width)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
+        rows, columns = (size // edge for size, edge in zip(weight.shape, block, strict=True))
+        own = (
+            own[None].expand(rows, -1, -1, -1) if side else own[:, None].expand(-1, columns, -1, -1)
+        )
+        found.append(own.flatten(0, 1))
+    return torch.cat(found)

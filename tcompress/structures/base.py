@@ -6,28 +6,10 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    Self,
-    TypeAlias,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tcompress import linalg
 from tcompress.errors import RecipeError
@@ -36,8 +18,6 @@ from tcompress.fields import FRACTION, Options, option
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-# What structures speak of: options, layouts, places of weights, and what a fit aims at.
 
 TOL = option(
     None,
@@ -92,15 +72,15 @@ class Spec(Options):
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False
 
-    def settled(self, *, calibrated: bool) -> Self:
+    def settled(self, *, calibrated: bool) -> Spec:
         """Fills options whose default depends on whether there is calibration data."""
         return self
 
-    def offered(self, target: float) -> tuple[Self, ...]:
+    def offered(self, target: float) -> tuple[Spec, ...]:
         """Options that `auto` tries on every layer, the first that its dimensions allow."""
         return (self,)
 
-    def alone(self, target: float) -> tuple[Self, ...]:
+    def alone(self, target: float) -> tuple[Spec, ...]:
         """Options for a target with nothing else on offer; the first that all layers allow."""
         return (self,)
 
@@ -123,13 +103,7 @@ class Refusal(Exception):
 
 
 class Layout(BaseModel):
-    """All that is needed to build one term of a layer: it is stored in the artefact.
-
-    Attributes:
-        structure: Name of the structure.
-        in_features: Width of the input.
-        out_features: Width of the output.
-    """
+    """All that is needed to build one term of a layer: it is stored in the artefact."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -142,33 +116,23 @@ class Layout(BaseModel):
         """How many inputs every output sees: what calibration rows must suffice for."""
         return self.in_features
 
-    @model_serializer(mode="wrap")
-    def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _with_structure(self, handler: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Keeps the name in dumps without defaults: it selects the class on reading."""
         return {"structure": self.structure, **handler(self)}
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a term will sit.
-
-    Attributes:
-        in_features: Width of the input.
-        out_features: Width of the output.
-        side: `in` for projections that read the residual stream, `out` for those that write it,
-            `both` where the role is unknown.
-        role: What the weight does, such as `q` or `down`.
-        block: Name of its block.
-        head: Width of one head, for projections of an attention.
-        sharing_sites: All sites that share factors with this one, itself included; none without.
-    """
+    """Where a term will sit."""
 
     in_features: int
     out_features: int
-    side: Literal["in", "out", "both"]
-    role: str = ""
+    side: Literal["in", "out", "both"]  # reads the residual stream, writes it, or unknown
+    role: str = ""  # what the weight does, such as `q` or `down`
     block: str = ""
-    head: int | None = None
+    head: int | None = None  # width of one head, for projections of an attention
+    # All that share factors with this one, itself included; none without.
     sharing_sites: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -179,29 +143,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """What a term is fitted to, in the moment norm.
+    """What a term is fitted to, in the moment norm; no moment stands for the identity."""
 
-    Attributes:
-        product: W C, less what other terms of the sum contribute.  # (out, in)
-        gram: G, damped; None stands for the identity (data-free).  # (in, in)
-        scale: E||W x||^2, which makes layers comparable where several share a side.
-        curvature: S, damped; None stands for the identity.  # (out, out)
-        weight: What a data-free fit would aim at, for fits that only find a local optimum and
-            have to be no worse; None if it is not known, or is the product itself.  # (out, in)
-        start: Tensors of an earlier fit to nearly the same target, which a fit in steps goes on
-            from; it then ends no worse. Empty for a first fit.
-        bank: Tensors of the shared factors, float64, fitted before; none for terms without.
-        operators: Built transforms of its sides; none for structures without.
-    """
-
-    product: Tensor
-    gram: Tensor | None
-    scale: float = 1.0
-    curvature: Tensor | None = None
+    product: Tensor  # W C, less what other terms of the sum contribute  # (out, in)
+    gram: Tensor | None  # G, damped  # (in, in)
+    scale: float = 1.0  # E||W x||^2: makes layers comparable that share a transform
+    curvature: Tensor | None = None  # S, damped  # (out, out)
+    # What a data-free fit would aim at, for fits that only find a local optimum and have to be no
+    # worse; None if it is not known, or is the product itself.  # (out, in)
     weight: Tensor | None = None
+    # Of an earlier fit to nearly the same target: a fit in steps goes on from it, and is no worse.
     start: Tensors = field(default_factory=dict)
-    bank: Tensors = field(default_factory=dict)
-    operators: Mapping[Side, Any] = field(default_factory=dict)
+    bank: Tensors = field(default_factory=dict)  # the shared factors, float64, fitted before
+    operators: Mapping[Side, Any] = field(default_factory=dict)  # built transforms
 
     def full_gram(self) -> Tensor:
         """Returns G, as a matrix in any case."""
@@ -231,12 +185,6 @@ def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
     return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
 
 
-# What a structure is: pure functions of a layout, and the registry of all structures.
-#
-# Eight methods say all that every structure has to: its sizes, how it is applied and what fits it.
-# What only some can do, such as sharing tensors between layers, stands in `capabilities.py`.
-
-
 S = TypeVar("S", bound=Spec)
 L = TypeVar("L", bound=Layout)
 T = TypeVar("T", bound=Any)
@@ -245,7 +193,8 @@ T = TypeVar("T", bound=Any)
 class Structure(ABC, Generic[S, L]):
     """One way of storing and applying a weight. Stateless; tensors are passed in.
 
-    The tensors of `apply` may carry leading dimensions (experts); `x` then carries them too.
+    Eight methods say all that every structure has to: its sizes, how it is applied and what fits
+    it. What only some can do, such as sharing tensors, stands in `capabilities.py`.
     """
 
     name: ClassVar[str]
@@ -260,12 +209,10 @@ class Structure(ABC, Generic[S, L]):
 
     @abstractmethod
     def layout(self, spec: S, site: Site, budget: int | None = None) -> L:
-        """Decides sizes for a site, or raises `Refusal`.
+        """Decides sizes for a site and, if it can fill one, a budget of parameters.
 
-        Args:
-            spec: The options.
-            site: Dimensions and placement.
-            budget: Parameters that may be spent, for structures that can fill a budget.
+        Raises:
+            Refusal: The structure cannot take these dimensions.
         """
 
     @abstractmethod
@@ -274,7 +221,10 @@ class Structure(ABC, Generic[S, L]):
 
     @abstractmethod
     def apply(self, x: Tensor, tensors: Tensors, layout: L) -> Tensor:
-        """Multiplies rows by the weight.  # (..., tokens, in) -> (..., tokens, out)."""
+        """Multiplies rows by the weight.  # (..., tokens, in) -> (..., tokens, out).
+
+        With experts, rows and tensors both carry a leading dimension.
+        """
 
     @abstractmethod
     def fit(self, target: Target, layout: L) -> dict[str, Tensor]:
@@ -293,27 +243,17 @@ class Structure(ABC, Generic[S, L]):
         return self.apply(eye, tensors, layout).mT
 
     def quick_fit(self, target: Target, layout: L) -> Tensor:
-        """Returns a dense weight that the layout can hold, cheaply: the fit is at least as good.
-
-        This is what a budget judges a structure by.  # (out, in)
-        """
+        """Returns what a budget judges by: a dense weight, no better than that of a fit."""
         fitted = self.fit(replace(target, curvature=None), layout)
         return self.dense({**fitted, **target.bank}, layout)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
-        """Predicts the loss of layouts that differ in size.
-
-        Args:
-            target: What a fit aims at, with curvature.
-            constant: Predicted loss of a weight of zeros.
-            layouts: Layouts of one site, by growing size.
-        """
-        seen: dict[L, float] = {}
-        for layout in layouts:
-            if layout not in seen:
-                dense = self.quick_fit(target, layout)
-                seen[layout] = predicted_loss(dense, target, constant)
-        return [seen[layout] for layout in layouts]
+        """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""
+        found = {
+            layout: predicted_loss(self.quick_fit(target, layout), target, constant)
+            for layout in dict.fromkeys(layouts)
+        }
+        return [found[layout] for layout in layouts]
 
 
 def _parse_layout(value: Any) -> Any:
@@ -322,7 +262,7 @@ def _parse_layout(value: Any) -> Any:
     return value
 
 
-AnyLayout = Annotated[SerializeAsAny[Layout], BeforeValidator(_parse_layout)]
+AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_parse_layout)]
 """A layout of any registered structure, as it is read from a plan."""
 
 
@@ -334,11 +274,7 @@ class Registry(Generic[T]):
         self._found: dict[str, T] = {}
 
     def add(self, item: T) -> None:
-        """Adds a member, which has a `name` and a `spec` of its own.
-
-        Raises:
-            ValueError: The name is not lower snake case, or name or spec class are already taken.
-        """
+        """Adds a member, which has a `name` and a `spec` of its own."""
         name = item.name
         if not name.isidentifier() or name != name.lower():
             raise ValueError(f"{self._what} name `{name}` is not lower snake case")

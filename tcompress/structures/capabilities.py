@@ -13,14 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# What only some structures can do. Each is asked for with `isinstance`; none is needed.
-
-
 SIDES: tuple[Side, Side] = ("in", "out")
 NO_OPERATORS: Mapping[Side, Any] = {}
-
-
-# ---------------------------------------------------------------- rows on demand
 
 
 class LooksUp(ABC):
@@ -39,21 +33,12 @@ class LooksUp(ABC):
         """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
 
 
-# ---------------------------------------------------------------- shared factors
-
-
 class Shared(NamedTuple):
-    """The factors that a layer shares with others.
+    """The factors that a layer shares with others."""
 
-    Attributes:
-        name: Name of the shared factors, unique within a layer.
-        shapes: Shapes of its tensors, which stand among those of `apply` and `dense`.
-        share: What part of it a layer answers for; those of all users add up to one.
-    """
-
-    name: str
-    shapes: Shapes
-    share: float
+    name: str  # unique within a layer
+    shapes: Shapes  # of tensors that stand among those of `apply` and `dense`
+    share: float  # what part of them a layer answers for; those of all users add up to one
 
 
 class SharesFactors(ABC):
@@ -84,9 +69,6 @@ def shared_of(layout: Layout) -> Shared | None:
     """Describes the shared factors that a term uses, if any."""
     kind = structure(layout.structure)
     return kind.shared(layout) if isinstance(kind, SharesFactors) else None
-
-
-# ---------------------------------------------------------------- transforms
 
 
 class Transform(ABC):
@@ -135,13 +117,7 @@ class Transformed(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, operator: Any, layout: Any) -> Tensor:
-        """Takes the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in').
-
-        Args:
-            x: The input.
-            operator: The built transform, None where there is none.
-            layout: The layout.
-        """
+        """Takes the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
 
     @abstractmethod
     def decode(self, u: Tensor, operator: Any, layout: Any) -> Tensor:
@@ -162,11 +138,10 @@ def transform_shapes(layout: Layout, side: Side) -> Shapes:
 
 def first_operators(layout: Layout, like: Tensor) -> dict[Side, Any]:
     """Builds the transforms of a term from their first values, in the dtype of a tensor."""
-    found = {side: transform_of(layout, side) for side in SIDES}
     return {
         side: item.build({k: t.to(like) for k, t in item.first().items()}, like)
-        for side, item in found.items()
-        if item is not None
+        for side in SIDES
+        if (item := transform_of(layout, side)) is not None
     }
 
 
@@ -198,19 +173,11 @@ def dense_of(
     return dense.reshape(*u.shape[:-1], -1).mT
 
 
-# ---------------------------------------------------------------- what a fit takes
-
-
 class FitCost(NamedTuple):
-    """What a fit takes, roughly.
-
-    Attributes:
-        flops: Floating-point operations.
-        bytes: Memory beyond a few copies of the weight and its moments, at most.
-    """
+    """What a fit takes, roughly."""
 
     flops: float
-    bytes: int = 0
+    bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
 class CostsOther(ABC):
@@ -235,21 +202,12 @@ def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
     return FitCost(svd_flops(layout.out_features, layout.in_features))
 
 
-# Multiply-adds of structures, as torch counts them in a pass on the meta device.
-
-
 class Macs(NamedTuple):
-    """Multiply-adds of one term in a pass.
+    """Multiply-adds of one term in a pass, as torch counts them on the meta device."""
 
-    Attributes:
-        encode: Of the transform of the input.
-        apply: Of the term's own tensors, with what is done once in a pass.
-        decode: Of the transform of the output.
-    """
-
-    encode: int
-    apply: int
-    decode: int
+    encode: int  # of the transform of the input
+    apply: int  # of the term's own tensors, with what is done once in a pass
+    decode: int  # of the transform of the output
 
 
 @lru_cache(maxsize=4096)
@@ -289,8 +247,7 @@ def lookup_macs(layout: Layout) -> int:
 
 def _own(layout: Layout) -> dict[str, Tensor]:
     """Empty tensors of a term, those that it shares among them."""
-    shared = shared_of(layout)
-    own = structure(layout.structure).tensors(layout)
+    shared, own = shared_of(layout), structure(layout.structure).tensors(layout)
     return _empty({**own, **(shared.shapes if shared else {})})
 
 

@@ -91,9 +91,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
 
         return embedding(index, tensors["a"]) @ tensors["b"]
 
-    def scale_rows(
-        self, tensors: Tensors, scales: Tensor, layout: LowRankLayout
-    ) -> dict[str, Tensor]:
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor]:
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
@@ -101,9 +99,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         a, b = linalg.fit_lowrank(target.product, *moments)
         return {"a": a, "b": b}
 
-    def losses(
-        self, target: Target, constant: float, layouts: Sequence[LowRankLayout]
-    ) -> list[float]:
+    def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
         return rank_losses(target, constant, [layout.rank for layout in layouts])
 
     def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:

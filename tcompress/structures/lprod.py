@@ -41,28 +41,20 @@ if TYPE_CHECKING:
 TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
 Placement = Literal["in", "out", "both"]
 
-# The invertible transform of an L-product layer: fixed, learned or fitted.
-#
-# Every kind is orthogonal. What is stored (nothing, or generators) is turned into an *operator*,
-# which is what the layer applies: a p x p matrix of the tubes, blocks of a staged rotation, or
-# both.
-
 
 class Operator(NamedTuple):
-    """A built transform.
+    """A built transform."""
 
-    Attributes:
-        blocks: Stages of the rotation, or None.  # (stages, groups, b, b)
-        tubes: Transform of the tubes that follows, or None.  # (p, p)
-    """
-
-    blocks: Tensor | None
-    tubes: Tensor | None
+    blocks: Tensor | None  # stages of the rotation, if any  # (stages, groups, b, b)
+    tubes: Tensor | None  # transform of the tubes that follows, if any  # (p, p)
 
 
 @dataclass(frozen=True)
 class TransformLayout(Transform):
-    """Kind and sizes of one transform."""
+    """Kind and sizes of one orthogonal transform: fixed, learned or fitted.
+
+    What is stored (nothing, or generators) is turned into an *operator*, which a layer applies.
+    """
 
     kind: TransformKind
     features: int
@@ -73,7 +65,6 @@ class TransformLayout(Transform):
 
     @property
     def rotation(self) -> linalg.Stages:
-        """Shape of the staged rotation of the `fitted` kind."""
         return linalg.Stages(self.features, self.block, self.stages)
 
     def tube_matrix(self) -> Tensor:
@@ -118,9 +109,6 @@ def apply_inverse(x: Tensor, operator: Operator) -> Tensor:
     if operator.tubes is not None:
         x = linalg.mix_tubes(x, operator.tubes.mT)
     return x if operator.blocks is None else linalg.rotate_back(x, operator.blocks)
-
-
-# L-product slices: a transform of the features, then one small matrix per slice.
 
 
 STEPS = 15
@@ -196,26 +184,18 @@ class LprodLayout(Layout):
 
     def transform_of(self, side: Side) -> TransformLayout:
         """Describes the transform on one side."""
-        inward = side == "in"
-        return TransformLayout(
-            kind=self.transform,
-            features=self.padded_in if inward else self.padded_out,
-            p=self.p,
-            block=self.block_in if inward else self.block_out,
-            stages=self.stages,
-            seed=self.seed,
-        )
+        features = self.padded_in if side == "in" else self.padded_out
+        block = self.block_in if side == "in" else self.block_out
+        return TransformLayout(self.transform, features, self.p, block, self.stages, self.seed)
 
 
 def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
     """Names the numbers of slices that a layer can have, of which those near the asked one."""
     fixed = kind not in ("learned", "fitted")
     common = gcd(site.in_features, site.out_features)
-    sizes = [
-        p
-        for p in range(2, common + 1)
-        if not common % p and not (fixed and linalg.check_transform(kind, p))
-    ]
+    sizes = [p for p in range(2, common + 1) if not common % p]
+    if fixed:
+        sizes = [p for p in sizes if not linalg.check_transform(kind, p)]
     near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
     hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
     return hint + (", or `pad: true` in the method's options of a recipe" if padded else "")
@@ -239,11 +219,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
     def layout(self, spec: LprodSpec, site: Site, budget: int | None = None) -> LprodLayout:
         kind = spec.transform or "dct"
         reason = None if kind in ("learned", "fitted") else linalg.check_transform(kind, spec.p)
-        uneven = [
-            f"{name} {size}"
-            for name, size in (("input", site.in_features), ("output", site.out_features))
-            if size % spec.p
-        ]
+        widths = {"input": site.in_features, "output": site.out_features}
+        uneven = [f"{name} {size}" for name, size in widths.items() if size % spec.p]
         if uneven and not spec.pad:
             reason = f"p={spec.p} does not divide the {' and the '.join(uneven)}"
         if reason:
@@ -253,31 +230,23 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             placement = "both"
         elif kind == "fitted" and placement == "both":
             placement = "in"
-        layout = LprodLayout(
-            **site.widths,
-            p=spec.p,
-            placement=placement,
-            transform=kind,
-            seed=spec.seed if kind == "random" else 0,
-        )
+        seed = spec.seed if kind == "random" else 0
+        form = {"p": spec.p, "placement": placement, "transform": kind, "seed": seed}
+        layout = LprodLayout(**site.widths, **form)
         if kind == "fitted":
             inward = placement == "in"
             width = layout.padded_in if inward else layout.padded_out
             block = linalg.nearest_block(width, spec.block or min(32, max(2, width // 12)))
             sizes = {"block_in" if inward else "block_out": block, "stages": spec.stages}
             layout = layout.model_copy(update=sizes)
-        return self._with_tubal_rank(layout, spec.tubal_rank)
-
-    @staticmethod
-    def _with_tubal_rank(layout: LprodLayout, rank: int | None) -> LprodLayout:
-        if rank is None:
+        if spec.tubal_rank is None:
             return layout
-        if layout.transform == "dft":
+        if kind == "dft":
             raise Refusal("`tubal_rank` needs a real transform, not `dft`")
         rows, cols = layout.padded_out // layout.p, layout.padded_in // layout.p
-        if rank * (rows + cols) >= rows * cols:
+        if spec.tubal_rank * (rows + cols) >= rows * cols:
             return layout  # the truncated form would be larger than the slices themselves
-        return layout.model_copy(update={"tubal_rank": rank})
+        return layout.model_copy(update={"tubal_rank": spec.tubal_rank})
 
     def tensors(self, layout: LprodLayout) -> Shapes:
         rows, cols = layout.padded_out // layout.p, layout.padded_in // layout.p
@@ -310,9 +279,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             from torch.nn.functional import pad
 
             x = pad(x, (0, layout.padded_in - layout.in_features))
-        if operator is None:
-            return x
-        return apply_transform(x, operator)
+        return x if operator is None else apply_transform(x, operator)
 
     def decode(self, u: Tensor, operator: Any, layout: LprodLayout) -> Tensor:
         if operator is not None:
@@ -321,19 +288,14 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
 
     def apply(self, x: Tensor, tensors: Tensors, layout: LprodLayout) -> Tensor:
         if layout.transform == "dft":
-            return self._conjugate_product(x, tensors["slices"])
+            own, partner, swap = linalg.expand_conjugate_slices(tensors["slices"])
+            swapped = x.unflatten(-1, own.shape[-3::2])[..., swap, :].flatten(-2)
+            return _facewise(x, own) + _facewise(swapped, partner)
         late = layout.transform == "fitted" and layout.placement == "out"
         if layout.tubal_rank is None:
             return _facewise(x, tensors["slices"], feature_major=late)
         inner = _facewise(x, tensors["right"], feature_major=False)
         return _facewise(inner, tensors["left"], feature_major=late)
-
-    @staticmethod
-    def _conjugate_product(z: Tensor, slices: Tensor) -> Tensor:
-        own, partner, swap = linalg.expand_conjugate_slices(slices)
-        width = slices.shape[-1]
-        swapped = z.unflatten(-1, (slices.shape[-3], width))[..., swap, :].flatten(-2)
-        return _facewise(z, own) + _facewise(swapped, partner)
 
     def fit(self, target: Target, layout: LprodLayout) -> dict[str, Tensor]:
         product = _padded(target.product, layout)
@@ -355,10 +317,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
                 curvature = _turned(curvature, turn_out)
             before = target.start.get("slices")
             steps = STEPS if before is None else MORE_STEPS
-            fitted = linalg.fit_slices_curved(
-                product, gram, layout.p, curvature, before, iterations=steps
-            )
-            return {"slices": fitted}
+            moments = (product, gram, layout.p, curvature)
+            return {"slices": linalg.fit_slices_curved(*moments, before, iterations=steps)}
         if layout.transform == "dft":
             return {"slices": linalg.fit_conjugate_slices(product, gram, layout.p)}
         if layout.tubal_rank is not None:
@@ -371,21 +331,16 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
     def fit_transform(
         self, targets: Sequence[Target], layout: LprodLayout, side: Side
     ) -> dict[str, Tensor]:
-        shape = layout.transform_of(side)
+        shape, width = layout.transform_of(side), layout.padded_in
         if layout.transform != "fitted":
             return shape.first()
-        problems = [
-            linalg.Problem(
-                _padded(target.product, layout),
-                _padded_gram(target.full_gram(), layout.padded_in),
-                target.scale,
-            )
-            for target in targets
-        ]
-        generators = linalg.fit_rotation(
-            problems, shape.rotation, count=layout.p, z=shape.tube_matrix(), output=side == "out"
-        )
-        return {"generators": generators}
+        problems = []
+        for target in targets:
+            moments = _padded(target.product, layout), _padded_gram(target.full_gram(), width)
+            problems.append(linalg.Problem(*moments, target.scale))
+        z, output = shape.tube_matrix(), side == "out"
+        found = linalg.fit_rotation(problems, shape.rotation, count=layout.p, z=z, output=output)
+        return {"generators": found}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)

@@ -60,9 +60,7 @@ class TuckerSpec(Spec):
         "of an attention, the `layers` of a role, or the blocks of the whole `model`",
     )
     rank: PositiveInt | Edges | None = option(
-        None,
-        "columns of the factors U and V; one number, or two if shared",
-        metavar="N|N,N",
+        None, "columns of the factors U and V; one number, or two if shared", metavar="N|N,N"
     )
     tol: float | None = TOL
     cores: PositiveInt | None = option(
@@ -95,26 +93,16 @@ class TuckerSpec(Spec):
 
 
 class TuckerLayout(Layout):
-    """A weight U G V^T of its own, or a grid of blocks over shared factors.
-
-    Attributes:
-        ranks: Columns of U and V.
-        share: What shares the factors; `none` for a weight of its own.
-        bank: Name of the shared factors, unique within a layer.
-        cores: Number of cores in the shared factors.
-        block: Rows and columns of a block.
-        blocks: Number of blocks that the shared factors serve.
-        turned: Whether the blocks make up the transposed weight.
-    """
+    """A weight U G V^T of its own, or a grid of blocks over shared factors."""
 
     structure: Literal["tucker"] = "tucker"
-    ranks: Edges
+    ranks: Edges  # columns of U and V
     share: Share = "none"
-    bank: str | None = None
+    bank: str | None = None  # name of the shared factors, unique within a layer
     cores: PositiveInt = 1
-    block: Edges = (1, 1)
-    blocks: PositiveInt = 1
-    turned: bool = False
+    block: Edges = (1, 1)  # rows and columns of a block
+    blocks: PositiveInt = 1  # served by the shared factors
+    turned: bool = False  # whether the blocks make up the transposed weight
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -183,9 +171,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
         return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
 
-    def scale_rows(
-        self, tensors: Tensors, scales: Tensor, layout: TuckerLayout
-    ) -> dict[str, Tensor]:
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor]:
         return {**tensors, "u": tensors["u"] * scales[:, None]}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
@@ -223,9 +209,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         v, inner = torch.linalg.qr(right.mT)
         return {"u": u, "core": outer @ inner.mT, "v": v}
 
-    def losses(
-        self, target: Target, constant: float, layouts: Sequence[TuckerLayout]
-    ) -> list[float]:
+    def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
         if any(layout.bank is not None for layout in layouts):
             return super().losses(target, constant, layouts)
         return rank_losses(target, constant, [layout.ranks[0] for layout in layouts])
@@ -256,20 +240,23 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def fit_shared(
         self, targets: Sequence[Target], layouts: Sequence[TuckerLayout]
     ) -> dict[str, Tensor]:
-        users = [_user(*pair) for pair in zip(targets, layouts, strict=True)]
+        users = []
+        for target, layout in zip(targets, layouts, strict=True):
+            assert target.weight is not None
+            scale = 1.0 if target.curvature is not None else target.scale
+            user = linalg.User(target.weight, target.gram, target.curvature, scale)
+            users.append(user.turned() if layout.turned else user)
         first = layouts[0]
-        bank = linalg.fit_tucker_factors(users, first.block, (first.cores, *first.ranks))
-        return {"u": bank.left, "cores": bank.cores, "v": bank.right}
+        found = linalg.fit_tucker_factors(users, first.block, (first.cores, *first.ranks))
+        return {"u": found.left, "cores": found.cores, "v": found.right}
 
     def shared_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
         (a, b), (left, right) = layout.block, layout.ranks
         middles = left * right * (left + right)
         plain = a * b * (left + right) + middles
         seen = a * a * left + b * b * right + middles
-        steps = linalg.BANK_SWEEPS * 2 * linalg.BANK_STEPS * layout.blocks
-        flops = 2.0 * (
-            linalg.BANK_SWEEPS * layout.blocks * plain + (steps * seen if calibrated else 0)
-        )
+        step = 2 * linalg.BANK_STEPS * seen if calibrated else 0
+        flops = 2.0 * linalg.BANK_SWEEPS * layout.blocks * (plain + step)
         moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
         return FitCost(flops, 8 * layout.blocks * (6 * a * b + moments))
 
@@ -345,24 +332,17 @@ def _shared_ranks(
 
 
 def _factors_of(tensors: Tensors) -> linalg.TuckerFactors:
-    return linalg.TuckerFactors(tensors["u"], tensors["v"], tensors["cores"])
-
-
-def _user(target: Target, layout: TuckerLayout) -> linalg.User:
-    assert target.weight is not None
-    scale = 1.0 if target.curvature is not None else target.scale
-    user = linalg.User(target.weight, target.gram, target.curvature, scale)
-    return user.turned() if layout.turned else user
+    return linalg.TuckerFactors(tensors["u"], tensors["cores"], tensors["v"])
 
 
 def _fit_mixing(target: Target, layout: TuckerLayout) -> Tensor:
-    bank = _factors_of(target.bank)
+    factors = _factors_of(target.bank)
     product, gram, curvature = target.product, target.gram, target.curvature
     if curvature is not None:
         product = curvature @ product
     if layout.turned:  # tr(S W G W^T) = tr(G W^T S W): the moments change places
-        return linalg.fit_mixing(product.mT, curvature, bank, gram)
-    return linalg.fit_mixing(product, gram, bank, curvature)
+        return linalg.fit_mixing(product.mT, curvature, factors, gram)
+    return linalg.fit_mixing(product, gram, factors, curvature)
 
 
 register(TuckerForm())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,15 +20,10 @@ _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one tha
 
 @dataclass(frozen=True)
 class LookupScale:
-    """What a base model multiplies the vectors by that it looks up; an output head does not.
-
-    Attributes:
-        value: The factor.
-        rounded: Whether it is rounded to the dtype of the vectors first, as Gemma's is.
-    """
+    """What a base model multiplies the vectors by that it looks up; an output head does not."""
 
     value: float = 1.0
-    rounded: bool = False
+    rounded: bool = False  # to the dtype of the vectors first, as Gemma's is
 
     @classmethod
     def of(cls, host: nn.Module) -> LookupScale | None:
@@ -36,14 +32,12 @@ class LookupScale:
             return cls()
         if not isinstance(host, nn.Embedding) or not type(host).__name__.endswith(_SCALED):
             return None
-        scale: Any = getattr(host, "embed_scale", None)
-        rounded = isinstance(scale, Tensor)
-        if rounded:  # a buffer, which has no value on the meta device
-            scale = getattr(host, "scalar_embed_scale", None)
+        rounded = isinstance(getattr(host, "embed_scale", None), Tensor)
+        # A buffer has no value on the meta device.
+        scale: Any = getattr(host, "scalar_embed_scale" if rounded else "embed_scale", None)
         return cls(float(scale), rounded) if isinstance(scale, float | int) else None
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Multiplies vectors."""
         if self.value == 1:
             return vectors
         factor = torch.tensor(self.value, dtype=vectors.dtype) if self.rounded else self.value
@@ -53,16 +47,9 @@ class LookupScale:
 class StructuredEmbedding(StructuredLinear):
     """A table of word vectors, stored as a structure.
 
-    The table is the weight (out, in) = (words, width) of a layer from vectors to scores: that is
-    how an output head which is tied to it applies it. Looking words up reads rows of it, of which
-    only those asked for are built.
-
-    Args:
-        parts: One part: all words.
-        padding_idx: The word that pads, for base models that ask.
-        scale: What the base model multiplies looked-up vectors by.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
+    The table is the weight (words, width) of a layer from vectors to scores: that is how an output
+    head which is tied to it applies it. Looking words up reads rows of it, of which only those
+    asked for are built. `padding_idx` is there for base models that ask.
     """
 
     def __init__(
@@ -71,10 +58,9 @@ class StructuredEmbedding(StructuredLinear):
         *,
         padding_idx: int | None = None,
         scale: LookupScale | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(parts, dtype=dtype, device=device)
+        super().__init__(parts, **options)
         self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
         self.padding_idx = padding_idx
         self.scale = scale or LookupScale()
@@ -87,14 +73,12 @@ class StructuredEmbedding(StructuredLinear):
         weight = self.cached_weight()
         if weight is not None:
             return scale(functional.embedding(x, weight))
-        total: Tensor | None = None
+        found = []
         for term, layout in enumerate(self.parts[0].terms):
             kind = structure(layout.structure)
             assert isinstance(kind, LooksUp)  # no other is planned for a table
-            rows = kind.rows(x.flatten(), self._tensors(0, term), layout)
-            total = rows if total is None else total + rows
-        assert total is not None
-        rows = total.to(self.stored_dtype)  # autocast may have lowered it
+            found.append(kind.rows(x.flatten(), self._tensors(0, term), layout))
+        rows = reduce(torch.add, found).to(self.stored_dtype)  # autocast may have lowered it
         return scale(rows.view(*x.shape, self.in_features))
 
 
@@ -106,8 +90,7 @@ class TiedTable(nn.Module):
         # A tuple keeps the owner out of the children: its tensors are stored once.
         self._owner = (owner,)
         self._scale = LookupScale.of(host)
-        bias = getattr(host, "bias", None)
-        self.register_parameter("bias", bias)
+        self.register_parameter("bias", getattr(host, "bias", None))
 
     @property
     def weight(self) -> Tensor:

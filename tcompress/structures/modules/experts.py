@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.modules.linear import PartLayout, StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear, empty_guard
 from tcompress.structures.modules.shared import compute_dtype
 
 
@@ -50,13 +50,8 @@ class ExpertStack(StructuredLinear):
     """A stack of weights whose call is the core alone.
 
     Encoding and decoding happen outside the routing, by modules of their own. The core is called
-    as a module, so that hooks which bring offloaded tensors to the device run.
-
-    Args:
-        parts: Layout of the stack.
-        parameter: The weight that it stands for.
-        transposed: Whether the base model stores that as (E, in, out).
-        options: Those of `StructuredLinear`.
+    as a module, so that hooks which bring offloaded tensors to the device run. `transposed` says
+    whether the base model stores the weight called `parameter` as (E, in, out).
     """
 
     def __init__(
@@ -73,22 +68,19 @@ class ExpertStack(StructuredLinear):
         return self.core(encoded, expert)
 
     def applied(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """Multiplies rows by the weights.
-
-        # (E, rows, in) or (..., in) -> (E, rows, out) or (..., out)
-        """
-        kept = self.cached_weight()
+        """Multiplies by all weights, (E, rows, in), or by that of one expert, (..., in)."""
+        kept, shape = self.cached_weight(), x.shape[:-1]
+        x = x.to(compute_dtype(x.device, self.stored_dtype))
         if kept is not None:
-            weight = kept if expert is None else kept[expert]
-            return x.to(compute_dtype(x.device, weight.dtype)) @ weight.mT
-        shape = x.shape[:-1]
-        encoded = self.encode(x.to(compute_dtype(x.device, next(self.parameters()).dtype)))
-        if expert is None:
-            encoded = [z.reshape(*shape, -1) for z in encoded]
-        results = self(encoded, expert)
-        if expert is None:
-            results = [[u.flatten(0, 1) for u in row] for row in results]
-        return self.decode(results).reshape(*shape, self.out_features)
+            return x @ (kept if expert is None else kept[expert]).mT
+        encoded = self.encode(x)
+        if expert is not None:
+            return self.decode(self(encoded, expert)).reshape(*shape, self.out_features)
+        return self.decoded_rows(self([z.reshape(*shape, -1) for z in encoded]), shape)
+
+    def decoded_rows(self, results: Sequence[Sequence[Tensor]], shape: Sequence[int]) -> Tensor:
+        """Decodes what the core gave rows of this shape.  # -> (E, rows, out)."""
+        return self.decode([[u.flatten(0, 1) for u in row] for row in results]).unflatten(0, shape)
 
 
 class StructuredExperts(nn.Module):
@@ -97,10 +89,8 @@ class StructuredExperts(nn.Module):
     Routed experts (see `is_routed`) encode inputs once, before the routing, and decode results
     once, after the weighted sum over experts: only the cores differ between experts. Others run
     their own forward pass, in which a product stands for each structured weight. Empty buffers
-    under the dense names stop plain Transformers on loading.
-
-    Args:
-        base model: The module to replace; parameters, activation and settings stay its own.
+    under the dense names stop plain Transformers on loading. Parameters, activation and settings
+    stay those of the module that is replaced.
     """
 
     _replicate_for_data_parallel = refuse_replica
@@ -131,17 +121,14 @@ class StructuredExperts(nn.Module):
         parts: Sequence[PartLayout],
         *,
         transposed: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **place: Any,
     ) -> StructuredLinear:
-        """Puts an empty structured stack in the place of one weight."""
-        options = {"experts": len(getattr(self, name)), "dtype": dtype, "device": device}
-        stack = ExpertStack(parts, name, transposed=transposed, **options)
+        """Puts an empty structured stack in the place of one weight; takes a dtype and a device."""
+        experts = len(getattr(self, name))
+        stack = ExpertStack(parts, name, transposed=transposed, experts=experts, **place)
         self.add_module(child_of(name), stack)
         delattr(self, name)
-        guard = torch.empty(0, dtype=dtype, device=device)
-        guard._is_hf_initialized = True  # type: ignore[attr-defined]
-        self.register_buffer(name, guard)
+        self.register_buffer(name, empty_guard(**place))
         return stack
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,9 +188,7 @@ class _Stack:
         if self._layer is None:
             made = encoded[0] @ self._weight.mT
         else:
-            parts = self._layer(encoded)
-            flat = self._layer.decode([[u.flatten(0, 1) for u in row] for row in parts])
-            made = flat.unflatten(0, encoded[0].shape[:2])
+            made = self._layer.decoded_rows(self._layer(encoded), encoded[0].shape[:2])
         return made if self.bias is None else made + self.bias[:, None].to(made.dtype)
 
     def applied(self, x: Tensor) -> Tensor:
@@ -233,14 +218,10 @@ class _Disguised:
 
 
 class _Product:
-    """Stands for a stack of weights, or one of them, where a forward pass multiplies by it.
+    """Stands for a stack of weights, or for one expert's, where a forward pass multiplies by it.
 
-    Whatever else is done with it is done with the dense weight, which is made for that.
-
-    Args:
-        stack: The stack.
-        flipped: Whether it is seen as (in, out).
-        expert: The one weight, if it stands for one.
+    Whatever else is done with it is done with the dense weight, which is made for that. A flipped
+    one is seen as (in, out).
     """
 
     def __init__(self, stack: ExpertStack, flipped: bool, expert: int | None = None) -> None:
@@ -257,18 +238,15 @@ class _Product:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the weights as they are seen."""
         own = (self._stack.out_features, self._stack.in_features)
         lead = (self._stack.copies,) if self._expert is None else ()
         return torch.Size((*lead, *(own[::-1] if self._flipped else own)))
 
     @property
     def mT(self) -> _Product:
-        """The transposed weights."""
         return _Product(self._stack, not self._flipped, self._expert)
 
     def transpose(self, one: int, two: int) -> Any:
-        """Swaps two dimensions."""
         count = len(self.shape)
         if {one % count, two % count} == {count - 2, count - 1}:
             return self.mT
@@ -293,13 +271,7 @@ class _Product:
         return torch.matmul(x, self)  # type: ignore[arg-type]
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Multiplies by the structured weights where this is a product with rows."""
         kwargs = kwargs or {}
         x, weight = (*args, None, None)[:2]
@@ -313,12 +285,8 @@ class _Product:
                 return made if bias is None else made + bias
             if name in ("matmul", "__matmul__", "bmm", "mm") and fits and weight._flipped:
                 return stack.applied(x, expert)
-        made_of = [tree_map(_as_tensor, item) for item in (tuple(args), dict(kwargs))]
-        return func(*made_of[0], **made_of[1])
-
-
-def _as_tensor(item: Any) -> Any:
-    return item.dense() if isinstance(item, _Product) else item
+        args, kwargs = tree_map_only(_Product, _Product.dense, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
 
 
 def _rounds(index: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

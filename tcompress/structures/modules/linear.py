@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ from tcompress.structures.modules.shared import (
     TransformModule,
     compute_dtype,
     factors_module,
+    version_of,
 )
-
-# Kept weights: dense weights that passes without gradients use, and when they are out of date.
-
 
 _Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
 """Where a tensor is looked up, the tensor, its address and its version."""
@@ -64,18 +63,9 @@ class CachedWeight:
                 return None
         return self._weight
 
-    def renew(self, modules: Iterable[nn.Module], build: Callable[[], Tensor]) -> Tensor | None:
-        """Builds the weight anew.
-
-        Args:
-            modules: Owners of all tensors that it is built from.
-            build: Builds it.  # ([experts,] out, in)
-
-        Returns:
-            The weight, or None while a tensor is elsewhere, as offloading leaves it.
-        """
+    def renew(self, modules: Sequence[nn.Module], build: Callable[[], Tensor]) -> Tensor | None:
+        """Builds the weight anew from tensors of modules; None while one of them is offloaded."""
         self.drop()
-        modules = list(modules)
         sources = [
             (module._parameters, name, tensor)
             for module in modules
@@ -87,32 +77,18 @@ class CachedWeight:
         # A tensor made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._weight = build()
-        self._sources = [(*item, item[2].data_ptr(), _version(item[2])) for item in sources]
-        self._transforms = [
-            (item, item.changes) for item in modules if isinstance(item, TransformModule)
-        ]
+        self._sources = [(*item, item[2].data_ptr(), version_of(item[2])) for item in sources]
+        transforms = [module for module in modules if isinstance(module, TransformModule)]
+        self._transforms = [(module, module.changes) for module in transforms]
         return self._weight
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Counts changes in place; inference tensors do not."""
-    return None if tensor.is_inference() else tensor._version
-
-
-# The one layer that serves every structure: a sum of terms for each part of the output.
-
-
 class PartLayout(BaseModel):
-    """One run of output features: a sum of terms.
-
-    Attributes:
-        name: Role of the part, such as `q` in a fused projection.
-        terms: Layouts of the terms, all of the same widths.
-    """
+    """One run of output features: a sum of terms of the same widths."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+    name: str  # its role, such as `q` in a fused projection
     terms: tuple[AnyLayout, ...] = Field(min_length=1)
 
     @property
@@ -155,11 +131,18 @@ def factor_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
     return found
 
 
+def empty_guard(dtype: Any = None, device: Any = None) -> Tensor:
+    """Returns the buffer under a dense name on which plain Transformers stop."""
+    guard = torch.empty(0, dtype=dtype, device=device)
+    guard._is_hf_initialized = True  # type: ignore[attr-defined]
+    return guard
+
+
 NO_FACTORS: Mapping[str, FactorsModule] = {}
 
 
 class StructuredLinear(nn.Module):
-    """A linear layer whose weight is a sum of structures.
+    """A linear layer whose weight is a sum of structures, for each run of output features.
 
     Parameters are called `tc_*`. An empty buffer under the dense key `weight` makes plain
     Transformers stop on a checkpoint of this layer instead of loading noise; it also answers
@@ -168,8 +151,8 @@ class StructuredLinear(nn.Module):
     Args:
         parts: Runs of output features, in order.
         bias: Whether the layer has a bias.
-        input_of: Layer whose input sides this one shares, if not its own.
-        readers: Number of layers that share this layer's input sides.
+        input_of: Layer whose input transforms this one shares, if not its own.
+        readers: Number of layers that share this layer's input transforms.
         factors: Shared factors that other layers own, by name; all else its terms need is its own.
         experts: Number of experts, for weights stacked along a leading dimension.
         dtype: Dtype of the parameters.
@@ -207,7 +190,16 @@ class StructuredLinear(nn.Module):
             self.bias = nn.Parameter(empty)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
-        self._build_transforms(input_of, readers, dtype, device)
+        for index, part in enumerate(self.parts):
+            for term, layout in enumerate(part.terms):
+                for side in SIDES:
+                    owned = side == "out" or (index == 0 and input_of is None)
+                    if owned and transform_of(layout, side) is not None:
+                        count = readers if side == "in" else 1
+                        module = TransformModule(layout, side, count, dtype, device)
+                        self.add_module(transform_name(self.parts, side, index, term), module)
+        # A tuple keeps the other layer out of this one's children: its tensors are stored once.
+        self._input_owner = (self if input_of is None else input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.
         self.factors: dict[str, FactorsModule] = {}
         for name, layout in factor_layouts(self.parts).items():
@@ -216,27 +208,7 @@ class StructuredLinear(nn.Module):
             own = self._modules.get(factors_module(name))
             self.factors[name] = own if isinstance(own, FactorsModule) else factors[name]
         if experts is None:
-            guard = torch.empty(0, dtype=dtype, device=device)
-            guard._is_hf_initialized = True  # type: ignore[attr-defined]
-            self.register_buffer("weight", guard)
-
-    def _build_transforms(
-        self,
-        input_of: StructuredLinear | None,
-        readers: int,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        for index, part in enumerate(self.parts):
-            for term, layout in enumerate(part.terms):
-                for side in SIDES:
-                    own = side == "out" or (index == 0 and input_of is None)
-                    if own and transform_of(layout, side) is not None:
-                        count = readers if side == "in" else 1
-                        module = TransformModule(layout, side, count, dtype, device)
-                        self.add_module(transform_name(self.parts, side, index, term), module)
-        # A tuple keeps the other layer out of this one's children: its tensors are stored once.
-        self._input_owner = (self if input_of is None else input_of,)
+            self.register_buffer("weight", empty_guard(dtype, device))
 
     def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
         prefix = tensor_prefix(self.parts, part, term)
@@ -255,19 +227,15 @@ class StructuredLinear(nn.Module):
         return next(self.parameters(recurse=False)).dtype
 
     def encode(self, x: Tensor) -> list[Tensor]:
-        """Applies the input side of every term.  # (..., in) -> one (tokens, in') per term."""
-        rows: Tensor | None = None
+        """Applies every term's input transform.  # (..., in) -> one (tokens, in') per term."""
         found = []
         for term, layout in enumerate(self.parts[0].terms):
             module = self._input_transform(term)
             if module is not None:
                 found.append(module(x, id(self)))
-                continue
-            if rows is None:
-                rows = x.to(compute_dtype(x.device, self.stored_dtype)).reshape(
-                    -1, self.in_features
-                )
-            found.append(encoded(layout, rows))
+            else:
+                rows = x.to(compute_dtype(x.device, self.stored_dtype))
+                found.append(encoded(layout, rows.reshape(-1, self.in_features)))
         return found
 
     def _input_transform(self, term: int) -> nn.Module | None:
@@ -293,20 +261,15 @@ class StructuredLinear(nn.Module):
         """Applies the output sides, sums the terms and puts the parts side by side."""
         outputs = []
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
-            total: Tensor | None = None
+            terms = []
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
                 module = self._modules.get(transform_name(self.parts, "out", index, term))
-                y = module(u) if module is not None else decoded(layout, u)
-                total = y if total is None else total + y
-            outputs.append(total)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)  # type: ignore[arg-type,return-value]
+                terms.append(module(u) if module is not None else decoded(layout, u))
+            outputs.append(reduce(torch.add, terms))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def keep_weight(self, keep: bool = True) -> int:
-        """Lets passes in evaluation mode, without gradients, use one dense weight.
-
-        It is built in the first of them, and dropped by `train()`, by moves and casts, by loading
-        a state dict, and by a pass that gradients flow through.
-        """
+        """Lets passes in evaluation mode, without gradients, use one dense weight."""
         self._kept = CachedWeight() if keep else None
         size = next(self.parameters(recurse=False)).element_size()
         return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
@@ -325,9 +288,8 @@ class StructuredLinear(nn.Module):
         weight = kept.current()
         if weight is None:
             accurate = torch.promote_types(self.stored_dtype, torch.float32)
-            weight = kept.renew(
-                self.owners(), lambda: self.dense_weight(accurate).to(self.stored_dtype)
-            )
+            dtype = self.stored_dtype
+            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(dtype))
         return weight
 
     def owners(self) -> list[nn.Module]:
@@ -349,11 +311,6 @@ class StructuredLinear(nn.Module):
             self._kept.drop()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self._kept is not None:
-            self._kept.drop()
-        super()._load_from_state_dict(*args, **kwargs)
-
     def __getstate__(self) -> dict[str, Any]:
         """Leaves a cached weight behind: copies build their own."""
         return {**self.__dict__, "_kept": None if self._kept is None else CachedWeight()}
@@ -374,25 +331,17 @@ class StructuredLinear(nn.Module):
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""
-        parts: list[Tensor] = []
+        parts = []
         for index, part in enumerate(self.parts):
+            terms = []
             for term, layout in enumerate(part.terms):
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
                 like = next(iter(tensors.values()))
-                modules: Mapping[Side, nn.Module | None] = {
-                    "in": self._input_transform(term),
-                    "out": self._modules.get(transform_name(self.parts, "out", index, term)),
-                }
-                operators = {
-                    side: module.operator(like)  # type: ignore[operator]
-                    for side, module in modules.items()
-                    if module is not None
-                }
-                weight = dense_of(layout, tensors, operators)
-                if term:
-                    parts[-1] = parts[-1] + weight
-                else:
-                    parts.append(weight)
+                out = self._modules.get(transform_name(self.parts, "out", index, term))
+                pairs: Any = zip(SIDES, (self._input_transform(term), out), strict=True)
+                operators = {side: module.operator(like) for side, module in pairs if module}
+                terms.append(dense_of(layout, tensors, operators))
+            parts.append(reduce(torch.add, terms))
         return torch.cat(parts, -2)
 
     def extra_repr(self) -> str:
@@ -407,25 +356,19 @@ def keep_weights(model: nn.Module, keep: bool = True) -> int:
 
     In evaluation mode a pass without gradients then runs as fast as that of the dense model, from
     the second one on. The memory is the dense model's, on top of what is stored. A weight is
-    dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
-    flow through; other changes are noticed too, but for those in place through `.data`. Copies and
-    files leave it out. Compiled passes do not use it.
+    dropped by `train()`, by moves and casts, and by passes that gradients flow through; other
+    changes are noticed too, but for those in place through `.data`. Copies and files leave it out.
+    Compiled passes do not use it.
     """
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     return sum(layer.keep_weight(keep) for layer in layers)
-
-
-# Convolutions whose kernels cover one point: linear layers on channels.
 
 
 _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
 
 
 def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tensor:
-    """Gives rows as a linear layer has them of what a module reads or returns.
-
-    # (batch, channels, *positions) of a convolution, else (..., width)
-    """
+    """Gives rows as a linear layer has them: (batch, *positions, channels) of a convolution."""
     if not hasattr(module, "kernel_size"):
         return x
     steps: tuple[int, ...] = module.stride  # type: ignore[assignment]
@@ -436,7 +379,7 @@ def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tens
 
 
 class PointwiseConvolution(StructuredLinear):
-    """A structured linear layer in the place of a convolution."""
+    """A structured linear layer in the place of a convolution whose kernel covers one point."""
 
     stride: tuple[int, ...]
 
@@ -446,9 +389,6 @@ class PointwiseConvolution(StructuredLinear):
             setattr(self, name, getattr(host, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer.
-
-        # (batch, in_channels, *positions) -> (batch, out_channels, *positions)
-        """
+        """Applies the layer.  # (batch, in_channels, *positions) -> (batch, out_channels, ...)."""
         rows = super().forward(channels_last(self, x))
         return rows.movedim(-1, -1 - len(self.stride)).contiguous()

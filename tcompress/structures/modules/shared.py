@@ -13,8 +13,6 @@ from tcompress.errors import refuse_replica
 from tcompress.structures.base import Layout, Side
 from tcompress.structures.capabilities import decoded, encoded, shared_of, transform_of
 
-# The input or output side of a term: tensors that several layers may share.
-
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """Returns the dtype to compute in: the one stored, or that of an active autocast."""
@@ -23,26 +21,22 @@ def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Counts changes in place; inference tensors do not."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class TransformModule(nn.Module):
     """Owns what `encode` or `decode` of a term needs, and applies it.
 
     Other layers that share it call this module, never its tensors, so that hooks which bring
-    offloaded tensors to the device run for every caller.
-
-    Args:
-        layout: Layout of the owning term.
-        side: Which side this is.
-        readers: How many layers apply it to one and the same input. Above one the result is kept
-            until all of them have read it.
-        dtype: Dtype of the stored tensors.
-        device: Device of the stored tensors.
-
-    Attributes:
-        changes: Counts what may change tensors without changing their versions or addresses:
-            passes that gradients flowed through, casts and moves.
+    offloaded tensors to the device run for every caller. With several `readers` of one and the
+    same input, the result is kept until all of them have read it.
     """
 
     changes: int = 0
+    """Counts what may change tensors without changing their versions or addresses: passes that
+    gradients flowed through, casts and moves."""
 
     _replicate_for_data_parallel = refuse_replica
 
@@ -55,9 +49,7 @@ class TransformModule(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.layout = layout
-        self.side = side
-        self.readers = readers
+        self.layout, self.side, self.readers = layout, side, readers
         transform = transform_of(layout, side)
         assert transform is not None  # there would be no module
         self._transform = transform
@@ -93,23 +85,17 @@ class TransformModule(nn.Module):
         return last[2]
 
     def forward(self, x: Tensor, reader: int = 0) -> Tensor:
-        """Encodes or decodes activations.
+        """Encodes or decodes activations.  # (..., features) -> (tokens, features).
 
-        Args:
-            x: The layer's input for side "in" (any leading dimensions), or the core's result for
-                side "out".  # (..., features)
-            reader: Identity of the layer that asks; when it asks again, the input counts as new.
-
-        Returns:
-            Rows for the core, or for the base model.  # (tokens, features)
+        When the same reader asks again, the input counts as new.
         """
         if self.readers == 1 or torch.compiler.is_compiling():
             return self._apply_transform(x)
-        version = None if x.is_inference() else x._version  # those do not count theirs
-        key = (compute_dtype(x.device, x.dtype), torch.is_grad_enabled(), x.data_ptr(), version)
+        dtype = compute_dtype(x.device, x.dtype)
+        key = (dtype, torch.is_grad_enabled(), x.data_ptr(), version_of(x))
         last = self._last
         if last is None or last[0]() is not x or last[1] != key or reader in last[3]:
-            last = self._last = (weakref.ref(x), key, self._apply_transform(x), set())
+            last = self._last = weakref.ref(x), key, self._apply_transform(x), set()
         last[3].add(reader)
         if len(last[3]) >= self.readers:
             self._last = None
@@ -120,8 +106,7 @@ class TransformModule(nn.Module):
         rows = x.to(compute_dtype(x.device, stored))
         operator = self.operator(rows)
         if self.side == "in":
-            rows = rows.reshape(-1, rows.shape[-1])
-            return encoded(self.layout, rows, operator)
+            return encoded(self.layout, rows.reshape(-1, rows.shape[-1]), operator)
         return decoded(self.layout, rows, operator)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -133,7 +118,7 @@ class TransformModule(nn.Module):
         return {**self.__dict__, "_built": None, "_last": None}
 
     def extra_repr(self) -> str:
-        """Shows the structure and the side."""
+        """Shows the structure, the side and the number of readers."""
         return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
 
 
@@ -147,20 +132,13 @@ def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-# Shared factors: tensors of the cores of several layers, of one block or of the whole model.
-
-
 def factors_module(name: str) -> str:
     """Names the module that holds shared factors, below the layer that owns it."""
     return f"tc_bank_{name}"
 
 
 class FactorsModule(nn.Module):
-    """Owns the tensors of shared factors and hands them out.
-
-    Layers that share it call this module, never its tensors, so that hooks which bring offloaded
-    tensors to the device run for every caller.
-    """
+    """Owns shared factors; for the sake of hooks, layers call it as they do `TransformModule`."""
 
     def __init__(
         self,
@@ -179,6 +157,5 @@ class FactorsModule(nn.Module):
         return dict(self.named_parameters(recurse=False))
 
     def extra_repr(self) -> str:
-        """Shows shapes."""
-        own = self.named_parameters(recurse=False)
-        return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in own)
+        """Shows the shapes."""
+        return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in self().items())

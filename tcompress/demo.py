@@ -23,20 +23,13 @@ from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec
-from tcompress.training.finetuning import Finetuned, finetune
+from tcompress.training.finetuning import finetune
 
 PROMPT = "Once upon a time there was"
-FITTING_STORIES = 40
-"""Held-out stories that calibrate; perplexity is measured on the others."""
-
-WRITTEN_STORIES = 128
-"""Stories that the dense model writes, to heal on beside those: healing needs no labels."""
-
+FITTING_STORIES = 40  # held-out ones that calibrate; perplexity is measured on the others
+WRITTEN_STORIES = 128  # by the dense model, to heal on beside those: healing needs no labels
 HEALING_STEPS = 80
-
 TIMED = Bench(batch=(8,), length=(256,), repeats=5, dtype="float32", device="cpu", threads=1)
-"""The pass that is timed."""
-
 _BATCH = 16
 _NEW_TOKENS = 40
 _STORY_TOKENS = 220
@@ -52,6 +45,8 @@ class Variant(NamedTuple):
     healed: bool = False
 
 
+_PAPER = LprodSpec(p=4, transform="dct")
+
 VARIANTS: tuple[Variant, ...] = (
     Variant(
         "svd-50",
@@ -62,14 +57,9 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant("blocks-3", "3 of 5 blocks", {"keep_layers": [0, 2, 3]}, healed=True),
     Variant("lprod-p16-50", "lprod p=16 + low rank", {"method": LprodSpec(p=16), "target": 0.5}),
-    Variant(
-        "lprod-p4-dct",
-        "lprod p=4, dct, no data",
-        {"method": LprodSpec(p=4, transform="dct")},
-        calibrated=False,
-    ),
+    # The paper's layer.
+    Variant("lprod-p4-dct", "lprod p=4, dct, no data", {"method": _PAPER}, calibrated=False),
 )
-"""What is healed, then what is only converted, down to the paper's layer without any data."""
 
 
 class DemoRow(BaseModel):
@@ -126,9 +116,6 @@ def run_demo(
     """Makes a language model smaller in several ways, heals some, and compares the results.
 
     The first of the held-out texts calibrate and heal, the others measure.
-
-    Raises:
-        InputError: The folder is not empty, or cannot be written.
     """
     from transformers import AutoTokenizer
 
@@ -154,7 +141,9 @@ def run_demo(
     converted: list[DemoRow] = []
     healed: list[DemoRow] = []
     for variant in variants:
-        done = _converted(variant, data.model, output, stories)
+        calibration = Calibration(source=str(stories) if variant.calibrated else "none")
+        recipe = Convert(**variant.options, calibration=calibration)
+        done = convert(str(data.model), recipe, output / variant.folder)
         if not dense:
             same = {"kept": 1.0, "parameters": done.manifest.plan.parameters, "speed": 1.0}
             dense.append(row("dense", data.model, healed=False, error=None, seconds=0.0, **same))
@@ -163,7 +152,10 @@ def run_demo(
         facts = {"healed": False, "error": error, "seconds": seconds, **same}
         converted.append(row(variant.label, done.folder, **facts))
         if variant.healed:
-            better = _healed(done.folder, lessons)
+            trained = {"source": [str(lessons)], "max_length": 256, "validation_samples": 8}
+            said = {"data": trained, "steps": HEALING_STEPS, "batch_size": 8}
+            place = f"{done.folder}-healed"
+            better = finetune(str(done.folder), Finetune.model_validate(said), place)
             facts = {"healed": True, "error": None, "seconds": better.facts.seconds, **same}
             healed.append(row(f"{variant.label}, healed", better.folder, **facts))
     return DemoReport(
@@ -174,13 +166,6 @@ def run_demo(
         healing_steps=HEALING_STEPS,
         rows=(*dense, *healed, *converted),
     )
-
-
-def _converted(variant: Variant, model: Path, output: Path, stories: Path) -> Converted:
-    source = str(stories) if variant.calibrated else "none"
-    # As the command line does: everything else is a default.
-    recipe = Convert(**variant.options, calibration=Calibration(source=source))
-    return convert(str(model), recipe, output / variant.folder)
 
 
 def _costs(done: Converted, dense: Path) -> dict[str, Any]:
@@ -195,19 +180,16 @@ def _costs(done: Converted, dense: Path) -> dict[str, Any]:
     }
 
 
-def _healed(folder: Path, lessons: Path) -> Finetuned:
-    data = {"source": [str(lessons)], "max_length": 256, "validation_samples": 8}
-    said = Finetune.model_validate({"data": data, "steps": HEALING_STEPS, "batch_size": 8})
-    return finetune(str(folder), said, f"{folder}-healed")
-
-
 def _measured(folder: Path, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Size, perplexity and text of a model."""
+    """Size, perplexity and text of a model, which always continues with the likeliest token."""
     model = _language_model(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=_NEW_TOKENS, max_length=None)
+    start = inputs["input_ids"].shape[1]
     return {
         "bytes": sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
         "perplexity": perplexity(model, tokenizer, texts),
-        "text": continuation(model, tokenizer, PROMPT),
+        "text": tokenizer.decode(output[0, start:], skip_special_tokens=True).rstrip(),
     }
 
 
@@ -226,46 +208,25 @@ def written_stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
     # The state of the caller's random numbers stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        ids = model.generate(
-            start,
-            attention_mask=torch.ones_like(start),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=min(_STORY_TOKENS, room),
-            max_length=None,
-        )
+        length: dict[str, Any] = {"max_new_tokens": min(_STORY_TOKENS, room), "max_length": None}
+        mask = torch.ones_like(start)
+        ids = model.generate(start, attention_mask=mask, do_sample=True, top_k=0, **length)
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return [" ".join(text.split()) for text in texts]
 
 
 @torch.no_grad()
 def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
-    """Measures a causal model's perplexity per token, each text on its own.
-
-    Padding does not count; what exceeds the model's context is cut off.
-    """
+    """Measures a causal model's perplexity per token; what exceeds its context is cut off."""
     loss, count = 0.0, 0
+    shape: dict[str, Any] = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+    longest = model.config.max_position_embeddings
     for first in range(0, len(texts), _BATCH):
-        encoded = tokenizer(
-            list(texts[first : first + _BATCH]),
-            padding=True,
-            padding_side="right",
-            truncation=True,
-            max_length=model.config.max_position_embeddings,
-            return_tensors="pt",
-        )
+        batch = list(texts[first : first + _BATCH])
+        encoded = tokenizer(batch, truncation=True, max_length=longest, **shape)
         ids, mask = encoded["input_ids"], encoded["attention_mask"]  # (texts, tokens)
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
         losses = cross_entropy(logits.mT.float(), ids[:, 1:], reduction="none")
         loss += float((losses * mask[:, 1:]).sum(dtype=torch.float64))
         count += int(mask[:, 1:].sum())
     return math.exp(loss / count)
-
-
-def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
-    """Continues a prompt, always with the likeliest token."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, do_sample=False, max_new_tokens=_NEW_TOKENS, max_length=None)
-    start = inputs["input_ids"].shape[1]
-    text: str = tokenizer.decode(output[0, start:], skip_special_tokens=True)
-    return text.rstrip()

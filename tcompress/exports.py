@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
@@ -85,20 +85,15 @@ def export_dense(
 
 
 def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
-    """Multiplies out the weight of one rewritten layer, in float64.
+    """Multiplies out the weight of one rewritten layer, in float64, as the dense model stores it.
 
-    Returns:
-        The weight as the dense model stores it, in the dtype of the structured tensors: (out, in),
-        transposed for GPT-2's kind of layer, stacked for experts, with axes of 1 for convolutions.
-
-    Raises:
-        FitError: It is not finite in that dtype.
+    It has the dtype of the structured tensors: (out, in), transposed for GPT-2's kind of layer,
+    stacked for experts, with axes of 1 for convolutions.
     """
     names = {entry.name: entry for entry in artifact.layers if entry.kind != "experts"}
     owner = None if entry.input_of is None else _shared_input(artifact, names[entry.input_of])
-    factors = {
-        bank: _factors_of(artifact, names[name], bank) for bank, name in entry.bank_of.items()
-    }
+    shared = entry.bank_of.items()
+    factors = {bank: _factors_of(artifact, names[name], bank) for bank, name in shared}
     own = _tensors(artifact, entry)
     dtype = next(iter(own.values())).dtype
     weights = []
@@ -134,10 +129,8 @@ def _factors_of(artifact: Artifact, entry: LayerPlan, name: str) -> FactorsModul
     """Builds the shared factors that a layer stores."""
     module = FactorsModule(entry.own_factors[name], torch.float64, "meta")
     prefix = f"{factors_module(name)}."
-    wanted = {prefix + key for key in module()}
-    found = _tensors(artifact, entry, wanted)
-    exact = {key.removeprefix(prefix): tensor.double() for key, tensor in found.items()}
-    module.load_state_dict(exact, assign=True)
+    found = _tensors(artifact, entry, {prefix + key for key in module()})
+    _assign(module, {key.removeprefix(prefix): tensor for key, tensor in found.items()})
     return module
 
 
@@ -151,7 +144,7 @@ def _tensors(
     }
 
 
-def _assign(layer: StructuredLinear, tensors: Mapping[str, Tensor]) -> None:
+def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     exact = {name: tensor.double() for name, tensor in tensors.items()}
     layer.load_state_dict(exact, strict=False, assign=True)
 

@@ -7,7 +7,7 @@ torch nor the model is loaded, which would take seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Facts(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class LayerFacts(_Facts):
@@ -144,6 +144,7 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
     bare = blocks[0].name.split(".")[0] in _BARE and config["model_type"] not in _NO_PREFIX
     if bare and not named.endswith("Model"):
         return None
+    pairs = [(block.name, layer) for block in blocks for layer in block.layers]
     return Inspection(
         model=name,
         model_class=named,
@@ -151,11 +152,7 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         converted=False,
         parameters=count,
         blocks=tuple(block.name for block in blocks),
-        layers=tuple(
-            _dense_layer(layer, block.name, layer.name)
-            for block in blocks
-            for layer in block.layers
-        ),
+        layers=tuple(_dense_layer(layer, block, layer.name) for block, layer in pairs),
         refused=(),
         warnings=(),
     )
@@ -194,8 +191,8 @@ def _from_plan(
         parameters=dense_parameters - saved,
         blocks=tuple(dict.fromkeys(entry["block"] for entry in (*attention, *entries["layers"]))),
         layers=layers,
-        refused=tuple(RefusedFacts(name=i["name"], reason=i["reason"]) for i in plan["left"]),
-        warnings=tuple(plan["warnings"]),
+        refused=plan["left"],
+        warnings=plan["warnings"],
         attention=describe_attention(attention),
     )
 
@@ -208,11 +205,10 @@ def _rewritten(entry: Mapping[str, Any], sizes: Mapping[str, int], method: str) 
         inside = f"{inside}{parameter.removesuffix('_proj')}."
     columns = parts[0]["terms"][0]["in_features"]
     rows = sum(part["terms"][0]["out_features"] for part in parts)
+    facts: dict[str, Any] = {key: entry[key] for key in ("block", "role", "kind")}
     return LayerFacts(
+        **facts,
         name=name if parameter == "weight" else f"{name}.{parameter}",
-        block=entry["block"],
-        role=entry["role"],
-        kind=entry["kind"],
         in_features=columns,
         out_features=rows,
         parts=tuple(part["name"] for part in parts) if len(parts) > 1 else (),
@@ -255,7 +251,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
     model = source.meta_model()
     roles = find_roles(model)
     layers: list[LayerFacts] = []
-    left: Sequence[Any] = roles.refused
+    left: Any = roles.refused
     warnings = (*source.notes, *roles.warnings)
     # What even the smallest structure is refused for, every method is refused for.
     smallest = Convert(method=LowRankSpec(rank=1), calibration=Calibration(source="none"))
@@ -276,7 +272,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         blocks=tuple(dict.fromkeys(layer.block for layer in layers)),
         layers=tuple(layers),
-        refused=tuple(RefusedFacts(name=item.name, reason=item.reason) for item in left),
+        refused=left,
         warnings=warnings,
     )
 
@@ -290,9 +286,7 @@ def _converted(name: str, artifact: Artifact) -> Inspection:
     plan: dict[str, Any] = {"method": "", "left": (), "warnings": ()}
     if artifact.manifest is not None:
         plan = artifact.manifest.plan.model_dump(mode="json")
-    kinds = {"layers": artifact.layers, "attention": artifact.attention}
-    entries = {
-        kind: [entry.model_dump(mode="json", exclude_defaults=True) for entry in found]
-        for kind, found in kinds.items()
-    }
+    entries: dict[str, Any] = {"layers": artifact.layers, "attention": artifact.attention}
+    for kind, found in entries.items():
+        entries[kind] = [item.model_dump(mode="json", exclude_defaults=True) for item in found]
     return _from_plan(name, artifact.config, entries, artifact.store, count, plan)

@@ -80,9 +80,6 @@ def run_recipe(
     Where something is trained, the converted model is kept beside the result; by default its folder
     has the output's name and `-converted`. Run again, finished stages are not repeated, unless
     `again` says so. With `force`, folders that hold something else are replaced.
-
-    Raises:
-        InputError: Something in the recipe cannot be used; the message says what to do.
     """
     output = Path(output).expanduser().absolute()
     before = output
@@ -91,8 +88,7 @@ def run_recipe(
     outcome = Outcome(output, before)
     run = _Run(recipe, source, outcome, force, again, token, progress or Silent(), say)
     run.check()
-    run.convert()
-    run.finetune()
+    run.make()
     run.measure()
     outcome.reports = reports_of(run.models, trust_remote_code=source.trust_remote_code)
     if recipe.report is not None:
@@ -110,11 +106,7 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
 
 
 def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
-    """Opens the model that will be imitated, before there is one that imitates it.
-
-    Raises:
-        SourceError: There is no such model.
-    """
+    """Opens the model that will be imitated, before there is one that imitates it."""
     name = recipe.finetune.teacher if recipe.finetune is not None else "none"
     if name == "source":
         return source if source.seed is None else None
@@ -135,8 +127,7 @@ def time_passes(
     """Times a model beside its dense source, as a recipe says."""
     against = str(source.folder) if source.seed is None else None
     trust = source.trust_remote_code
-    found = bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)
-    return found[0]
+    return bench([str(folder)], against, wanted, progress=progress, trust_remote_code=trust)[0]
 
 
 @dataclass
@@ -166,13 +157,19 @@ class _Run:
                 check_target(Path(recipe.report).expanduser())
         for item in recipe.evaluate:
             with problems.collected():
-                self._check_threshold(item.threshold)
+                bound = None if item.threshold is None else Threshold.parse(item.threshold)
+                if bound is not None and bound.relative and self.source.seed is not None:
+                    raise InputError(
+                        f"`threshold: {item.threshold}` compares with the dense model, but a model "
+                        "that begins at random has none",
+                        "give a plain number, such as `threshold: 0.8`",
+                    )
         with problems.collected():
             check_data(data_of(recipe, converts=converts, trains=trains))
-        written = [self.outcome.converted] if converts else []
-        for folder in [*written, *([self.outcome.folder] if trains else [])]:
+        for folder, written in ((self.outcome.converted, converts), (self.outcome.folder, trains)):
             with problems.collected():
-                check_output(folder, force=self.force)
+                if written:
+                    check_output(folder, force=self.force)
         teacher = None
         with problems.collected():
             pick_device(recipe.convert.device)
@@ -187,58 +184,29 @@ class _Run:
                 check_measurement(item, self.source, heads=self.source.seed is None)
         problems.report()
 
-    def _check_threshold(self, text: str | None) -> None:
-        if text is not None and Threshold.parse(text).relative and self.source.seed is not None:
-            raise InputError(
-                f"`threshold: {text}` compares with the dense model, but a model that begins at "
-                "random has none",
-                "give a plain number, such as `threshold: 0.8`",
-            )
-
-    def convert(self) -> None:
-        """Converts, unless that is done."""
-        folder = self.outcome.converted
-        if not self._is_done("convert", folder, "converted"):
-            convert(
-                self.source,
-                self.recipe.convert,
-                folder,
-                force=self.force,
-                progress=self.progress,
-                paper=self.recipe.paper,
-            )
-
-    def finetune(self) -> None:
-        """Trains, unless that is done or not asked for."""
-        options, folder = self.recipe.finetune, self.outcome.folder
+    def make(self) -> None:
+        """Converts and trains, as far as that is asked for and not done."""
+        recipe, outcome, source = self.recipe, self.outcome, self.source
+        shared: dict[str, Any] = {"force": self.force, "progress": self.progress}
+        if not self._is_done("convert", outcome.converted, "converted"):
+            convert(source, recipe.convert, outcome.converted, paper=recipe.paper, **shared)
+        options, folder = recipe.finetune, outcome.folder
         if options is not None and not self._is_done("finetune", folder, "trained"):
-            finetune(
-                open_checked(str(self.outcome.converted), trust=self.source.trust_remote_code),
-                options,
-                folder,
-                force=self.force,
-                token=self.token,
-                progress=self.progress,
-                say=self.say,
-            )
+            model = open_checked(str(outcome.converted), trust=source.trust_remote_code)
+            finetune(model, options, folder, token=self.token, say=self.say, **shared)
 
     def measure(self) -> None:
         """Measures all models on all tasks, then their speed."""
+        shared: dict[str, Any] = {"token": self.token, "progress": self.progress}
+        trust, outcome = self.source.trust_remote_code, self.outcome
         for item in self.recipe.evaluate:
-            scores = evaluate(
-                self.models,
-                item,
-                token=self.token,
-                trust_remote_code=self.source.trust_remote_code,
-                progress=self.progress,
-            )
-            self.outcome.scores.append(scores)
+            scores = evaluate(self.models, item, trust_remote_code=trust, **shared)
+            outcome.scores.append(scores)
             words = missed(item, scores[-1].metrics[0])
-            self.outcome.missed += [] if words is None else [words]
-        if self.recipe.bench is not None:
-            folder = self.outcome.folder
-            found = time_passes(self.recipe.bench, folder, self.source, self.progress)
-            self.outcome.benches = (found,)
+            outcome.missed += [] if words is None else [words]
+        if (wanted := self.recipe.bench) is not None:
+            found = time_passes(wanted, outcome.folder, self.source, self.progress)
+            outcome.benches = (found,)
 
     def _is_done(self, stage: str, folder: Path, word: str) -> bool:
         """Tells of a model that is made, and removes what an interrupted run left beside it."""

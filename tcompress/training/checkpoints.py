@@ -49,8 +49,8 @@ class Checkpoints:
         state: RunState,
         write: Callable[[Path], None],
         *,
-        main: bool,
-        wait: Callable[[], object],
+        main: bool = True,
+        wait: Callable[[], object] = lambda: None,
     ) -> None:
         """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"

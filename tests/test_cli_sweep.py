@@ -195,13 +195,14 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bars_of_cells() -> None:
-    with terminal._Bars() as bars:
+    bars = terminal._Bars()
+    with bars.bars as shown:
         bars.part("svd-50", 1, 2)
         bars.stage("fitting blocks", 2, "groups")
         bars.stage("writing", 2, "bytes")
-        assert [task.description for task in bars._bars.tasks] == [
+        assert [task.description for task in shown.tasks] == [
             "cells", "fitting blocks", "writing"
         ]  # fmt: skip
         bars.part("svd-25", 2, 2)
-        assert [task.description for task in bars._bars.tasks] == ["cells"]
-        assert (bars._bars.tasks[0].completed, bars._bars.tasks[0].fields["note"]) == (1, "svd-25")
+        assert [task.description for task in shown.tasks] == ["cells"]
+        assert (shown.tasks[0].completed, shown.tasks[0].fields["note"]) == (1, "svd-25")

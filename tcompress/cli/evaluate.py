@@ -21,7 +21,6 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document, headline, score_table
 
-    terminal.hide_loading_bars(verbose=manner.verbose)
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
     if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:
         raise InputError(

@@ -53,7 +53,6 @@ def finetune(
     from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
-    terminal.hide_loading_bars(verbose=manner.verbose)
     if not Path(one.model).exists():
         check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()

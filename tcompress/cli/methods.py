@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tcompress.cli.terminal import print_json, results, suggestion, table
+from tcompress.cli.terminal import print_json, results, table
 from tcompress.errors import InputError
 from tcompress.fields import Options, method_options
 from tcompress.options.commands import Described, Json
 from tcompress.options.method_options import AUTO, AUTO_ABOUT, AutoSpec
-from tcompress.options.words import describe, quoted
+from tcompress.options.words import describe, quoted, suggestion
 
 if TYPE_CHECKING:
     from tcompress.attention import AttentionReplacement
@@ -33,7 +33,7 @@ def methods(call: Described, manner: Json) -> None:
     known = [name for fact in facts for name in (fact["name"], *fact["aliases"])]
     for name in call.names:
         if name not in known:
-            hint = suggestion(name, known) or "see `tcompress methods`"
+            hint = suggestion(name, known, "see `tcompress methods`")
             raise InputError(f"unknown method `{name}`; methods are {quoted(known)}", hint)
     if call.names:
         facts = [fact for fact in facts if {fact["name"], *fact["aliases"]} & {*call.names}]

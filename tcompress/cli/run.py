@@ -61,7 +61,6 @@ def _run_all(said: Recipe, job: Job) -> None:
     from tcompress.pipeline import run_recipe
     from tcompress.reporting.console import render
 
-    terminal.hide_loading_bars(verbose=job.manner.verbose)
     with (
         terminal.resumable(lambda: terminal.unwritten(job.output)),
         terminal.shown_progress(quiet=job.manner.quiet) as progress,

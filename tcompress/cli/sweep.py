@@ -150,7 +150,6 @@ def perform_sweep(
     from tcompress.reporting.pareto import front_table
     from tcompress.sweeps import sweep as run
 
-    terminal.hide_loading_bars(verbose=manner.verbose)
     with (
         terminal.resumable(lambda: f"what was finished is kept in `{folder}`"),
         terminal.shown_progress(quiet=manner.quiet) as progress,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -29,11 +28,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-# Where things go: results to stdout, everything else to stderr.
-#
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
-
 
 SCHEMA = 1
 """Version of the JSON documents that commands print."""
@@ -174,19 +170,7 @@ def silence_libraries(*, verbose: bool, downloads: bool = False) -> None:
             os.environ.setdefault(name, value)
 
 
-def hide_loading_bars(*, verbose: bool) -> None:
-    """Leaves out the bars of loading weights; downloads keep theirs."""
-    from transformers.utils import logging
-
-    if not verbose:
-        logging.disable_progress_bar()
-
-
 # From exceptions to messages and exit codes.
-#
-# Exit codes: 0 done, 1 unexpected failure, 2 bad option, recipe or input, 3 a declared threshold
-# was missed, 130 interrupted, 143 by a SIGTERM.
-
 
 UNEXPECTED, USAGE, THRESHOLD, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
@@ -244,8 +228,7 @@ def describe(error: BaseException) -> Failure:
         return Failure("UsageError", *_usage_words(error), USAGE)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return Failure("Interrupted", "interrupted", None, INTERRUPTED)
-    refused = disk_error(error)
-    if refused is not None:
+    if (refused := disk_error(error)) is not None:
         return describe(refused)
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `~name`
         return Failure(kind, "a path begins with `~` and a user that there is not", _NO_HOME, USAGE)
@@ -274,17 +257,10 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
     return failure.code
 
 
-def suggestion(word: str, known: Iterable[str]) -> str | None:
-    """Names the closest known word, if one is close; `--calibration` is close to `--calib` too."""
-    words = {name.lower(): name for name in known}
-    typed = word.lower()
-    begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
-    close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
-    return f"did you mean `{words[close[0]]}`?" if close and words[close[0]] != word else None
-
-
 def _usage_words(error: Any) -> tuple[str, str | None]:
     """Rewords what the parser says about the command line."""
+    from tcompress.options.words import quoted, suggestion
+
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context else "tcompress"
     hint = f"see `{path} --help`"
@@ -292,18 +268,16 @@ def _usage_words(error: Any) -> tuple[str, str | None]:
     if type(error).__name__ == "NoSuchOption":
         known = [name for item in context.command.get_params(context) for name in item.opts]
         name = error.option_name
-        return f"unknown option `{name}`", suggestion(name, known) or hint
+        return f"unknown option `{name}`", suggestion(name, known, hint)
     if found := re.match(r"No such command '(.*?)'", text):
-        known = list(context.command.commands)
-        listed = ", ".join(f"`{name}`" for name in known)
-        message = f"unknown command `{found[1]}`; commands are {listed}"
-        return message, suggestion(found[1], known) or hint
+        known = context.command.commands
+        message = f"unknown command `{found[1]}`; commands are {quoted(known)}"
+        return message, suggestion(found[1], known, hint)
     text = re.sub(r"'([^' ]+)'", r"`\1`", text.rstrip("."))
     return text[:1].lower() + text[1:], hint
 
 
 # Progress of long work: bars on a terminal, a line now and then elsewhere.
-
 
 _SECONDS_BETWEEN_LINES = 15.0
 _MOST_LINES = 10  # of a stage
@@ -312,11 +286,16 @@ _MOST_LINES = 10  # of a stage
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Progress]:
     """Shows progress on stderr while the block runs, or nothing if `quiet`."""
+    if sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of loading weights; downloads keep theirs
     if quiet:
         yield Silent()
     elif sys.stderr.isatty():
-        with _Bars() as bars:
-            yield bars
+        shown = _Bars()
+        with shown.bars:
+            yield shown
     else:
         lines = _Lines()
         yield lines
@@ -324,13 +303,13 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
 
 
 class _Stage:
-    """How far a stage is."""
+    """How far a stage is, as text such as `3 of 8 blocks`."""
 
     def __init__(self, name: str, total: int, unit: str) -> None:
         self.name, self.total, self.unit = name, total, unit
         self.done, self.start = 0, time.monotonic()
 
-    def count(self) -> str:
+    def __str__(self) -> str:
         if self.unit == "bytes":
             return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
         return f"{self.done:,} of {self.total:,} {self.unit}"
@@ -342,7 +321,7 @@ class _Bars:
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._bars = Progress(
+        self.bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[count]}"),
@@ -354,39 +333,31 @@ class _Bars:
         self._task: TaskID | None = None
         self._parts: TaskID | None = None
 
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
     def stage(self, name: str, total: int, unit: str) -> None:
         if self._task is not None:
-            self._bars.update(self._task, note="")
+            self.bars.update(self._task, note="")
         self._stage = _Stage(name, total, unit)
-        count = self._stage.count()
-        self._task = self._bars.add_task(name, total=total, count=count, note="")
+        self._task = self.bars.add_task(name, total=total, count=self._stage, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
+        self._stage.done += amount
         if self._task is not None:
-            self._stage.done += amount
-            self._bars.update(self._task, advance=amount, count=self._stage.count(), note=note)
+            self.bars.update(self._task, advance=amount, note=note)
 
     def shorten(self, total: int) -> None:
+        self._stage.total = total
         if self._task is not None:
-            self._stage.total = total
-            self._bars.update(self._task, total=total, count=self._stage.count())
+            self.bars.update(self._task, total=total)
 
     def part(self, name: str, number: int, total: int) -> None:
         """Shows how many jobs are done, and leaves out the bars of the one before."""
         if self._parts is None:
-            self._parts = self._bars.add_task("cells", total=total, count="", note="")
-        for task in [task for task in self._bars.task_ids if task != self._parts]:
-            self._bars.remove_task(task)
+            self._parts = self.bars.add_task("cells", total=total, count="", note="")
+        for task in [task for task in self.bars.task_ids if task != self._parts]:
+            self.bars.remove_task(task)
         self._task = None
         count = f"{number} of {total}"
-        self._bars.update(self._parts, completed=number - 1, count=count, note=name)
+        self.bars.update(self._parts, completed=number - 1, count=count, note=name)
 
 
 class _Lines:
@@ -413,7 +384,7 @@ class _Lines:
         if part and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
             self._last, self._said = time.monotonic(), stage.done
             said = f"  {note}" if note and stage.unit == "steps" else ""
-            say(f"{stage.name}: {stage.count()}{said}")
+            say(f"{stage.name}: {stage}{said}")
 
     def shorten(self, total: int) -> None:
         if self._stage is not None:
@@ -427,5 +398,5 @@ class _Lines:
         """Says that the stage is over."""
         if self._stage is not None:
             seconds = time.monotonic() - self._stage.start
-            say(f"{self._stage.name}: {self._stage.count()} in {seconds:.1f} s")
+            say(f"{self._stage.name}: {self._stage} in {seconds:.1f} s")
         self._stage = None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tcompress.errors import RecipeError
@@ -20,7 +18,7 @@ from tcompress.options.method_options import (
 )
 from tcompress.options.read import Given, read
 from tcompress.options.schema import Recipe
-from tcompress.options.words import quoted
+from tcompress.options.words import quoted, suggestion
 from tcompress.structures import Spec
 
 NO_METHOD = "none"
@@ -37,29 +35,6 @@ _LISTS = ("keep", "only")
 _ATTENTION = "such as `--method hot`; a structure alone is chosen by `--method` itself"
 
 
-@dataclass(frozen=True)
-class _Speech:
-    """How messages call options: as they were typed, or as keywords where nothing was."""
-
-    typed: Given[Any] | None = None
-
-    def name(self, *place: str) -> str:
-        """Names the option that sets a field."""
-        if self.typed is None:
-            return place[-1]
-        item = self.typed.fields.get(place) or self.typed.fields.get((*place, "name"))
-        return item.name if item else f"--{place[-1].replace('_', '-')}"
-
-    def names(self, places: Sequence[Place]) -> str:
-        """Names several."""
-        return quoted(self.name(*place) for place in places)
-
-    def ask(self, value: str, *place: str) -> str:
-        """Writes an option with its value."""
-        name = self.name(*place)
-        return f'`{name}="{value}"`' if self.typed is None else f"`{name} {value}`"
-
-
 def conversion(
     said: Mapping[str, Any],
     recipe: Recipe | None = None,
@@ -72,7 +47,7 @@ def conversion(
     `said["method"]` may name an attention replacement, `structure` then the method for the weights;
     what was `typed` is for messages, which call options by keywords without it.
     """
-    speech, said = _Speech(typed), dict(said)
+    typed, said = typed or Given(Convert), dict(said)
     base: Said = recipe.convert.model_dump(mode="json") if recipe else {"calibration": {}}
     if {*BUDGETS} & said.keys() or {"tol", "rank"} & said.get("method", {}).keys():
         base |= {name: None for name in BUDGETS if name in base}  # in place of the recipe's
@@ -80,24 +55,24 @@ def conversion(
     if scratch and base.get("init") != "random":  # what a recipe says of data is for fits
         base["calibration"] = {}
     option = "--method" if structure is None else "--structure"
-    attention = _attention(said, base, structure, speech)
+    attention = _attention(said, base, structure, typed)
     data = {**base, **{name: value for name, value in said.items() if name not in _NESTED}}
     data |= attention
     if depth := {name: said[name] for name in DEPTH if name in said}:
         data |= {**dict.fromkeys(DEPTH, None), **depth}
-    data["embeddings"] = _embeddings(said, base.get("embeddings"), speech)
+    data["embeddings"] = _embeddings(said, base.get("embeddings"), typed)
     data["calibration"] = base["calibration"] | said.get("calibration", {})
     if scratch and "seed" in said.get("calibration", {}):  # the seed is that of the weights
         data["seed"] = data["calibration"].pop("seed")
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
     cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings"))
-    data["method"] = _method(said, base.get("method") or {}, option, speech, without=cuts)
+    data["method"] = _method(said, base.get("method") or {}, option, typed, without=cuts)
     for name in _LISTS:
         data[name] = [*base.get(name, ()), *said.get(name, ())]
-    result = read(Convert, data) if typed is None else typed.read(data)
+    result: Convert = typed.read(data)
     if recipe is None:
-        _check_size(result, speech)
+        _check_size(result, typed)
     return result
 
 
@@ -110,14 +85,13 @@ def _options_of(name: str, option: str) -> type[Spec]:
         known = (*both, NO_METHOD)
     if name not in known:
         where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
-        close = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f"did you mean `{close[0]}`?" if close else "see `tcompress methods`"
+        hint = suggestion(name, known, "see `tcompress methods`")
         raise RecipeError(f"unknown method `{name}`{where} {quoted(known)}", hint)
     return next(spec for spec in METHODS if name in spec.names())
 
 
 def _method(
-    said: Said, base: Mapping[str, Any], option: str, speech: _Speech, *, without: bool
+    said: Said, base: Mapping[str, Any], option: str, typed: Given[Any], *, without: bool
 ) -> Said | None:
     """What a recipe would say of the method."""
     chosen = dict(said.get("method") or {})
@@ -127,8 +101,8 @@ def _method(
         name = "lprod"
     if name in (None, NO_METHOD):
         if chosen:
-            listed = speech.names([("method", field) for field in chosen])
-            hint = f"such as {speech.ask('lprod', 'method')}"
+            listed = typed.names([("method", field) for field in chosen])
+            hint = f"such as {typed.ask('lprod', 'method')}"
             raise RecipeError(f"{listed} needs a method", hint)
         return None
     kind = _options_of(name, option)
@@ -139,7 +113,7 @@ def _method(
     same = before.get("name") in kind.names()
     if "tol" in chosen or (sized and same and read(kind, before).fixes_size):
         before.pop("rank", None)
-    return _over("method", kind, name, chosen, before, said, speech)
+    return _over("method", kind, name, chosen, before, said, typed)
 
 
 def _over(
@@ -149,12 +123,12 @@ def _over(
     chosen: Said,
     before: Mapping[str, Any],
     said: Said,
-    speech: _Speech,
+    typed: Given[Any],
 ) -> Said:
     """Puts options of a method over those that a recipe gives the same method."""
     wrong: list[Place] = [(place, field) for field in chosen if field not in kind.model_fields]
     if wrong:
-        raise _not_applicable(wrong, name, kind, speech)
+        raise _not_applicable(wrong, name, kind, typed)
     seed = said.get("calibration", {}).get("seed")
     if seed is not None and "seed" in kind.model_fields:
         chosen.setdefault("seed", seed)
@@ -164,24 +138,26 @@ def _over(
 
 
 def _not_applicable(
-    wrong: Sequence[Place], name: str, kind: type[Options], speech: _Speech
+    wrong: Sequence[Place], name: str, kind: type[Options], typed: Given[Any]
 ) -> RecipeError:
     place = wrong[0][0]
-    allowed = speech.names([item.place for item in method_options(kind, (place,))])
+    allowed = typed.names([item.place for item in method_options(kind, (place,))])
     fields = [field for _, field in wrong]
     kinds: Sequence[type[Options]] = METHODS if place == "method" else REPLACEMENTS
     owners = [each.names()[0] for each in kinds if {*fields} <= each.model_fields.keys()]
-    listed, one = speech.names(wrong), len(wrong) == 1
+    listed, one = typed.names(wrong), len(wrong) == 1
     its = f"; its options are {allowed}" if allowed else ""
     return RecipeError(
         f"{listed} {'does' if one else 'do'} not apply to method `{name}`{its}",
-        f"{listed} {'belongs' if one else 'belong'} to {speech.ask(owners[0], 'method')}"
+        f"{listed} {'belongs' if one else 'belong'} to {typed.ask(owners[0], 'method')}"
         if owners
         else "see `tcompress methods`",
     )
 
 
-def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speech: _Speech) -> Said:
+def _attention(
+    said: Said, base: Mapping[str, Any], structure: str | None, typed: Given[Any]
+) -> Said:
     """Takes what is about attention out of what was said; a structure becomes the method."""
     before = base.get("attention") or {}
     method, chosen = dict(said.get("method") or {}), dict(said.get("attention") or {})
@@ -195,7 +171,7 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
         wrong += [("structure",)] if structure else []
         if wrong:
             goes = "goes" if len(wrong) == 1 else "go"
-            listed = speech.names(wrong)
+            listed = typed.names(wrong)
             raise RecipeError(f"{listed} {goes} with an attention replacement", _ATTENTION)
         return {}
     kind = next((spec for spec in REPLACEMENTS if name in spec.names()), None)
@@ -206,7 +182,7 @@ def _attention(said: Said, base: Mapping[str, Any], structure: str | None, speec
     elif "name" not in method and not base.get("method"):
         _of_the_paper(kind, said, method)
     said["method"] = method
-    made: Said = {"attention": _over("attention", kind, name, chosen, before, said, speech)}
+    made: Said = {"attention": _over("attention", kind, name, chosen, before, said, typed)}
     return made if layers is None else {**made, "attention_layers": layers}
 
 
@@ -220,7 +196,7 @@ def _of_the_paper(kind: type[ReplacementSpec], said: Said, method: Said) -> None
         said["only"] = list(kind.only)
 
 
-def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: _Speech) -> Any:
+def _embeddings(said: Said, base: Mapping[str, Any] | None, typed: Given[Any]) -> Any:
     """What is said of the word embedding; a method takes the place of the recipe's."""
     given = said.get("embeddings") or {}
     method, target = dict(given.get("method") or {}), given.get("target")
@@ -234,8 +210,8 @@ def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: _Speech) -> 
         found = {"method": method}
     elif base is None:
         raise RecipeError(
-            f"`{speech.name('embeddings', 'target')}` needs a method for the word embedding",
-            f"add {speech.ask('svd', 'embeddings', 'method')}",
+            f"`{typed.name('embeddings', 'target')}` needs a method for the word embedding",
+            f"add {typed.ask('svd', 'embeddings', 'method')}",
         )
     else:  # in place of the recipe's rank
         found = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
@@ -244,15 +220,15 @@ def _embeddings(said: Said, base: Mapping[str, Any] | None, speech: _Speech) -> 
     return found if target is None else {**found, "target": target}
 
 
-def _check_size(convert: Convert, speech: _Speech) -> None:
+def _check_size(convert: Convert, typed: Given[Any]) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
     method = convert.method
     if method is None or method.has_size or convert.budget is not None:
         return
-    rank = "" if method.name == "auto" else f" or `{speech.name('method', 'rank')}`"
+    rank = "" if method.name == "auto" else f" or `{typed.name('method', 'rank')}`"
     raise RecipeError(
-        f"method `{method.name}` needs a size: give `{speech.name('target')}`{rank}",
-        f"{speech.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "
-        f"`{speech.name('target_params')}`, `{speech.name('target_bytes')}` and "
-        f"`{speech.name('max_error')}` are other ways to say it",
+        f"method `{method.name}` needs a size: give `{typed.name('target')}`{rank}",
+        f"{typed.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "
+        f"`{typed.name('target_params')}`, `{typed.name('target_bytes')}` and "
+        f"`{typed.name('max_error')}` are other ways to say it",
     )

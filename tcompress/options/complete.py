@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tcompress.options.library import recipe_names
+from tcompress.options.library import RECIPE_FILES, recipe_names
 from tcompress.options.method_options import method_names, replacement_names
 
-_RECIPE_FILES = (".yaml", ".yml", ".json")
 _DATA_FILES = (".txt", ".csv", ".jsonl", ".parquet", ".npz")
 
 
-def methods(incomplete: str) -> list[str]:
-    """Offers structures, attention replacements, and to rewrite no layer."""
-    return _starting((*method_names(), "none", *replacement_names()), incomplete)
+def _offering(*words: str, files: tuple[str, ...] | None = None) -> Callable[[str], list[str]]:
+    """Makes a function that offers words, then folders and files that end as given, if any."""
+
+    def offer(incomplete: str) -> list[str]:
+        paths = [] if files is None else _paths(incomplete, files)
+        return [*_starting(words, incomplete), *paths]
+
+    return offer
 
 
-def structures(incomplete: str) -> list[str]:
-    """Offers structures, and none."""
-    return _starting((*method_names(), "none"), incomplete)
+_STRUCTURES = (*method_names(), "none")
+structures = _offering(*_STRUCTURES)
+methods = _offering(*_STRUCTURES, *replacement_names())
+devices = _offering("auto", "cpu", "cuda", "mps")
+folders = _offering(files=())
+data = _offering(files=_DATA_FILES)
+calibrations = _offering("builtin", "none", files=_DATA_FILES)
 
 
 def method_lists(incomplete: str) -> list[str]:
     """Offers structures with commas between."""
-    return listed((*method_names(), "none"), incomplete)
-
-
-def devices(incomplete: str) -> list[str]:
-    """Offers kinds of devices."""
-    return _starting(("auto", "cpu", "cuda", "mps"), incomplete)
+    return listed(_STRUCTURES, incomplete)
 
 
 def models(incomplete: str) -> list[str]:
     """Offers local folders, then short names of well-known models."""
     from tcompress.models import ALIASES
 
-    return [*_paths(incomplete, ()), *_starting(ALIASES, incomplete)]
-
-
-def folders(incomplete: str) -> list[str]:
-    """Offers local folders."""
-    return _paths(incomplete, ())
-
-
-def calibrations(incomplete: str) -> list[str]:
-    """Offers what ships, then local files and folders."""
-    return [*_starting(("builtin", "none"), incomplete), *data(incomplete)]
-
-
-def data(incomplete: str) -> list[str]:
-    """Offers local data files and folders."""
-    return _paths(incomplete, _DATA_FILES)
+    return [*folders(incomplete), *_starting(ALIASES, incomplete)]
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
@@ -61,7 +49,7 @@ def shipped_recipes(incomplete: str) -> list[str]:
 
 def recipes(incomplete: str) -> list[str]:
     """Offers recipes that ship, then local files."""
-    return [*shipped_recipes(incomplete), *_paths(incomplete, _RECIPE_FILES)]
+    return [*shipped_recipes(incomplete), *_paths(incomplete, RECIPE_FILES)]
 
 
 def listed(words: Iterable[str], incomplete: str) -> list[str]:

@@ -192,7 +192,8 @@ def _text(node: ScalarNode) -> str:
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise Unreadable("this text holds half of a character", node.start_mark) from error
+        reason = f"`{text}` holds half of a character, or bytes that are not UTF-8"
+        raise Unreadable(reason, node.start_mark) from error
 
 
 def _unknown_tag(node: Node) -> Unreadable:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tcompress.errors import InputError, RecipeError
 from tcompress.files import check_file, unwritable, write_text
+from tcompress.options.words import quoted, suggestion
 
 _SUFFIX = ".yaml"
-_FILES = (_SUFFIX, ".yml", ".json")
+RECIPE_FILES = (_SUFFIX, ".yml", ".json")
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -26,9 +27,10 @@ def recipe_text(name: str) -> str:
     ends = {short.rpartition("/")[2]: short for short in shipped} | {full: full for full in shipped}
     close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
     near = " or ".join(f"`{word}`" for word in list(close)[:3])
-    listed = ", ".join(f"`{word}`" for word in sorted(shipped))
     hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
-    raise RecipeError(f"there is no recipe `{name}`; recipes that ship are {listed}", hint)
+    raise RecipeError(
+        f"there is no recipe `{name}`; recipes that ship are {quoted(sorted(shipped))}", hint
+    )
 
 
 def find_recipe(name_or_path: str) -> tuple[str, str]:
@@ -42,7 +44,11 @@ def find_recipe(name_or_path: str) -> tuple[str, str]:
     if not path.is_file() and name in _shipped():
         return recipe_text(name), name + _SUFFIX
     # What can only be meant as a path is read, so that the error is about the path.
-    if path.exists() or name_or_path.endswith(_FILES) or name_or_path.startswith((".", "/", "~")):
+    if (
+        path.exists()
+        or name_or_path.endswith(RECIPE_FILES)
+        or name_or_path.startswith((".", "/", "~"))
+    ):
         return read_text(name_or_path), name_or_path
     return recipe_text(name), name + _SUFFIX
 
@@ -75,8 +81,7 @@ def read_text(path: str | Path) -> str:
     except FileNotFoundError as error:
         folder = next((item for item in file.absolute().parents if item.is_dir()), Path("/"))
         names = [item.name for item in _recipe_files(folder)]
-        close = difflib.get_close_matches(file.name, names, 1)
-        hint = f"did you mean `{close[0]}`?" if close else "see `tcompress recipes list`"
+        hint = suggestion(file.name, names, "see `tcompress recipes list`")
         raise RecipeError(f"there is no file `{path}`; {_content(folder)}", hint) from error
     except IsADirectoryError as error:
         raise RecipeError(f"`{path}` is a folder; {_content(file)}", "give a file") from error
@@ -97,12 +102,12 @@ def _shipped() -> dict[str, Path]:
 
 
 def _content(folder: Path) -> str:
-    names = ", ".join(f"`{item.name}`" for item in _recipe_files(folder)[:12])
-    return f"`{folder}` holds {names or 'no recipes'}"
+    names = [item.name for item in _recipe_files(folder)[:12]]
+    return f"`{folder}` holds {quoted(names) or 'no recipes'}"
 
 
 def _recipe_files(folder: Path) -> list[Path]:
     try:
-        return sorted(item for item in folder.iterdir() if item.name.endswith(_FILES))
+        return sorted(item for item in folder.iterdir() if item.name.endswith(RECIPE_FILES))
     except OSError:
         return []

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tcompress.errors import RecipeError
 from tcompress.fields import DIGITS, Place, Typed, plain
-
-if TYPE_CHECKING:
-    from tcompress.options.document import Key, Problem
+from tcompress.options.document import Key, Problem, Unreadable, read_document
+from tcompress.options.words import explain, quoted
 
 M = TypeVar("M", bound=BaseModel)
 
 _NAMED = ("method", "attention")
 _TEXT = "the text "
-_HALF = re.compile("[\ud800-\udfff]")  # of a character: bytes that are not UTF-8
 
 
 def read(
@@ -36,16 +33,10 @@ def read(
 
     `said` puts a problem into words, by default with the names of keywords; `hint` is what to do.
     """
-    text = json.dumps(as_plain(values), ensure_ascii=False)
-    if half := _HALF.search(text):  # of a name in bytes that are not UTF-8
-        around = text[text.rfind('"', 0, half.start()) + 1 : text.find('"', half.end())]
-        raise RecipeError(f"`{around}` holds bytes that are no text (UTF-8)", "rename it")
+    text = json.dumps(as_plain(values))
     try:
         return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
-        from tcompress.options.document import Unreadable, read_document
-        from tcompress.options.words import explain
-
         errors = error.errors(include_url=False, include_input=False)
         try:
             problems = explain(errors, read_document(text), schema_of(kind))
@@ -118,9 +109,25 @@ class Given(Generic[M]):
     fields: dict[Place, Typed] = field(default_factory=dict)
 
     @property
-    def hint(self) -> str:
+    def hint(self) -> str | None:
         """Where to look options up."""
-        return f"see `tcompress {self.command} --help`"
+        return f"see `tcompress {self.command} --help`" if self.command else None
+
+    def name(self, *place: str) -> str:
+        """Names the option that sets a field: as it is typed, or as a keyword without a command."""
+        item = self.fields.get(place) or self.fields.get((*place, "name"))
+        if item is not None:
+            return item.name
+        return f"--{place[-1].replace('_', '-')}" if self.command else place[-1]
+
+    def names(self, places: Sequence[Place]) -> str:
+        """Names several."""
+        return quoted(self.name(*place) for place in places)
+
+    def ask(self, value: str, *place: str) -> str:
+        """Writes an option with its value."""
+        name = self.name(*place)
+        return f"`{name} {value}`" if self.command else f'`{name}="{value}"`'
 
     def values(self) -> dict[str, Any]:
         """Returns what was typed as nested plain data; an error names all that cannot be read."""
@@ -175,4 +182,4 @@ class Given(Generic[M]):
                 whole = problem.key == item.place and isinstance(texts, list)
                 typed = ",".join(texts) if whole and texts else None
                 return _value_words(item.name, problem, typed)
-        return _value_words(dotted(problem.key), problem)
+        return _of_keywords(problem)

@@ -22,10 +22,17 @@ def quoted(names: Iterable[object]) -> str:
 
 
 def nearest(word: object, known: Iterable[object]) -> str | None:
-    """Returns the known word that is closest, if one is close."""
-    words = {str(item).lower(): str(item) for item in known}
-    close = difflib.get_close_matches(str(word).lower(), words, 1)
+    """Returns the closest known word, if one is close; `--calibration` is to `--calib` too."""
+    words, typed = {str(item).lower(): str(item) for item in known}, str(word).lower()
+    begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
+    close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
     return words[close[0]] if close and words[close[0]] != word else None
+
+
+def suggestion(word: object, known: Iterable[object], otherwise: str) -> str:
+    """Returns a hint that names the closest known word, or another hint."""
+    close = nearest(word, known)
+    return f"did you mean `{close}`?" if close else otherwise
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:

@@ -1,7 +1,5 @@
 """Strict reading of converted models: what is damaged is refused, and named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models with another attention: options, conversion, lengths, healing, measuring."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

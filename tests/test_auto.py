@@ -1,7 +1,5 @@
 """Method `auto`: every layer gets what its budget does most with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Method `auto` tries out what it predicts beside every method on its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Label-free backward passes, block by block, beside plain backward passes of whole models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Timing: its grid, its order, its records. How fast anything is does not matter here."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Budgets: parameters, bytes and errors in place of a kept fraction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

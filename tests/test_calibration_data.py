@@ -1,7 +1,5 @@
 """Calibration data: what is drawn, and what the model gets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

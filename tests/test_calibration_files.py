@@ -1,7 +1,5 @@
 """Calibration data from files, folders and the hub."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Commands that look at models and recipes, failures and their exit codes, and progress."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """`tcompress convert` and `tcompress run`, from options to files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`tcompress finetune`: what it prints, and one clear line for everything that is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the command line imports, offers and documents."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

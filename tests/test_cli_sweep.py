@@ -1,7 +1,5 @@
 """`tcompress sweep`: from options to a table, and one clear line for everything that is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

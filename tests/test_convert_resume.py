@@ -1,7 +1,5 @@
 """Conversions that were cut short go on where they stopped, with the same result."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import io

@@ -1,7 +1,5 @@
 """The demonstration: on a tiny model, and on what ships."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Imports inside the package point one way, and what is public is documented."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

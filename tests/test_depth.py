@@ -1,7 +1,5 @@
 """Models with fewer blocks: what is written is what is left of the dense model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models with fewer blocks as users meet them: options, refusals, reports, healing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The number of dropped blocks chosen under a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What README and the pages promise: commands and options exist, links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

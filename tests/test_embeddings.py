@@ -1,7 +1,5 @@
 """Rewritten word embeddings: lookups, tied heads, fits, files."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring models on volumes and series."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measuring models by function and by command: comparisons, protocols, what manifests keep."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

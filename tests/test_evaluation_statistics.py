@@ -1,7 +1,5 @@
 """Numbers against independent computations, and their bootstrap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tasks on tiny models, against computations one example at a time."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Mixtures of experts of every layout: found, converted, loaded, saved again and exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

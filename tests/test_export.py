@@ -1,7 +1,5 @@
 """Exports: plain models that compute what the converted ones compute."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `benchmarks/families.py` does the same with every family that the installed Transformers knows.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

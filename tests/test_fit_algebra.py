@@ -1,7 +1,5 @@
 """Closed forms of fits, against least squares on raw rows."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

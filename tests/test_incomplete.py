@@ -1,7 +1,5 @@
 """Checkpoints that hold less, or more, than the class they name, and data that reaches not all."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `inspect` tells without building the model is what it tells of the model itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixed transforms, and fits with output moments, against definitions and dense algebra."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor-train matrices: shapes, costs, decomposition and application, against dense algebra."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from threading import Thread

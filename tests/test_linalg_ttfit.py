@@ -1,7 +1,5 @@
 """Fits of tensor-train matrices, against brute-force least squares."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -15,13 +13,7 @@ from torch.testing import assert_close
 from tcompress.errors import FitError
 from tcompress.linalg import ttfit
 from tcompress.linalg.tensortrain import merge_cores, tt_shape, tt_svd, tt_to_matrix
-from tcompress.linalg.ttfit import (
-    TTProblem,
-    fit_tt,
-    orthogonalised,
-    tt_loss,
-    update_core,
-)
+from tcompress.linalg.ttfit import TTProblem, fit_tt, orthogonalised, tt_loss, update_core
 from tests.support.numerics import near, quick, randn
 
 # Input modes, output modes and inner ranks of a 12 x 18 matrix, and of a padded one.

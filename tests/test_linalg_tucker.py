@@ -1,7 +1,5 @@
 """Shared Tucker factors, against dense least squares and orthogonal iteration."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a converted model can do once it is loaded: all that a dense one can."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

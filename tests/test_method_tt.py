@@ -1,7 +1,5 @@
 """What the methods `tt` and `qtt` promise: sizes, errors, plans, costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

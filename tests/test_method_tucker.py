@@ -1,7 +1,5 @@
 """What the method `tucker` promises: sizes, plans, and banks fitted to all that use them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An option is declared once: what one field means for flags, recipes, keywords and reference."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin

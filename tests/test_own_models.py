@@ -1,7 +1,5 @@
 """The hosts compute what the papers write, and are ordinary Transformers models."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tcompress run` with a whole recipe: convert, train, measure, report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

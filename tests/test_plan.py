@@ -1,7 +1,5 @@
 """Planning: what a recipe means for a model, before any weight is read."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable

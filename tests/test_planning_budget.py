@@ -1,7 +1,5 @@
 """The allocator, against exhaustive search, and estimates before a conversion."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from math import fsum, inf, nan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Convolutions with kernels of one point are linear layers on channels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One embedding of a sentence's tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

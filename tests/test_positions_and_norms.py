@@ -1,7 +1,5 @@
 """Positions and layer norms by slices, for models that are trained from scratch."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

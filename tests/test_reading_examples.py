@@ -1,7 +1,5 @@
 """Examples with texts, pictures, labels and scores out of data sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading volumes and series."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

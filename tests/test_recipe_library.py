@@ -1,7 +1,5 @@
 """Recipes that ship with the package."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes from text and back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

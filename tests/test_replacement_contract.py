@@ -1,7 +1,5 @@
 """What all mechanisms keep to: gradients, padding, masks, storage; TAM over pairs of texts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """What each mechanism computes, against what its paper writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

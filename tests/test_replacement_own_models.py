@@ -1,7 +1,5 @@
 """Mechanisms inside hosts: planned, converted, saved and loaded, in all kinds of families."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reports: numbers that were worked out by hand or measured another way."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page: complete, self-contained, and safe against what names may hold."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What reports say of training, metrics and times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

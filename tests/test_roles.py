@@ -1,7 +1,5 @@
 """The table of families, checked against what really happens in a forward pass."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -103,10 +101,7 @@ def _built(name: str) -> tuple[nn.Module, Roles]:
 @cache
 def _run(name: str) -> tuple[Roles, list[tuple[str, Tensor]]]:
     model, roles = _built(name)
-    with (
-        torch.no_grad(),
-        _recorded_inputs(model, {layer.name for layer in roles.layers}) as calls,
-    ):
+    with torch.no_grad(), _recorded_inputs(model, {layer.name for layer in roles.layers}) as calls:
         model(**_inputs(name))
     return roles, calls
 

@@ -1,7 +1,5 @@
 """Roles of layers, and what an anatomy leaves alone, does not know, or cannot read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family and every structure: convert, load, compare with a dense model, save, load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Models that begin at random: where their weights come from, and how large they are."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 from typing import Any

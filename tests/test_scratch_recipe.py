@@ -1,7 +1,5 @@
 """Recipes and options of models that begin at random."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

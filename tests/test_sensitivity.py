@@ -1,7 +1,5 @@
 """Sizes by predicted loss: a backward pass, a budget, and what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that layers of several blocks share: stored once, owned by one, used by all."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

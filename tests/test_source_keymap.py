@@ -1,7 +1,5 @@
 """Names in checkpoints and in models, and parameters read through them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

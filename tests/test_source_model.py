@@ -1,7 +1,5 @@
 """Models as a whole: config, class, companions, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

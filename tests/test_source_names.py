@@ -1,7 +1,5 @@
 """Names of models: folders, aliases, hub ids, and what is said when there is none."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

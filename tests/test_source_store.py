@@ -1,7 +1,5 @@
 """Weights on disk: reads, checks on opening, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Paused forward passes, and what a data-aware conversion sees through them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

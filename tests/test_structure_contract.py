@@ -1,7 +1,5 @@
 """What every structure must do, checked against dense weights that are built independently."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Experts whose stacked weights are structured, against loops over experts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import product

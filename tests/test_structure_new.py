@@ -1,7 +1,5 @@
 """A structure is three files: the example of CONTRIBUTING.md, added to a copy of the package."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sweeps of tiny models: what is done, and what is not done again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

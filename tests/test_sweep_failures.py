@@ -1,7 +1,5 @@
 """Sweeps that are interrupted or refused, and cells that fail and do not stop others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

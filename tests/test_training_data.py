@@ -1,7 +1,5 @@
 """Batches of training data: their order, their labels, and what does not go together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every family can be healed, and taught what it has a head for, also by two processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Training models on volumes and series."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Terms of the loss: each is what it says, however batches are cut and padded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is read off a model while it runs, and blocks that are trained alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning to choose responses: right pairs, wrong pairs, and columns made of others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of training that were cut short go on where they stopped, with the same result."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from pathlib import Path

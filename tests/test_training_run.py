@@ -1,7 +1,5 @@
 """What a run of training writes: healed, complete, and recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """How long a run is, its learning rates, and batches that do not fit into memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Sides and dense weights that are built once: never stale, and no hindrance to anything."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

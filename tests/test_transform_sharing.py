@@ -1,7 +1,5 @@
 """Sides that several layers share: computed once, and exact in gradients."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The working folder, what it refuses, and how its result takes the output's place."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What golden tests have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

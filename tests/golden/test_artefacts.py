@@ -4,8 +4,6 @@ Factors may change their signs and order; so weights are compared multiplied out
 loaded model computes from them.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

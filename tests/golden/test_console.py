@@ -1,7 +1,5 @@
 """The tables of reports and plans, as they look 100 columns wide without colour."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Every structure and every mechanism is in one of them; their recipes are in thei
 option writes them anew: who changes the format adds a folder of the new edition beside them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Commands are lines of `wrong_commands.txt`, as they are typed after `tcompress`.
 anything. What depends on the machine, such as a library that is missing, has tests elsewhere.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

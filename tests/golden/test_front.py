@@ -1,7 +1,5 @@
 """The table of a sweep, as it looks 100 columns wide without colour, and its Pareto fronts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What `--help` says, 100 columns wide and without colour."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.cli import commands, worked

@@ -1,7 +1,5 @@
 """What every recipe that ships plans, on tiny models in the place of those it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

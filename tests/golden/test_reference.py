@@ -1,7 +1,5 @@
 """What is generated from the options: schema, reference, methods, and the list of recipes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.cli import worked

@@ -1,7 +1,5 @@
 """How golden files are compared and written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

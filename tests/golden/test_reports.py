@@ -1,7 +1,5 @@
 """What `inspect`, `report` and `convert` say of tiny models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

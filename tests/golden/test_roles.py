@@ -1,7 +1,5 @@
 """Roles, shapes, parts and groups of every layer of every family."""
 
-from __future__ import annotations
-
 import pytest
 
 from tcompress.roles import Block, Layer, find_roles

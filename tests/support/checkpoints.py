@@ -1,7 +1,5 @@
 """Tiny checkpoints on disk, for tests of reading them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

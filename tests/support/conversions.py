@@ -1,7 +1,5 @@
 """Conversions of tiny models, for tests of what comes out of them."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tiny models that were converted without data."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

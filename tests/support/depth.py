@@ -1,7 +1,5 @@
 """Tiny models with several blocks in each stack, and the same without some of them, by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models whose word embedding is rewritten."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models with heads and tokenizers, and data files, for tests of measuring."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@
 Files lie in `tests/golden/files`. `pytest tests/golden --update-golden` writes what is found.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -1,7 +1,5 @@
 """Tiny models on grids, and files of volumes and series."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

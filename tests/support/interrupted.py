@@ -1,7 +1,5 @@
 """Conversions that are cut short: killed, or interrupted by an exception."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Model folders as users have them: tiny weights with a tokenizer or an image processor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

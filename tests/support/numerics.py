@@ -1,7 +1,5 @@
 """What tests of numbers share."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import settings
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tiny models with another attention, converted without data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

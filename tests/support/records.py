@@ -1,7 +1,5 @@
 """Made-up records of training, metrics and times, for tests of what is shown of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

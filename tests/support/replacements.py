@@ -1,7 +1,5 @@
 """Cases of every mechanism, and what it computes written out: with loops, for small sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Models that begin at random, from tiny configurations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Three projections that read one input through one side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

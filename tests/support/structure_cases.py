@@ -1,7 +1,5 @@
 """Rows of test cases for every structure; a new structure adds its own."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Independent dense forms of every structure, from stored tensors with loops and `block_diag`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import product
 from math import cos, pi, sqrt

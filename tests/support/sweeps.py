@@ -1,7 +1,5 @@
 """Sweeps of a tiny model, and counts of what they do."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

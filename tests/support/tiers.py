@@ -1,7 +1,5 @@
 """Which rows of a test run by default; the others wait for the full grid."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@ Dimensions are multiples of 4; the models have two layers (per tower) and seeded
 biases and norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Short training runs of tiny models, for tests of what comes out of them."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import multiprocessing

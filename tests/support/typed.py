@@ -1,7 +1,5 @@
 """Options as they are typed, without running a command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 

@@ -311,6 +311,11 @@ class StructuredLinear(nn.Module):
             self._kept.drop()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._kept is not None:
+            self._kept.drop()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leaves a cached weight behind: copies build their own."""
         return {**self.__dict__, "_kept": None if self._kept is None else CachedWeight()}
@@ -356,9 +361,9 @@ def keep_weights(model: nn.Module, keep: bool = True) -> int:
 
     In evaluation mode a pass without gradients then runs as fast as that of the dense model, from
     the second one on. The memory is the dense model's, on top of what is stored. A weight is
-    dropped by `train()`, by moves and casts, and by passes that gradients flow through; other
-    changes are noticed too, but for those in place through `.data`. Copies and files leave it out.
-    Compiled passes do not use it.
+    dropped by `train()`, by moves and casts, by loading a state dict, and by passes that gradients
+    flow through; other changes are noticed too, but for those in place through `.data`. Copies and
+    files leave it out. Compiled passes do not use it.
     """
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     return sum(layer.keep_weight(keep) for layer in layers)

@@ -210,8 +210,8 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     place.keep_change(0.5)
     place.keep_factors({("a", "b"): {"c": torch.ones(2)}})
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
-    place.keep_curvature("block", {"q": torch.ones(2, 2)})
-    place.keep_inputs("block", {"q": torch.ones(2, 2)})
+    place.keep_moments("curvature", "block", {"q": torch.ones(2, 2)})
+    place.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})
     assert place.change() == 0.5
     assert place.answers() is not None
     assert place.factors() is not None
@@ -222,20 +222,20 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
             path.write_bytes(b"\xff{")
     assert (place.change(), place.answers(), place.factors()) == (None,) * 3
     assert (place.depth(), place.block("block")) == (None, None)
-    assert place.curvature("block") == place.inputs("block") == {}
+    assert place.moments("curvature", "block") == place.moments("inputs", "block") == {}
 
 
 def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
     place = FitWorkplace(tmp_path / "out", "x")
     trial = place.trial("svd")
     trial.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
-    trial.keep_inputs("block", {"q": torch.ones(2, 2)})
+    trial.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})
     trial.close()
     (trial.folder / "inputs").rename(place.folder / "inputs")  # so far it came
     place.adopt("svd")
     place.adopt("svd")
     assert place.answers() is not None
-    assert place.inputs("block")
+    assert place.moments("inputs", "block")
     assert not (place.folder / "trials").exists()
 
 

@@ -327,7 +327,7 @@ def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(running._Job, "fit_blocks", stop)
+        patched.setattr(running._Job, "_fit_blocks", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
     monkeypatch.setattr(running, "fit_embeddings", None)  # nothing is fitted again

@@ -286,10 +286,9 @@ _MOST_LINES = 10  # of a stage
 @contextmanager
 def shown_progress(*, quiet: bool) -> Iterator[Progress]:
     """Shows progress on stderr while the block runs, or nothing if `quiet`."""
-    if sys.stderr.isatty():
-        from transformers.utils import logging
+    from transformers.utils import logging
 
-        logging.disable_progress_bar()  # of loading weights; downloads keep theirs
+    logging.disable_progress_bar()  # of loading weights; downloads keep theirs
     if quiet:
         yield Silent()
     elif sys.stderr.isatty():

@@ -65,6 +65,7 @@ class TransformLayout(Transform):
 
     @property
     def rotation(self) -> linalg.Stages:
+        """Shape of the staged rotation of the `fitted` kind."""
         return linalg.Stages(self.features, self.block, self.stages)
 
     def tube_matrix(self) -> Tensor:

@@ -26,7 +26,7 @@ class Case:
         outputs: Width of the output.
         side: Placement by role.
         budget: Parameters that may be spent.
-        peers: Number of like sites that share a bank with this one, itself included.
+        sharing_sites: Number of like sites that share a bank with this one, itself included.
         exact: Whether the layout holds every weight of its size.
         optimal: Whether the fit is the optimum of its class.
     """

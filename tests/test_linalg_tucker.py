@@ -26,7 +26,7 @@ from tcompress.linalg.tuckerfit import (
     _update_mixing,
     _update_right,
     _whitened,
-    clip_bank_ranks,
+    clip_shared_ranks,
     fit_mixing,
     fit_tucker,
     mixed_weight,
@@ -79,7 +79,7 @@ def test_parameters_are_those_of_the_factors(count: int, ranks: Ranks) -> None:
     ],
 )
 def test_ranks_are_clipped_to_the_shape(ranks: Ranks, wanted: Ranks) -> None:
-    assert clip_bank_ranks(COUNT, ROWS, COLS, ranks) == wanted
+    assert clip_shared_ranks(COUNT, ROWS, COLS, ranks) == wanted
     found = fit_tucker(randn(COUNT, ROWS, COLS), None, ranks)
     assert found.cores.shape == wanted
 
@@ -131,7 +131,7 @@ def test_no_update_costs_loss(
 ) -> None:
     weights, products, grams = _problem(seed, rows=rows)
     problem, _, _ = _whitened(products, grams) if moments else _whitened(weights, None)
-    ranks = clip_bank_ranks(COUNT, ROWS, COLS, ranks)
+    ranks = clip_shared_ranks(COUNT, ROWS, COLS, ranks)
     now = _started(problem, ranks, 0)
     trace = [_loss(now, problem.products, problem.grams)]
     for _ in range(3):

@@ -31,16 +31,13 @@ def _pairs(count: int) -> tuple[list[int], list[int], list[int]]:
 def expand_conjugate_slices(slices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Expands stored slices to what a real product applies.  # (..., p, c, a)."""
     count = slices.shape[-3]
-    cosines, sines, real = _pairs(count)
-    place, sign, partner = [0] * count, [0.0] * count, [0] * count
-    swap = list(range(count))
+    cosines, sines, _ = _pairs(count)
+    place, partner, swap = ([*range(count)] for _ in range(3))
+    sign = [0.0] * count
     for c, s in zip(cosines, sines, strict=True):
-        place[c] = place[s] = c
-        partner[c] = partner[s] = s
+        place[s], partner[c] = c, s
         sign[c], sign[s] = 1.0, -1.0
         swap[c], swap[s] = s, c
-    for index in real:
-        place[index] = partner[index] = index
     signs = slices.new_tensor(sign)[:, None, None]
     return slices[..., place, :, :], slices[..., partner, :, :] * signs, swap
 
@@ -52,10 +49,9 @@ def fit_conjugate_slices(target: Tensor, gram: Tensor | None, count: int) -> Ten
     """
     cosines, sines, real = _pairs(count)
     t = target.unflatten(1, (count, -1)).unflatten(0, (count, -1)).transpose(1, 2)  # (p, p, c, a)
-    out = torch.empty(count, *t.shape[2:], dtype=t.dtype, device=t.device)
-    right = torch.cat(
-        [t[cosines, cosines] + t[sines, sines], t[cosines, sines] - t[sines, cosines]], -1
-    )
+    out = t.new_empty(count, *t.shape[2:])
+    same, mixed = t[cosines, cosines] + t[sines, sines], t[cosines, sines] - t[sines, cosines]
+    right = torch.cat([same, mixed], -1)
     if gram is None:
         out[real], theta = t[real, real], right / 2
     else:
@@ -101,17 +97,11 @@ def fit_slices(target: Tensor, gram: Tensor | None, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One weight that shares a transform with others.
+    """One weight that shares a transform with others."""
 
-    Attributes:
-        target: W C.  # (out, d)
-        gram: G.  # (d, d)
-        scale: E||W x||^2, so that every weight counts alike.
-    """
-
-    target: Tensor
-    gram: Tensor
-    scale: float
+    target: Tensor  # W C  # (out, d)
+    gram: Tensor  # G  # (d, d)
+    scale: float  # E||W x||^2, so that every weight counts alike
 
 
 def fit_rotation(
@@ -126,23 +116,13 @@ def fit_rotation(
 ) -> Tensor:
     """Fits the generators of a staged rotation by ascent on the variance that slices explain.
 
-    Args:
-        problems: The weights that share the transform. Those that share an input have one G.
-        stages: Shape of the rotation.
-        count: Number of slices p.
-        z: Tube transform that follows the rotation.  # (p, p)
-        output: True if the transform acts on the outputs, False on the inputs.
-        steps: Adam steps with a cosine schedule.
-        rate: Learning rate in the generators.
-
-    Returns:
-        Generators.  # stages.generators_shape
+    The rotation, of the outputs or of the inputs, is followed by the tube transform z (p, p).
+    Weights that share an input have one G.
     """
     device = problems[0].gram.device
     turn = partial(turn_rows, z=z.to(device, torch.float32), count=count)
     objective = (_output_objective if output else _input_objective)(problems, count, turn)
-    generators = torch.zeros(stages.generators_shape, device=device)
-    generators.requires_grad_()
+    generators = torch.zeros(stages.generators_shape, device=device, requires_grad=True)
     optimiser = torch.optim.Adam([generators], lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     with _threads_for(stages.features), torch.enable_grad():
@@ -176,11 +156,10 @@ def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
 
 
 Turn = Callable[[Tensor, Tensor], Tensor]
+Objective = Callable[[Tensor], Tensor]
 
 
-def _input_objective(
-    problems: Sequence[Problem], count: int, turn: Turn
-) -> Callable[[Tensor], Tensor]:
+def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
     """Sum over slices of tr(E_k^T G_kk^-1 E_k), E_k = E[x'_k (W x)_k^T]."""
     root = _range(problems[0].gram)
     gram = (problems[0].gram / root**2).float()
@@ -207,9 +186,7 @@ def _range(gram: Tensor) -> float:
     return 2.0 ** round(log2(size) / 2) if size > 0 else 1.0
 
 
-def _output_objective(
-    problems: Sequence[Problem], count: int, turn: Turn
-) -> Callable[[Tensor], Tensor]:
+def _output_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
     """Sum over slices of tr(T_k^T M_k T_k), M_k = E_k^T G_kk^-1 E_k, E_k = E[x'_k (W x)^T]."""
     halves = []
     for problem in problems:
@@ -250,14 +227,7 @@ def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
 def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:
     """Returns tr(S V G V^T) - 2 tr(S V P^T): the predicted loss without its constant.
 
-    Args:
-        fitted: V.  # (..., out, d)
-        product: P = W C, the dense weight times the cross moment.  # (..., out, d)
-        gram: G.  # (..., d, d)
-        curvature: S.  # (..., out, out)
-
-    Returns:
-        One number per weight.  # (...)
+    # V and P = W C (..., out, d), G (..., d, d), S (..., out, out) -> (...)
     """
     return (curvature @ fitted).mul(fitted @ gram - 2 * product).sum((-2, -1))
 
@@ -285,9 +255,7 @@ def lowrank_spectrum(product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor
 def lowrank_losses(spectrum: Tensor, constant: Tensor | float) -> Tensor:
     """Returns the predicted loss of the best factors of ranks 0, 1, ..., n, never growing.
 
-    Args:
-        spectrum: From `lowrank_spectrum`.  # (..., n)
-        constant: From `curved_constant`; it adds what no weight at all can reach.
+    `constant`, of `curved_constant`, adds what no weight at all can reach.
     """
     saved = spectrum.square()
     tails = torch.nn.functional.pad(saved.flip(-1).cumsum(-1).flip(-1), (0, 1))
@@ -308,19 +276,10 @@ def fit_slices_curved(
     """Fits all slices at once in the norm of both moments.
 
     The optimum solves sum_l S_kl V_l G_lk = (S P)_kk for every slice k. Slice by slice it would
-    read S_kk V_k G_kk, whose inverse preconditions the conjugate gradients.
+    read S_kk V_k G_kk, whose inverse preconditions the conjugate gradients. They start from the
+    slices of `fit_slices`, blind to S, if no others are given, and end no worse.
 
-    Args:
-        product: W C in transformed coordinates.  # (out, d)
-        gram: G in transformed coordinates, damped.  # (d, d)
-        count: Number of slices p.
-        curvature: S in transformed coordinates, damped.  # (out, out)
-        start: First slices; default `fit_slices`, blind to S.  # (p, out / p, d / p)
-        iterations: Most steps to take.
-        tolerance: Relative residual at which to stop.
-
-    Returns:
-        Slices whose predicted loss is at most that of the start.  # (p, out / p, d / p)
+    # W C (out, d), damped G (d, d) and S (out, out), transformed -> (p, out / p, d / p)
     """
     inputs = safe_cholesky(diagonal_blocks(gram, count))
     outputs = safe_cholesky(diagonal_blocks(curvature, count))

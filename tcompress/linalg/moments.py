@@ -231,36 +231,49 @@ def conjugate_gradients(
     """Solves N x = b for positive semidefinite N, too large to be written down, from a good x.
 
     No step makes <x, N x> - 2 <x, b> larger, and where rounding did, the start comes back: the
-    result is never worse than the start.
-
-    Args:
-        apply: x to N x, both of the shape of `start`.
-        wanted: The right-hand side b.
-        start: First x.
-        precondition: An approximate inverse of N, positive definite; default the identity.
-        iterations: Most steps to take.
-        tolerance: Stop where the residual is this small relative to b, both measured in the norm
-            of the preconditioner, which does not depend on the scale of N.
+    result is never worse than the start. `tolerance` is that of the residual relative to b, both
+    measured in the norm of the preconditioner, which does not depend on the scale of N.
     """
     inverse = precondition or (lambda x: x)
-    x, residual = start, wanted - apply(start)
+    residual = wanted - apply(start)
     before = -_dot(start, wanted + residual)
     floor = tolerance**2 * _dot(wanted, inverse(wanted))
+    x = descend(apply, start, residual, inverse, iterations, floor=floor)
+    return x if _dot(x, apply(x) - 2 * wanted) <= before else start
+
+
+def descend(
+    apply: Operator,
+    x: Tensor,
+    residual: Tensor,
+    inverse: Operator,
+    steps: int,
+    *,
+    floor: float = 0.0,
+    enough: float = 0.0,
+    unseen: float = 0.0,
+) -> Tensor:
+    """Takes steps of preconditioned conjugate gradients, each to the minimum along its direction.
+
+    It stops where the squared residual is at most `floor`, or `enough` of the first one, and in
+    directions of no more curvature than `unseen`, where only rounding is left.
+    """
     z = direction = inverse(residual)
     size = _dot(residual, z)
-    for _ in range(iterations):
+    floor = max(floor, enough * size)
+    for _ in range(steps):
         if size <= floor:
             break
         image = apply(direction)
         bend = _dot(direction, image)
-        if bend <= 0:  # only rounding is left in this direction
+        if bend <= unseen * _dot(direction, direction):
             break
         x = x + (size / bend) * direction
         residual = residual - (size / bend) * image
         z = inverse(residual)
         size, last = _dot(residual, z), size
         direction = z + (size / last) * direction
-    return x if _dot(x, apply(x) - 2 * wanted) <= before else start
+    return x
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

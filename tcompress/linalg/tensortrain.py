@@ -14,19 +14,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.errors import FitError
+from tcompress.linalg.moments import balanced
 
-# Shapes of tensor-train matrices: how sizes split into modes, and which ranks fit.
+# A matrix of I = I_1 ... I_N rows and J = J_1 ... J_N columns, both indexed with the last mode
+# fastest, is a chain of cores of shape (R_{n-1}, I_n, J_n, R_n) with R_0 = R_N = 1:
+# W[i_1 ... i_N, j_1 ... j_N] = G_1[:, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_N[:, i_N, j_N, :].
+# It maps J inputs to I outputs; `ranks` are the inner ones, R_1 to R_{N-1}.
 #
-# A tensor-train matrix of N cores maps J = J_1 ... J_N inputs to I = I_1 ... I_N outputs. Core n
-# has the shape (R_{n-1}, I_n, J_n, R_n) with R_0 = R_N = 1; `ranks` are the inner ones, R_1 to
-# R_{N-1}.
+# Reference: Oseledets (2011), Tensor-train decomposition; Novikov et al. (2015), Tensorizing neural
+# networks.
 
-
+Ints = Sequence[int]
+Modes = tuple[int, ...]
 BALANCE = 2  # the largest mode may exceed the geometric mean by this factor
+NARROW, WIDE = 8, 24  # states in between are left in place for small cores only
+SMALL = 2**17  # numbers of a core that caches hold while every row reads it
 
 
 @lru_cache(maxsize=1024)
-def balanced_modes(size: int, order: int) -> tuple[int, ...]:
+def balanced_modes(size: int, order: int) -> Modes:
     """Factors a size into modes as equal as possible, padding it where it has no such factors.
 
     Modes are balanced if the largest is at most twice the `order`-th root of their product. A size
@@ -40,7 +46,7 @@ def balanced_modes(size: int, order: int) -> tuple[int, ...]:
     raise AssertionError  # the loop only ends by returning
 
 
-def _factorisations(size: int, order: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
+def _factorisations(size: int, order: int, smallest: int = 1) -> Iterator[Modes]:
     """All ascending factorisations into `order` factors that start at `smallest` or above."""
     if order == 1:
         yield (size,)
@@ -53,38 +59,31 @@ def _factorisations(size: int, order: int, smallest: int = 1) -> Iterator[tuple[
                 yield (factor, *rest)
 
 
-def quantized_modes(size: int) -> tuple[int, ...]:
+def quantized_modes(size: int) -> Modes:
     """Returns modes of 2 whose product is the next power of two; (1,) for a size of 1."""
     return (2,) * (size - 1).bit_length() or (1,)
 
 
-def matrix_modes(
-    in_features: int, out_features: int, order: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Chooses balanced modes for both sides of a matrix.
+def matrix_modes(in_features: int, out_features: int, order: int) -> tuple[Modes, Modes]:
+    """Chooses balanced modes of the inputs, which descend, and of the outputs, which ascend.
 
-    Input modes descend while output modes ascend, which makes the products I_n J_n of the cores
-    more equal: fewer parameters at every rank.
+    That makes the products I_n J_n of the cores more equal: fewer parameters at every rank.
     """
     return balanced_modes(in_features, order)[::-1], balanced_modes(out_features, order)
 
 
-def quantized_matrix_modes(
-    in_features: int, out_features: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Chooses modes of 2 for both sides of a matrix.
+def quantized_matrix_modes(in_features: int, out_features: int) -> tuple[Modes, Modes]:
+    """Chooses modes of 2 for inputs and outputs.
 
-    The longer side has more of them: there the leading cores are 2 x 1 or 1 x 2, so that the
-    shorter side is not padded beyond its own power of two.
+    Where one has fewer, the leading cores are 2 x 1 or 1 x 2: none is padded beyond its own power
+    of two.
     """
     in_modes, out_modes = quantized_modes(in_features), quantized_modes(out_features)
     length = max(len(in_modes), len(out_modes))
     return (1,) * (length - len(in_modes)) + in_modes, (1,) * (length - len(out_modes)) + out_modes
 
 
-def clip_ranks(
-    ranks: Sequence[int], in_modes: Sequence[int], out_modes: Sequence[int]
-) -> tuple[int, ...]:
+def clip_ranks(ranks: Ints, in_modes: Ints, out_modes: Ints) -> Modes:
     """Clips inner ranks to what the shape admits.
 
     No rank can usefully exceed the number of entries of the cores on either side of it, nor,
@@ -99,20 +98,20 @@ def clip_ranks(
     return tuple(clipped[1:-1])
 
 
-def full_ranks(in_modes: Sequence[int], out_modes: Sequence[int]) -> tuple[int, ...]:
+def full_ranks(in_modes: Ints, out_modes: Ints) -> Modes:
     """Returns the ranks at which a tensor train represents every matrix of its shape."""
     sizes = _core_sizes(in_modes, out_modes)
     return clip_ranks([math.prod(sizes)] * (len(sizes) - 1), in_modes, out_modes)
 
 
-def parameter_count(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+def parameter_count(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Counts the numbers in the cores of these inner ranks."""
     sizes = _core_sizes(in_modes, out_modes)
     bonds = pairwise((1, *ranks, 1))
     return sum(a * size * b for (a, b), size in zip(bonds, sizes, strict=True))
 
 
-def rank_for_budget(in_modes: Sequence[int], out_modes: Sequence[int], budget: int) -> int:
+def rank_for_budget(in_modes: Ints, out_modes: Ints, budget: int) -> int:
     """Finds the largest uniform rank, clipped at every position, that a budget pays for."""
     most = max(full_ranks(in_modes, out_modes), default=1)
 
@@ -123,35 +122,16 @@ def rank_for_budget(in_modes: Sequence[int], out_modes: Sequence[int], budget: i
     return bisect_right(range(1, most + 1), budget, key=count)
 
 
-def _core_sizes(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:
+def _core_sizes(in_modes: Ints, out_modes: Ints) -> list[int]:
     """I_n J_n of every core."""
     return [rows * columns for rows, columns in zip(out_modes, in_modes, strict=True)]
 
 
-# Tensor-train matrices: applied, rebuilt, costed, and made from a dense matrix by SVDs.
-#
-# A matrix of I = I_1 ... I_N rows and J = J_1 ... J_N columns, both indexed with the last mode
-# fastest, is a chain of cores of shape (R_{n-1}, I_n, J_n, R_n) with R_0 = R_N = 1:
-# W[i_1 ... i_N, j_1 ... j_N] = G_1[:, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_N[:, i_N, j_N, :].
-#
-# Reference: Oseledets (2011), Tensor-train decomposition; Novikov et al. (2015), Tensorizing neural
-# networks.
-
-
-NARROW, WIDE = 8, 24  # states in between are left in place for small cores only
-SMALL = 2**17  # numbers of a core that caches hold while every row reads it
-
-Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def tt_shape(cores: Sequence[Tensor]) -> Shape:
+def tt_shape(cores: Sequence[Tensor]) -> tuple[Modes, Modes, Modes]:
     """Reads input modes, output modes and inner ranks off a list of cores."""
     in_modes = tuple(core.shape[-2] for core in cores)
     out_modes = tuple(core.shape[-3] for core in cores)
     return in_modes, out_modes, tuple(core.shape[-1] for core in cores[:-1])
-
-
-# ---------------------------------------------------------------- rebuilding
 
 
 def merge_cores(left: Tensor, right: Tensor) -> Tensor:
@@ -168,11 +148,7 @@ def tt_to_matrix(cores: Sequence[Tensor]) -> Tensor:
 
     The chain is contracted from both ends towards the bond where that costs least.
 
-    Args:
-        cores: Cores of one matrix, or of a batch of them.  # (..., R_{n-1}, I_n, J_n, R_n)
-
-    Returns:
-        The matrix, padding of its modes included.  # (..., I, J)
+    # (..., R_{n-1}, I_n, J_n, R_n) -> (..., I, J), padding of its modes included
     """
     if len(cores) == 1:
         return cores[0][..., 0, :, :, 0]
@@ -197,12 +173,12 @@ def tt_rows(index: Tensor, cores: Sequence[Tensor]) -> Tensor:
     return chain[..., 0]
 
 
-def rebuild_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+def rebuild_macs(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Counts the multiply-adds of `tt_to_matrix`."""
     return min(_cut_macs(in_modes, out_modes, ranks)) if ranks else 0
 
 
-def _cut_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+def _cut_macs(in_modes: Ints, out_modes: Ints, ranks: Ints) -> list[int]:
     """Multiply-adds of contracting both ends towards each of the N - 1 bonds."""
     sizes = _core_sizes(in_modes, out_modes)
     bonds = (1, *ranks, 1)
@@ -212,26 +188,17 @@ def _cut_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence
         left.append(left[-1] + math.prod(sizes[: n + 1]) * bonds[n] * bonds[n + 1])
         right.append(right[-1] + math.prod(sizes[-n - 1 :]) * bonds[-n - 1] * bonds[-n - 2])
     whole = math.prod(sizes)
-    return [
-        one + two + whole * rank for one, two, rank in zip(left, right[::-1], ranks, strict=True)
-    ]
-
-
-# ---------------------------------------------------------------- applying
+    ends = zip(left, right[::-1], ranks, strict=True)
+    return [one + two + whole * rank for one, two, rank in ends]
 
 
 def tt_apply(x: Tensor, cores: Sequence[Tensor]) -> Tensor:
     """Multiplies rows by the transposed matrix, core by core, without building it.
 
-    Starts at the end of the chain where that costs less. Gradients flow to rows and cores.
+    Starts at the end of the chain where that costs less. Gradients flow to rows and cores. Rows
+    narrower than J are padded with zeros; outputs include padding.
 
-    Args:
-        x: Rows; narrower ones than J are padded with zeros.  # (..., tokens, in)
-        cores: Cores. Those of a batch of matrices need rows that start with the same batch
-            dimensions.  # (..., R_{n-1}, I_n, J_n, R_n)
-
-    Returns:
-        Rows of all I outputs, padding included.  # (..., tokens, I)
+    # (..., tokens, in), (..., R_{n-1}, I_n, J_n, R_n) -> (..., tokens, I)
     """
     in_modes, out_modes, ranks = tt_shape(cores)
     batch = cores[0].shape[:-4]
@@ -283,12 +250,12 @@ def _stays(width: int, core: int) -> bool:
     return width >= WIDE or (width >= NARROW and core <= SMALL)
 
 
-def contract_macs(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+def contract_macs(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Counts the multiply-adds of `tt_apply` for one token."""
     return min(_apply_macs(in_modes, out_modes, ranks))
 
 
-def contract_moves(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+def contract_moves(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Counts the numbers that `tt_apply` gathers for one token where no gradients are wanted."""
     first, last = _apply_macs(in_modes, out_modes, ranks)
     bonds, moved = (1, *ranks, 1), 0
@@ -304,9 +271,7 @@ def contract_moves(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Seq
     return moved
 
 
-def _apply_macs(
-    in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]
-) -> tuple[int, int]:
+def _apply_macs(in_modes: Ints, out_modes: Ints, ranks: Ints) -> tuple[int, int]:
     """Multiply-adds for one token from the first core on, and from the last core on."""
     bonds = (1, *ranks, 1)
     first = last = 0
@@ -317,25 +282,12 @@ def _apply_macs(
     return first, last
 
 
-# ---------------------------------------------------------------- decomposing
-
-
-def tt_svd(
-    matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]
-) -> list[Tensor]:
+def tt_svd(matrix: Tensor, in_modes: Ints, out_modes: Ints, ranks: Ints) -> list[Tensor]:
     """Decomposes a dense matrix by successive truncated SVDs, without regard to any data.
 
-    Args:
-        matrix: Matrix W; where the modes are larger, zeros pad it.  # (out, in)
-        in_modes: Input modes J_1 to J_N.
-        out_modes: Output modes I_1 to I_N.
-        ranks: Inner ranks, clipped to what the shape admits.
+    Where the modes are larger, zeros pad it. The cores are float64 and of equal scale.
 
-    Returns:
-        Cores in float64, of equal scale.  # (R_{n-1}, I_n, J_n, R_n)
-
-    Raises:
-        FitError: The matrix holds NaN or infinity.
+    # (out, in) -> (R_{n-1}, I_n, J_n, R_n)
     """
     rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
     if not bool(torch.isfinite(matrix).all()):
@@ -350,13 +302,12 @@ def tt_svd(
         return balance_cores(list(tensor_train_matrix(tensor, bonds).factors))
 
 
-def bond_tails(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]) -> list[Tensor]:
+def bond_tails(matrix: Tensor, in_modes: Ints, out_modes: Ints) -> list[Tensor]:
     """Returns what a truncation at every bond cuts off, at every rank.  # (out, in)."""
     rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
     tensor = pad(matrix, (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
     count = len(in_modes)
-    pairs = [axis for n in range(count) for axis in (n, count + n)]
-    chain = tensor.permute(pairs)  # (I_1, J_1, I_2, J_2, ...)
+    chain = tensor.permute([axis for n in range(count) for axis in (n, count + n)])  # I_1, J_1, ...
     tails = []
     for n in range(1, count):
         values = torch.linalg.svdvals(chain.flatten(2 * n).flatten(0, 2 * n - 1))
@@ -378,10 +329,6 @@ def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
     cores = [core * (level / norm) for core, norm in zip(cores, norms, strict=True)]
     for _ in range(3):
         for n in range(len(cores) - 1):
-            ratio = (
-                cores[n + 1].flatten(1).norm(dim=1) / cores[n].flatten(0, 2).norm(dim=0)
-            ).sqrt()
-            ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
-            cores[n] = cores[n] * ratio
-            cores[n + 1] = cores[n + 1] / ratio[:, None, None, None]
+            left, right = balanced(cores[n].flatten(0, 2), cores[n + 1].flatten(1))
+            cores[n], cores[n + 1] = left.view_as(cores[n]), right.view_as(cores[n + 1])
     return cores

@@ -28,12 +28,6 @@ from torch import Tensor
 _ROWS = (1, 0, 2)  # memory order of (batch, rows, cols): rows outermost, batches side by side
 _FEATURES = (0, 2, 1)  # feature-major: batches outermost, rows innermost
 _STRIDED = (2, 0, 1)  # feature-major with interleaved batches
-_LOW = (torch.bfloat16, torch.float16)
-
-
-def _empty(shape: tuple[int, ...], order: tuple[int, ...], like: Tensor) -> Tensor:
-    memory = torch.empty([shape[axis] for axis in order], dtype=like.dtype, device=like.device)
-    return memory.permute([order.index(axis) for axis in range(3)])
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -66,8 +60,9 @@ def _apply(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
-    out = _empty((a.shape[0], a.shape[1], b.shape[2]), order, a)
-    if a.device.type == "cpu" and a.dtype in _LOW:
+    shape = (*a.shape[:2], b.shape[2])
+    out = a.new_empty([shape[axis] for axis in order]).permute([order.index(n) for n in range(3)])
+    if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         # Strided operands of low precision fall to loops that are hundreds of times slower.
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
     torch.bmm(a, b, out=out)
@@ -117,17 +112,11 @@ def rotate_strided(x: Tensor, blocks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stages:
-    """Shape of a staged rotation.
+    """Shape of a staged rotation."""
 
-    Attributes:
-        features: Width d of the rotated space.
-        block: Size b of the blocks; divides d.
-        count: Number of stages, contiguous and strided in turn.
-    """
-
-    features: int
-    block: int
-    count: int
+    features: int  # width d of the rotated space
+    block: int  # size b of the blocks; divides d
+    count: int  # stages, contiguous and strided in turn
 
     @property
     def groups(self) -> int:
@@ -152,10 +141,9 @@ _SQUARINGS, _TERMS = 6, 10
 def build_blocks(generators: Tensor, block: int) -> Tensor:
     """Builds the orthogonal blocks from their generators.  # (..., b (b - 1) / 2) -> (..., b, b).
 
-    Computed in float64, whatever the generators' dtype, by a Taylor series with scaling and
-    squaring. A fixed number of batched products serves all blocks at once, several times faster
-    than `torch.linalg.matrix_exp`, which sorts matrices by norm; exact to rounding up to norms
-    of about 10, far beyond what a fit reaches.
+    A Taylor series with scaling and squaring, in float64, is several times faster than
+    `torch.linalg.matrix_exp`, which sorts matrices by norm; exact to rounding up to norms of about
+    10, far beyond what a fit reaches.
     """
     rows, cols = torch.triu_indices(block, block, 1, device=generators.device)
     upper = generators.new_zeros(*generators.shape[:-1], block, block, dtype=torch.float64)
@@ -211,18 +199,14 @@ def rotate_back(x: Tensor, blocks: Tensor) -> Tensor:
 
     # (tokens, d), (stages, groups, b, b) -> (tokens, d)
     """
-    last_first = list(enumerate(blocks.unbind(0)))[::-1]
-    for index, stage in last_first:
-        if index % 2:
-            x = rotate_strided(x, stage.mT)
-        else:
-            x = slice_product(x, stage.mT, feature_major=index > 0)
+    for index, stage in reversed([*enumerate(blocks.mT)]):
+        inner = index > 0
+        x = rotate_strided(x, stage) if index % 2 else slice_product(x, stage, feature_major=inner)
     return x
 
 
 # Fixed p x p transforms Z for the mode-3 transform of the L-product.
-
-
+#
 # Everything is built in numpy and handed to torch at the very end, so that neither a default
 # device (models are built under `torch.device("meta")`) nor a default dtype can change a transform.
 Matrix = NDArray[np.float64]
@@ -245,8 +229,7 @@ def fixed_transform(kind: str, size: int, seed: int = 0) -> Tensor:  # (p, p)
     DFT is c_0 at 0, (c_k - i s_k) / sqrt(2) at k, the conjugate of that at p - k, and c_{p/2} at
     p/2. As a *real* Z it defines its own L-product; the t-product multiplies the complex numbers.
 
-    Neither a default device, nor a default dtype, nor any global random state changes it; the seed
-    is that of `random`. Z has the shape (p, p), float64, on the CPU, with Z Z^T = I.
+    The seed is that of `random`. Z has the shape (p, p), float64, on the CPU, with Z Z^T = I.
 
     Reference: arXiv:2603.05727, section 4.5 and section 5.2.
     """
@@ -255,7 +238,7 @@ def fixed_transform(kind: str, size: int, seed: int = 0) -> Tensor:  # (p, p)
 
 def check_transform(kind: str, size: int) -> str | None:
     """Says why a fixed transform cannot have so many slices; None if it exists."""
-    if kind in _POWER_OF_TWO and size.bit_count() != 1:
+    if kind in ("haar", "hadamard") and size.bit_count() != 1:
         return f"transform `{kind}` needs a power of two as number of slices, found {size}"
     return None
 
@@ -288,7 +271,6 @@ def _dft(size: int, seed: int) -> Matrix:
     return matrix
 
 
-_POWER_OF_TWO = frozenset({"haar", "hadamard"})
 _BUILDERS: dict[str, Callable[[int, int], Matrix]] = {
     "dct": lambda size, seed: scipy.fft.dct(np.eye(size), norm="ortho", axis=0),
     "identity": lambda size, seed: np.eye(size),

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.errors import FitError
-from tcompress.linalg.moments import safe_cholesky
-from tcompress.linalg.tensortrain import balance_cores, merge_cores, tt_shape, tt_to_matrix
+from tcompress.linalg.moments import descend, safe_cholesky
+from tcompress.linalg.tensortrain import Ints, balance_cores, merge_cores, tt_shape, tt_to_matrix
 
 # With all cores but one held, W is linear in that core, so its optimum solves a linear system. The
 # core is kept at the centre of an orthogonal chain: then that system is no worse conditioned than
@@ -42,21 +42,11 @@ def fit_tt(
 
     Without S the equations of a core separate over its output index, and one Cholesky
     factorisation solves them all. With S, with padded rows (which must not count) and for cores
-    too large to factor, a few steps of conjugate gradients take its place.
+    too large to factor, a few steps of conjugate gradients take its place. `cores` are the start,
+    at ranks that `clip_ranks` leaves alone; they may pad the matrix, by anything. A sweep goes to
+    the last core and back to the first. Cores come back in float64, of equal scale.
 
-    Args:
-        product: P = (dense weight) C.  # (out, in)
-        gram: G, damped; None for the identity.  # (in, in)
-        cores: Where to start, at ranks that `clip_ranks` leaves alone. Modes may be larger than the
-            matrix; what they add to it is free.  # (R_{n-1}, I_n, J_n, R_n)
-        sweeps: Passes to the last core and back to the first.
-        curvature: S, positive semidefinite; None for the identity.  # (out, out)
-
-    Returns:
-        Cores in float64, of equal scale and the shapes they had.
-
-    Raises:
-        FitError: The moments hold NaN or infinity, or are far from positive semidefinite.
+    # P (out, in), damped G (in, in), (R_{n-1}, I_n, J_n, R_n), S (out, out)
     """
     start = [core.detach().double() for core in cores]
     problem = TTProblem.of(product, gram, curvature, start)
@@ -85,21 +75,13 @@ def tt_loss(
 
 @dataclass(frozen=True)
 class TTProblem:
-    """What the cores are fitted to, float64.
+    """What the cores are fitted to, float64; no moment stands for the identity."""
 
-    Attributes:
-        product: P.  # (out, in)
-        gram: G, or None for the identity.  # (in, in)
-        curvature: S, or None for the identity.  # (out, out)
-        in_modes: Input modes, whose product may be larger than `in`.
-        out_modes: Output modes, whose product may be larger than `out`.
-    """
-
-    product: Tensor
-    gram: Tensor | None
-    curvature: Tensor | None
-    in_modes: tuple[int, ...]
-    out_modes: tuple[int, ...]
+    product: Tensor  # P  # (out, in)
+    gram: Tensor | None  # G  # (in, in)
+    curvature: Tensor | None  # S  # (out, out)
+    in_modes: tuple[int, ...]  # their product may be larger than `in`
+    out_modes: tuple[int, ...]  # likewise
 
     @classmethod
     def of(
@@ -151,9 +133,6 @@ class TTProblem:
         return self.weighted(matrix if self.gram is None else matrix @ self.gram)
 
 
-# ---------------------------------------------------------------- sweeping
-
-
 def orthogonalised(cores: Sequence[Tensor]) -> list[Tensor]:
     """Makes all cores but the first right-orthogonal; the matrix stays as it is."""
     cores = list(cores)
@@ -198,9 +177,6 @@ def _sweep(problem: TTProblem, cores: Sequence[Tensor]) -> list[Tensor]:
     return cores
 
 
-# ---------------------------------------------------------------- one core
-
-
 Solver = Callable[[Tensor], Tensor]
 
 
@@ -227,29 +203,9 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     residual = wanted - image(core)
     if bool(residual.norm() <= ROUNDING * wanted.norm()):
         return core  # what is left is rounding; where moments see nothing, steps along it are long
-    unseen = FLOOR * problem.scale
     steps = STEPS if problem.curvature is None else CURVED_STEPS
-    return _descend(core, residual, image, solve, unseen, steps)
-
-
-def _descend(
-    core: Tensor, residual: Tensor, image: Solver, solve: Solver, unseen: float, steps: int
-) -> Tensor:
-    """Preconditioned conjugate gradients; every step ends at the minimum along its direction."""
-    direction = solved = solve(residual)
-    first = slope = (residual * solved).sum()
-    for _ in range(steps):
-        turned = image(direction)
-        bend = (direction * turned).sum()
-        seen = bend > unseen * direction.square().sum()
-        if not (seen and slope > ENOUGH * first):
-            break
-        core = core + slope / bend * direction
-        residual = residual - slope / bend * turned
-        solved = solve(residual)
-        before, slope = slope, (residual * solved).sum()
-        direction = solved + slope / before * direction
-    return core
+    unseen = FLOOR * problem.scale
+    return descend(image, core, residual, solve, steps, enough=ENOUGH, unseen=unseen)
 
 
 def pull_back(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -341,24 +297,13 @@ def _with_outputs(solve: Solver, curvature: Tensor, left: Tensor, right: Tensor)
     return solve_both
 
 
-# What a fit of a tensor-train matrix costs, from its shape alone.
-
-
-def fit_macs(
-    in_modes: Sequence[int],
-    out_modes: Sequence[int],
-    ranks: Sequence[int],
-    *,
-    separates: bool = True,
-) -> float:
+def fit_macs(in_modes: Ints, out_modes: Ints, ranks: Ints, *, separates: bool = True) -> float:
     """Counts the multiply-adds of `fit_tt`, roughly."""
-    return SWEEPS * sum(
-        place.visits * place.macs(separates=separates)
-        for place in _places(in_modes, out_modes, ranks)
-    )
+    places = _places(in_modes, out_modes, ranks)
+    return SWEEPS * sum(place.visits * place.macs(separates=separates) for place in places)
 
 
-def fit_bytes(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> int:
+def fit_bytes(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Bytes of the largest normal matrix of `fit_tt`, its factor, and what it is made from."""
     places = list(_places(in_modes, out_modes, ranks))
     return 8 * max(2 * place.side**2 + place.half if place.is_small else 0 for place in places)
@@ -407,9 +352,7 @@ class _Place(NamedTuple):
         return total
 
 
-def _places(
-    in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]
-) -> Iterator[_Place]:
+def _places(in_modes: Ints, out_modes: Ints, ranks: Ints) -> Iterator[_Place]:
     bonds, last = (1, *ranks, 1), len(in_modes) - 1
     for n, (i, j) in enumerate(zip(out_modes, in_modes, strict=True)):
         before = prod(out_modes[:n]), prod(in_modes[:n])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 
 import torch
@@ -47,7 +48,7 @@ class Tucker(TuckerFactors):
         return self.left @ self.middles() @ self.right.mT
 
 
-def clip_bank_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
+def clip_shared_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
     """Lowers ranks to what the shape admits: beyond that they only add parameters."""
     clipped = (min(ranks[0], count), min(ranks[1], d_out), min(ranks[2], d_in))
     while True:
@@ -96,20 +97,14 @@ def fit_tucker(
     """Fits shared factors: higher-order orthogonal iteration, then alternating least squares.
 
     No update makes the objective larger. To let matrices count alike, divide both moments of each
-    by its scale. The columns of U, V and the mixing weights end orthonormal.
+    by its scale. The columns of U, V and the mixing weights end orthonormal. `start` rounds of
+    orthogonal iteration come first, then at most `sweeps` over all factors, each with at most
+    `inner` steps of conjugate gradients, until one explains too little more, relative to all.
 
-    Args:
-        products: P_l = W_l C_l.  # (n, out, d)
-        grams: G_l, damped; one matrix for all, or None for the identity.  # (n, d, d) or (d, d)
-        ranks: Cores r1, then columns of U and V; lowered to what the shape admits.
-        curvatures: S_l, damped, or None for the identity.  # (n, out, out) or (out, out)
-        sweeps: Most rounds over all factors.
-        tolerance: Stop where a round explains this little more, relative to all it explains.
-        inner: Most steps of conjugate gradients in an update; its normal matrix is never built.
-        start: Rounds of orthogonal iteration to start from.
+    # P_l = W_l C_l (n, out, d), damped G_l (n, d, d) or (d, d), S_l (n, out, out) or (out, out)
     """
     count, rows, cols = products.shape
-    ranks = clip_bank_ranks(count, rows, cols, ranks)
+    ranks = clip_shared_ranks(count, rows, cols, ranks)
     problem, outputs, inputs = _whitened(products, grams, curvatures)
     now = _started(problem, ranks, start)
     last = float("inf")
@@ -231,9 +226,8 @@ def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
     factor = safe_cholesky(total)
 
     def apply(right: Tensor) -> Tensor:
-        if problem.grams is None:
-            return right @ total
-        return (problem.grams @ right @ squares).sum(0)
+        grams = problem.grams
+        return right @ total if grams is None else (grams @ right @ squares).sum(0)
 
     right = conjugate_gradients(
         apply,
@@ -306,8 +300,7 @@ def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
 # Layers of many sizes: one that is larger than the shared shape is cut into blocks of it, each with
 # mixing weights of its own.
 
-
-BANK_SWEEPS, BANK_STEPS = 12, 4
+SHARED_SWEEPS, SHARED_STEPS = 12, 4
 """Rounds over all factors, and steps of conjugate gradients for each in a round."""
 
 
@@ -324,10 +317,10 @@ class User:
         """The transposed weight: S and G change places."""
         return replace(self, weight=self.weight.mT, gram=self.curvature, curvature=self.gram)
 
-    def error(self, bank: TuckerFactors) -> float:
+    def error(self, factors: TuckerFactors) -> float:
         """The smallest error that mixing weights leave over, divided by the scale."""
-        mixing = fit_mixing(self._in_moments(self.weight), self.gram, bank, self.curvature)
-        missed = self.weight - mixed_weight(mixing, bank)
+        mixing = fit_mixing(self._in_moments(self.weight), self.gram, factors, self.curvature)
+        missed = self.weight - mixed_weight(mixing, factors)
         return float(self._in_moments(missed).mul(missed).sum()) / self.scale
 
     def _in_moments(self, weight: Tensor) -> Tensor:
@@ -349,10 +342,11 @@ def fit_tucker_factors(
         [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
     )
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
-    free = fit_tucker(weights, None, ranks, sweeps=BANK_SWEEPS, inner=BANK_STEPS)
+    fit = partial(fit_tucker, ranks=ranks, sweeps=SHARED_SWEEPS, inner=SHARED_STEPS)
+    free = fit(weights, None)
     if all(user.gram is None and user.curvature is None for user in users):
         return free
-    curvatures, grams = (_moments_of_blocks(users, block, side) for side in (0, 1))
+    curvatures, grams = (_moments_of_blocks(users, block, axis) for axis in (0, 1))
     # The start weighs matrices by what stands before them, not by the size of their moments.
     for moments in (curvatures, grams):
         if moments is not None:
@@ -360,14 +354,12 @@ def fit_tucker_factors(
             moments /= level
             weights = weights * level.sqrt()
     products = weights if grams is None else weights @ grams
-    aware = fit_tucker(
-        products, grams, ranks, curvatures=curvatures, sweeps=BANK_SWEEPS, inner=BANK_STEPS
-    )
-    return min((aware, free), key=lambda bank: sum(user.error(bank) for user in users))
+    aware = fit(products, grams, curvatures=curvatures)
+    return min((aware, free), key=lambda found: sum(user.error(found) for user in users))
 
 
 def fit_mixing(
-    product: Tensor, gram: Tensor | None, bank: TuckerFactors, curvature: Tensor | None = None
+    product: Tensor, gram: Tensor | None, factors: TuckerFactors, curvature: Tensor | None = None
 ) -> Tensor:
     """Fits the mixing weights of one layer to given shared factors: closed form.
 
@@ -375,7 +367,7 @@ def fit_mixing(
 
     # (m * a, q * b), (q * b, q * b), (m * a, m * a) -> (m, q, r1)
     """
-    left, right, cores = bank.left, bank.right, bank.cores
+    left, right, cores = factors.left, factors.right, factors.cores
     kernels = _between(gram, right, product.shape[1])  # (q, q, r3, r3)
     if curvature is None:  # rows of the grid do not see each other, and are all alike
         sights = (left.mT @ left)[None, None]
@@ -395,9 +387,10 @@ def fit_mixing(
     return torch.cholesky_solve(flat_wanted, safe_cholesky(normal)).mT.reshape(wanted.shape)
 
 
-def mixed_weight(mixing: Tensor, bank: TuckerFactors) -> Tensor:
+def mixed_weight(mixing: Tensor, factors: TuckerFactors) -> Tensor:
     """Returns the weight of one layer.  # (..., m, q, r1) -> (..., m * a, q * b)."""
-    blocks = bank.left @ mixed_cores(mixing, bank.cores) @ bank.right.mT  # (..., m, q, a, b)
+    middles = mixed_cores(mixing, factors.cores)
+    blocks = factors.left @ middles @ factors.right.mT  # (..., m, q, a, b)
     return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
@@ -415,25 +408,24 @@ def _grid(weight: Tensor, block: tuple[int, int]) -> Tensor:
 def _between(moment: Tensor | None, factor: Tensor, width: int) -> Tensor:
     """F^T G_ij F for all blocks i, j of a moment.  # (w, r) -> (width / w,) * 2 + (r, r)."""
     size = len(factor)
-    if moment is None:
-        moment = torch.eye(width, dtype=factor.dtype, device=factor.device)
+    moment = torch.eye(width).to(factor) if moment is None else moment
     return factor.mT @ _grid(moment, (size, size)) @ factor
 
 
-def _moments_of_blocks(users: Sequence[User], block: tuple[int, int], side: int) -> Tensor | None:
+def _moments_of_blocks(users: Sequence[User], block: tuple[int, int], axis: int) -> Tensor | None:
     """Moments of the rows (0) or columns (1) of all blocks, or None.  # (n, w, w)."""
-    if all((user.gram if side else user.curvature) is None for user in users):
+    moments = [(user.curvature, user.gram)[axis] for user in users]
+    if all(moment is None for moment in moments):
         return None
     found = []
-    for user in users:
-        width, weight = block[side], user.weight
-        moment = user.gram if side else user.curvature
+    for user, moment in zip(users, moments, strict=True):
+        width, weight = block[axis], user.weight
         if moment is None:
-            moment = torch.eye(weight.shape[side], dtype=weight.dtype, device=weight.device)
+            moment = torch.eye(weight.shape[axis]).to(weight)
         own = _grid(moment, (width, width)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
-        rows, columns = (size // edge for size, edge in zip(weight.shape, block, strict=True))
+        rows, columns = weight.shape[0] // block[0], weight.shape[1] // block[1]
         own = (
-            own[None].expand(rows, -1, -1, -1) if side else own[:, None].expand(-1, columns, -1, -1)
+            own[None].expand(rows, -1, -1, -1) if axis else own[:, None].expand(-1, columns, -1, -1)
         )
         found.append(own.flatten(0, 1))
     return torch.cat(found)

@@ -141,7 +141,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         sizes = (blocks, *cut.block)
         if budget is not None:  # each pays in proportion to its size
             budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
-        cores, *ranks = linalg.clip_bank_ranks(*sizes, _shared_ranks(spec, sizes, budget))
+        cores, *ranks = linalg.clip_shared_ranks(*sizes, _shared_ranks(spec, sizes, budget))
         return TuckerLayout(
             **site.widths,
             ranks=tuple(ranks),
@@ -255,8 +255,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         middles = left * right * (left + right)
         plain = a * b * (left + right) + middles
         seen = a * a * left + b * b * right + middles
-        step = 2 * linalg.BANK_STEPS * seen if calibrated else 0
-        flops = 2.0 * linalg.BANK_SWEEPS * layout.blocks * (plain + step)
+        step = 2 * linalg.SHARED_STEPS * seen if calibrated else 0
+        flops = 2.0 * linalg.SHARED_SWEEPS * layout.blocks * (plain + step)
         moments = 4 * (a * a + b * b) if calibrated else 0  # as they are, whitened, and on the way
         return FitCost(flops, 8 * layout.blocks * (6 * a * b + moments))
 

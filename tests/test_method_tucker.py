@@ -130,7 +130,7 @@ def missed(targets: list[Target], fitted: list[Target], layouts: list[TuckerLayo
     bank = KIND.fit_shared(fitted, layouts)
     total = 0.0
     for evaluation, target, layout in zip(targets, fitted, layouts, strict=True):
-        own = KIND.fit(replace(target, bank=bank), layout)
+        own = KIND.fit(replace(target, factors=bank), layout)
         gap = evaluation.weight - KIND.dense({**own, **bank}, layout)
         seen = gap if evaluation.curvature is None else evaluation.curvature @ gap
         scale = evaluation.scale if evaluation.curvature is None else 1.0
@@ -218,7 +218,7 @@ def test_feed_forward_weights_of_shared_heads_stand_alone(bert: SourceModel) -> 
     assert texts["up"] == texts["down"] == "tucker r=7"
     alone = planned(bert, "heads", None, method={"rank": [4, 16]})
     assert {item.role for item in alone.left} == {"up", "down"}
-    assert "no bank for it, and no `target`" in alone.left[0].reason
+    assert "no factors for it, and no `target`" in alone.left[0].reason
 
 
 def test_a_bank_is_counted_once(bert: SourceModel) -> None:

@@ -65,8 +65,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         self, layout: GraphLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
-        first = log(decay / (1 - decay))
-        values = {"decay": torch.full((layout.heads,), first)}
+        values = {"decay": torch.full((layout.heads,), log(decay / (1 - decay)))}
         if layout.weighted:
             values["coefficients"] = torch.ones(layout.filter_order, layout.heads)
         return values
@@ -81,10 +80,8 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         keys, order = k.shape[-2], layout.filter_order
         rows = _rows(q.shape[-2], keys, seen, k.device)
-        coefficients = tensors.get("coefficients")
-        if coefficients is None:
-            coefficients = v.new_ones(order, layout.heads)
-        coefficients = coefficients[:, None, :, None, None]
+        ones = v.new_ones(order, layout.heads)
+        coefficients = tensors.get("coefficients", ones)[:, None, :, None, None]
         own = v if rows is None else take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, seen, rows)

@@ -61,10 +61,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             raise Refusal(f"its tokens sit on a grid of {there} already: leave `fold` out")
         grid = () if spec.fold else spec.grid or base.grid
         if not grid and not spec.fold:
-            raise Refusal(
-                "its tokens sit on no grid that the config tells of: give `grid`, or for text "
-                "`fold`, the tokens in a row"
-            )
+            missing = "its tokens sit on no grid that the config tells of"
+            raise Refusal(f"{missing}: give `grid`, or for text `fold`, the tokens in a row")
         special = 0 if spec.fold else base.special
         if grid and base.tokens is not None and prod(grid) + special != base.tokens:
             raise Refusal(
@@ -91,8 +89,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     ) -> dict[str, Tensor]:
         values = {"scale": torch.zeros(self.tensors(layout)["scale"])}  # of its logarithm
         if layout.special:
-            first = log(prod(layout.grid) / layout.special)
-            values["gate"] = torch.full((layout.heads,), first)
+            values["gate"] = torch.full((layout.heads,), log(prod(layout.grid) / layout.special))
         return values
 
     def constants(self, layout: KroneckerLayout) -> Tensors:
@@ -120,16 +117,13 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, seen.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
-            raise DataError(
-                f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens met "
-                f"{q.shape[2]} tokens",
-                "give inputs of the size that the config of the model names",
-            )
+            grid = f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens"
+            hint = "give inputs of the size that the config of the model names"
+            raise DataError(f"{grid} met {q.shape[2]} tokens", hint)
         valid = None if tokens is None else tokens[:, special:]
         with as_they_are(q.device):
-            mixed = mix_grid(
-                q[:, :, special:], k[:, :, special:], v[:, :, special:], valid, tensors, layout
-            )
+            queries, keys, values = (x[:, :, special:] for x in (q, k, v))
+            mixed = mix_grid(queries, keys, values, valid, tensors, layout)
         if not special:
             return mixed
         keep = None if tokens is None else tokens[:, None, None]
@@ -138,9 +132,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             other = v[:, :, :1]
         else:
             few = None if keep is None else keep[..., :special]
-            other = scaled_dot_product_attention(
-                q[:, :, special:], k[:, :, :special], v[:, :, :special], attn_mask=few
-            )
+            seen_by_all = k[:, :, :special], v[:, :, :special]
+            other = scaled_dot_product_attention(q[:, :, special:], *seen_by_all, attn_mask=few)
         gate = tensors["gate"].sigmoid()[:, None, None]
         return torch.cat([first, torch.lerp(other, mixed, gate)], 2)
 

@@ -17,6 +17,7 @@ from tcompress.attention.replacement import (
     take_tokens,
 )
 from tcompress.errors import DataError, refuse_replica
+from tcompress.structures.modules.linear import empty_guard
 
 CHILD = "tc_attn"
 """Name of the replacement below the attention."""
@@ -110,9 +111,7 @@ class _Guarded(nn.Module):
 
     def __init__(self, **place: Any) -> None:
         super().__init__()
-        guard = torch.empty(0, **place)
-        guard._is_hf_initialized = True  # type: ignore[attr-defined]
-        self.register_buffer("weight", guard)
+        self.register_buffer("weight", empty_guard(**place))
 
 
 class UnusedProjection(_Guarded):

@@ -88,11 +88,9 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
     ) -> Tensor:
         tokens, length = q.shape[2], layout.length
         if tokens > length or k.shape[2] != tokens:
-            raise DataError(
-                f"multilinear attention over {length} tokens met {tokens} queries and "
-                f"{k.shape[2]} keys",
-                f"cut inputs to {length} tokens",
-            )
+            met = f"met {tokens} queries and {k.shape[2]} keys"
+            hint = f"cut inputs to {length} tokens"
+            raise DataError(f"multilinear attention over {length} tokens {met}", hint)
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         valid = seen.tokens
         if valid is not None:

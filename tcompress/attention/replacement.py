@@ -57,19 +57,16 @@ class Visible:
         tokens = self.tokens
         if tokens is None:
             return None
-        known = not torch.compiler.is_compiling()
-        if known and not bool((tokens[:, 1:] & ~tokens[:, :-1]).any()):
+        if not torch.compiler.is_compiling() and not (tokens[:, 1:] & ~tokens[:, :-1]).any():
             return None
         return (~tokens).to(torch.uint8).argsort(dim=1, stable=True)
 
     def in_order(self, order: Tensor) -> Visible:
         """The same for tokens in another order, where all queries see the same."""
         tokens, first = self.tokens, self.first
-        if tokens is not None:
-            tokens = tokens.gather(1, order)[:, None, None]
-        if first is not None:
-            first = first.gather(1, order.expand(len(first), -1))
-        return Visible(tokens, first)
+        pairs = None if tokens is None else tokens.gather(1, order)[:, None, None]
+        texts = None if first is None else first.gather(1, order.expand(len(first), -1))
+        return Visible(pairs, texts)
 
     @classmethod
     def of(cls, mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Visible:
@@ -84,17 +81,13 @@ class Visible:
             return cls(None if alone else past(queries, keys, q.device)[None, None])
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
             found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise DataError(
-                f"an attention mask of {found} cannot be read",
-                'load the model with `attn_implementation="sdpa"`',
-            )
+            hint = 'load the model with `attn_implementation="sdpa"`'
+            raise DataError(f"an attention mask of {found} cannot be read", hint)
         if mask.dim() == 2:
             pairs = mask[:, None, None, -keys:] > 0
             return cls(pairs & past(queries, keys, q.device) if causal else pairs)
         mask = mask[:, :1, :, :keys]
-        if mask.dtype == torch.bool:
-            return cls(mask)
-        return cls(mask > HIDDEN if mask.is_floating_point() else mask > 0)
+        return cls(mask > (HIDDEN if mask.is_floating_point() else 0))
 
 
 def check_alike(mask: Tensor | None, seen: Visible) -> None:
@@ -259,19 +252,15 @@ def _counted(layout: ReplacementLayout, tokens: int) -> int:
     shapes = kind.tensors(layout).items()
     tensors = {name: torch.empty(shape, device=meta) for name, shape in shapes}
     tensors |= {name: tensor.to(meta) for name, tensor in kind.constants(layout).items()}
-    q, k = (
-        torch.empty(1, heads, tokens, layout.head_dim, device=meta)
-        for heads in (layout.heads, layout.key_heads)
-    )
+    counts, width = (layout.heads, layout.key_heads), layout.head_dim
+    q, k = (torch.empty(1, heads, tokens, width, device=meta) for heads in counts)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         try:
             kind.apply(q, k, k, tensors, layout, Visible())
         except RuntimeError as error:
-            raise ArtifactError(
-                f"sizes of an attention `{layout.mechanism}` do not go together: "
-                f"{message_of(error)}",
-                "convert the model again, or take `config.json` from a good copy",
-            ) from error
+            said = f"sizes of an attention `{layout.mechanism}` do not go together: "
+            hint = "convert the model again, or take `config.json` from a good copy"
+            raise ArtifactError(said + message_of(error), hint) from error
     return counter.get_total_flops() // 2
 
 

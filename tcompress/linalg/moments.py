@@ -16,8 +16,7 @@ from tcompress.errors import FitError
 # ``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
 
 
-SMALLEST, LARGEST = 1e-15, 1e15
-"""Numbers whose products, and sums of very many of them, float32 holds."""
+SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
 @dataclass(frozen=True)
@@ -95,28 +94,20 @@ def centre_of(rows: Tensor) -> Tensor:
 
 
 class MomentSums:
-    """Accumulates moments over batches of token rows, products in float32, sums in float64.
-
-    All sums are about the means of the first batch.
-    """
+    """Accumulates moments of token rows in float64, about the means of the first batch."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(3, features, features, dtype=torch.float64, device=device)
         self._means = torch.zeros(2, features, dtype=torch.float64, device=device)
         self._centres = torch.zeros(2, features, device=device)
-        self._rows = 0
-
-    @property
-    def rows(self) -> int:
-        """Token rows seen so far."""
-        return self._rows
+        self.rows = 0  # of tokens, so far
 
     def add(self, dense: Tensor, new: Tensor) -> None:
         """Adds paired rows x of the dense and x' of the compressed model.  # (tokens, d)."""
         if not len(dense):
             return
         dense, new = dense.float(), new.float()
-        if not self._rows:
+        if not self.rows:
             self._centres = torch.stack([centre_of(new), centre_of(dense)])
         new, dense = new - self._centres[0], dense - self._centres[1]
         self._sums[0] += row_products(new, new)
@@ -124,32 +115,28 @@ class MomentSums:
         self._sums[2] += row_products(dense, dense)
         self._means[0] += new.sum(0, dtype=torch.float64)
         self._means[1] += dense.sum(0, dtype=torch.float64)
-        self._rows += len(dense)
+        self.rows += len(dense)
 
     def moments(self, *, centred: bool) -> Moments:
-        """Returns the moments so far; centred for layers whose bias takes the shift of the means.
-
-        Raises:
-            FitError: No rows were added, or they hold NaN or infinity.
-        """
-        if not self._rows:
+        """Returns the moments so far; `centred` where a bias takes the shift of the means."""
+        if not self.rows:
             raise FitError("no calibration rows reached this layer")
         if not bool(torch.isfinite(self._sums).all()):
             raise FitError(
                 "calibration activations hold NaN or infinity",
                 "repair the checkpoint, or convert this model without data: `--calib none`",
             )
-        shifts = self._means / self._rows
+        shifts = self._means / self.rows
         means = shifts + self._centres.double()
         pairs = ((0, 0), (1, 0), (1, 1))
         parts = []
-        for found, (one, two) in zip(self._sums / self._rows, pairs, strict=True):
+        for found, (one, two) in zip(self._sums / self.rows, pairs, strict=True):
             parts.append(found - torch.outer(shifts[one], shifts[two]))
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else torch.zeros_like(means)
         gram, cross, dense = parts
-        return Moments(gram, cross, dense, mean, dense_mean, self._rows)
+        return Moments(gram, cross, dense, mean, dense_mean, self.rows)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

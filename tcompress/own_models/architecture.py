@@ -21,13 +21,7 @@ from tcompress.models import SourceModel, resolve
 from tcompress.models.model import registered_classes
 from tcompress.options.steps import Architecture, Words
 
-SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 """Words that stand for something else, in the order of their numbers from 0."""
 
 
@@ -43,9 +37,8 @@ def word_tokenizer(words: Words, segments: bool = False) -> Any:
     made = Tokenizer(models.WordLevel(unk_token=SPECIAL["unk_token"]))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=words.size, special_tokens=list(SPECIAL.values()), show_progress=False
-    )
+    options: Any = {"vocab_size": words.size, "special_tokens": list(SPECIAL.values())}
+    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
     made.train_from_iterator(_texts(words), trainer)
     if made.get_vocab_size() <= len(SPECIAL):
         raise DataError(f"`{words.words}` holds no words", hint="give other data, or `builtin`")
@@ -73,7 +66,6 @@ def _texts(words: Words) -> Iterator[str]:
 
 
 _OWN = ("num_labels", "tie_word_embeddings")  # of every configuration, beside its fields
-_NUMBERS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
 
 class _Folder:
@@ -101,9 +93,8 @@ def open_architecture(
     bare = _built(kind, {}, problems=[])
     model_class = _model_class(bare, names, problems)
     if problems:
-        raise RecipeError(
-            "; ".join(problems), "the documentation of Transformers lists the keys of each family"
-        )
+        hint = "the documentation of Transformers lists the keys of each family"
+        raise RecipeError("; ".join(problems), hint)
     segments = sizes.get("type_vocab_size", getattr(bare, "type_vocab_size", 0)) > 1
     tokenizer = _tokenizer(architecture.tokenizer, token, segments)
     config = _built(kind, {**_from_tokenizer(bare, tokenizer, sizes), **sizes}, problems)
@@ -193,11 +184,10 @@ def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[s
         return {}
     words = said.get("vocab_size", len(tokenizer))
     found: dict[str, Any] = {"vocab_size": words}
-    for name in _NUMBERS:
-        if not hasattr(config, name):
-            continue
-        usual, number = getattr(config, name), getattr(tokenizer, name, None)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        usual, number = getattr(config, name, None), getattr(tokenizer, name, None)
         outside = isinstance(usual, int) and usual >= words
-        if number is not None or outside:  # a default beyond the vocabulary means no word
+        # A default beyond the vocabulary means no word.
+        if hasattr(config, name) and (number is not None or outside):
             found[name] = number
     return found

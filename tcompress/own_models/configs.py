@@ -66,20 +66,14 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         self.input_size, self.patch_size = list(self.input_size), list(self.patch_size)
         sizes = f"`input_size` {self.input_size}, `patch_size` {self.patch_size}"
         if len(self.input_size) != len(self.patch_size) or not self.input_size:
-            raise InputError(
-                f"{sizes} of a grid differ in their number of axes",
-                "give both one number for each axis",
-            )
+            hint = "give both one number for each axis"
+            raise InputError(f"{sizes} of a grid differ in their number of axes", hint)
         if any(p < 1 or n % p for n, p in zip(self.input_size, self.patch_size, strict=True)):
-            raise InputError(
-                f"{sizes}: patches do not fill the input",
-                "along each axis give a patch size that divides the input's",
-            )
+            hint = "along each axis give a patch size that divides the input's"
+            raise InputError(f"{sizes}: patches do not fill the input", hint)
         if self.hidden_size % self.num_attention_heads:
-            raise InputError(
-                f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}",
-                "choose `num_attention_heads` that divides `hidden_size`",
-            )
+            said = f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}"
+            raise InputError(said, "choose `num_attention_heads` that divides `hidden_size`")
         self._check_choice("stem", "linear", "convolution")
         self._check_choice("positions", "learnt", "rotary")
         halves = all(size & (size - 1) == 0 for size in self.patch_size)
@@ -100,12 +94,10 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
             )
 
     def _check_choice(self, key: str, *known: str) -> None:
-        if getattr(self, key) not in known:
-            raise InputError(
-                f"`{key}: {getattr(self, key)}` is not known; allowed are "
-                f"{' and '.join(f'`{name}`' for name in known)}",
-                f"leave it out for `{known[0]}`",
-            )
+        found, allowed = getattr(self, key), " and ".join(f"`{name}`" for name in known)
+        if found not in known:
+            said = f"`{key}: {found}` is not known; allowed are {allowed}"
+            raise InputError(said, f"leave it out for `{known[0]}`")
 
     @property
     def rotated(self) -> tuple[int, ...]:

@@ -32,15 +32,14 @@ from tcompress.errors import DataError, InputError
 from tcompress.own_models.configs import TCompressGridConfig
 from tcompress.own_models.text import SelfAttention
 
-_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
 
 class Convolutions(nn.Module):
     """Convolutions of stride 2 until a patch is one place (HOT, appendix on volumes)."""
 
     def __init__(self, config: TCompressGridConfig) -> None:
         super().__init__()
-        kind, steps = _CONVOLUTIONS[len(config.patch_size)], max(config.patch_size).bit_length() - 1
+        kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(config.patch_size) - 1]
+        steps = max(config.patch_size).bit_length() - 1
         widths = [max(1, config.hidden_size >> (steps - step)) for step in range(1, steps + 1)]
         self.activation = ACT2FN[config.hidden_act]
         self.layers = nn.ModuleList()
@@ -55,9 +54,6 @@ class Convolutions(nn.Module):
         for norm, layer in zip(self.norms, self.layers[1:], strict=True):
             states = layer(self.activation(norm(states)))
         return states.movedim(1, -1)
-
-
-_EPSILON = 1e-5  # added to a series' variance over its context
 
 
 class GridEmbeddings(nn.Module):
@@ -81,10 +77,8 @@ class GridEmbeddings(nn.Module):
         config = self.config
         expected, found = (config.num_channels, *config.input_size), tuple(grid_values.shape[1:])
         if found != expected:
-            raise DataError(
-                f"inputs have the shape {found}, the model takes {expected}",
-                "give inputs of the size that the config of the model names",
-            )
+            hint = "give inputs of the size that the config of the model names"
+            raise DataError(f"inputs have the shape {found}, the model takes {expected}", hint)
         convolved = config.stem == "convolution"
         states = self.projection(grid_values if convolved else patches(grid_values, config))
         for axis, table in enumerate(self.positions):
@@ -257,7 +251,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
         mean = spread = None
         if self.config.instance_norm:
             mean = past.mean(1, keepdim=True)
-            spread = (past.var(1, keepdim=True, correction=0) + _EPSILON).sqrt()
+            spread = (past.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
             past = (past - mean) / spread
         found = self.model(past.mT[:, None], **kwargs)
         rows = found.last_hidden_state.unflatten(1, self.config.grid).flatten(2)

@@ -54,9 +54,8 @@ class SelfAttention(nn.Module):
         )
         if turns is not None:
             query, key = turned(query, turns), turned(key, turns)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
+        kind = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         mixed, weights = attend(self, query, key, value, attention_mask, **kwargs)
@@ -149,9 +148,7 @@ class TCompressTextModel(TCompressTextPreTrainedModel):
     ) -> BaseModelOutput:
         """Reads texts; arguments are those of Transformers.  # (batch, tokens) of words."""
         states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=states, attention_mask=attention_mask
-        )
+        mask = create_bidirectional_mask(self.config, states, attention_mask)
         for layer in self.layers:
             states = layer(states, mask, **kwargs)
         return BaseModelOutput(last_hidden_state=states)
@@ -194,9 +191,8 @@ class TCompressTextForSequenceClassification(TCompressTextPreTrainedModel):
         """Classifies texts; `labels` are classes, or scores.  # (batch,)."""
         found = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
         logits = self.classifier(_mean(found.last_hidden_state, attention_mask))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        said = {"labels": labels, "pooled_logits": logits, "config": self.config}
+        loss = None if labels is None else self.loss_function(**said)
         return SequenceClassifierOutput(loss, logits, found.hidden_states, found.attentions)
 
 

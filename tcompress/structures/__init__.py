@@ -10,26 +10,12 @@ from tcompress.structures import lowrank as lowrank
 from tcompress.structures import lprod as lprod
 from tcompress.structures import tt as tt
 from tcompress.structures import tucker as tucker
-from tcompress.structures.base import (
-    Layout,
-    Refusal,
-    Site,
-    Spec,
-    Structure,
-    Target,
-    register,
-    structure,
-    structures,
-)
-
-__all__ = [
-    "Layout",
-    "Refusal",
-    "Site",
-    "Spec",
-    "Structure",
-    "Target",
-    "register",
-    "structure",
-    "structures",
-]
+from tcompress.structures.base import Layout as Layout
+from tcompress.structures.base import Refusal as Refusal
+from tcompress.structures.base import Site as Site
+from tcompress.structures.base import Spec as Spec
+from tcompress.structures.base import Structure as Structure
+from tcompress.structures.base import Target as Target
+from tcompress.structures.base import register as register
+from tcompress.structures.base import structure as structure
+from tcompress.structures.base import structures as structures

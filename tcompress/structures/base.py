@@ -154,7 +154,7 @@ class Target:
     weight: Tensor | None = None
     # Of an earlier fit to nearly the same target: a fit in steps goes on from it, and is no worse.
     start: Tensors = field(default_factory=dict)
-    bank: Tensors = field(default_factory=dict)  # the shared factors, float64, fitted before
+    factors: Tensors = field(default_factory=dict)  # the shared ones, float64, fitted before
     operators: Mapping[Side, Any] = field(default_factory=dict)  # built transforms
 
     def full_gram(self) -> Tensor:
@@ -209,11 +209,7 @@ class Structure(ABC, Generic[S, L]):
 
     @abstractmethod
     def layout(self, spec: S, site: Site, budget: int | None = None) -> L:
-        """Decides sizes for a site and, if it can fill one, a budget of parameters.
-
-        Raises:
-            Refusal: The structure cannot take these dimensions.
-        """
+        """Decides sizes for a site and, if it can fill one, a budget; or raises `Refusal`."""
 
     @abstractmethod
     def tensors(self, layout: L) -> Shapes:
@@ -245,7 +241,7 @@ class Structure(ABC, Generic[S, L]):
     def quick_fit(self, target: Target, layout: L) -> Tensor:
         """Returns what a budget judges by: a dense weight, no better than that of a fit."""
         fitted = self.fit(replace(target, curvature=None), layout)
-        return self.dense({**fitted, **target.bank}, layout)
+        return self.dense({**fitted, **target.factors}, layout)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""

@@ -107,13 +107,13 @@ class Transformed(ABC):
 
     @abstractmethod
     def transform(self, layout: Any, side: Side) -> Transform | None:
-        """Describes the transform of one side, if there is one."""
+        """Describes the transform of the input or output, if there is one."""
 
     @abstractmethod
     def fit_transform(
         self, targets: Sequence[Target], layout: Any, side: Side
     ) -> dict[str, Tensor]:
-        """Fits what one side stores for all layers that share it, float64."""
+        """Fits what a transform stores, for all layers that share it, float64."""
 
     @abstractmethod
     def encode(self, x: Tensor, operator: Any, layout: Any) -> Tensor:
@@ -125,13 +125,13 @@ class Transformed(ABC):
 
 
 def transform_of(layout: Layout, side: Side) -> Transform | None:
-    """Describes the transform of one side of a term, if there is one."""
+    """Describes the transform of a term's input or output, if there is one."""
     kind = structure(layout.structure)
     return kind.transform(layout, side) if isinstance(kind, Transformed) else None
 
 
 def transform_shapes(layout: Layout, side: Side) -> Shapes:
-    """Shapes of what is stored for one side of a term."""
+    """Shapes of what is stored for the transform of a term's input or output."""
     found = transform_of(layout, side)
     return {} if found is None else found.shapes
 
@@ -189,7 +189,7 @@ class CostsOther(ABC):
 
 
 def svd_flops(rows: int, columns: int) -> float:
-    """Floating-point operations of a truncated SVD and of the products around it, roughly."""
+    """Counts what a truncated SVD and the products around it take, roughly."""
     least = min(rows, columns)
     return 20.0 * least**3 + 4.0 * rows * columns * least
 
@@ -218,7 +218,7 @@ def macs_of(layout: Layout, tokens: int) -> Macs:
 
     x = torch.empty(tokens, layout.in_features, device="meta")
     into, out = (_operator(layout, side, x) for side in ("in", "out"))
-    tensors = _own(layout)
+    tensors = _all_tensors(layout)
     # With gradients a structure may take another way.
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         z = encoded(layout, x, into)
@@ -239,13 +239,13 @@ def lookup_macs(layout: Layout) -> int:
     kind = structure(layout.structure)
     if not isinstance(kind, LooksUp):
         return 0
-    index, tensors = torch.empty(1, dtype=torch.long, device="meta"), _own(layout)
+    index = torch.empty(1, dtype=torch.long, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        kind.rows(index, tensors, layout)
+        kind.rows(index, _all_tensors(layout), layout)
     return counter.get_total_flops() // 2
 
 
-def _own(layout: Layout) -> dict[str, Tensor]:
+def _all_tensors(layout: Layout) -> dict[str, Tensor]:
     """Empty tensors of a term, those that it shares among them."""
     shared, own = shared_of(layout), structure(layout.structure).tensors(layout)
     return _empty({**own, **(shared.shapes if shared else {})})

@@ -112,11 +112,8 @@ def apply_inverse(x: Tensor, operator: Operator) -> Tensor:
     return x if operator.blocks is None else linalg.rotate_back(x, operator.blocks)
 
 
-STEPS = 15
-"""Conjugate gradients with output moments: nearly all of the gain."""
-
-MORE_STEPS = 4
-"""From slices that were fitted before: sums fit a term often, to a target that hardly moves."""
+STEPS = 15  # of conjugate gradients with output moments: nearly all of the gain
+MORE_STEPS = 4  # from slices fitted before: sums fit a term often, to a target that hardly moves
 
 
 class LprodSpec(Spec):
@@ -184,7 +181,7 @@ class LprodLayout(Layout):
         return -(-self.out_features // self.p) * self.p
 
     def transform_of(self, side: Side) -> TransformLayout:
-        """Describes the transform on one side."""
+        """Describes the transform of the input or of the output."""
         features = self.padded_in if side == "in" else self.padded_out
         block = self.block_in if side == "in" else self.block_out
         return TransformLayout(self.transform, features, self.p, block, self.stages, self.seed)
@@ -314,8 +311,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         if target.curvature is not None and plain:
             gram = target.full_gram() if gram is None else gram
             curvature = _padded_gram(target.curvature, layout.padded_out)
-            if turn_out is not None:
-                curvature = _turned(curvature, turn_out)
+            curvature = curvature if turn_out is None else _turned(curvature, turn_out)
             before = target.start.get("slices")
             steps = STEPS if before is None else MORE_STEPS
             moments = (product, gram, layout.p, curvature)
@@ -337,8 +333,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             return shape.first()
         problems = []
         for target in targets:
-            moments = _padded(target.product, layout), _padded_gram(target.full_gram(), width)
-            problems.append(linalg.Problem(*moments, target.scale))
+            product, gram = _padded(target.product, layout), target.full_gram()
+            problems.append(linalg.Problem(product, _padded_gram(gram, width), target.scale))
         z, output = shape.tube_matrix(), side == "out"
         found = linalg.fit_rotation(problems, shape.rotation, count=layout.p, z=z, output=output)
         return {"generators": found}
@@ -361,7 +357,7 @@ def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tens
 
 
 def _padded(product: Tensor, layout: LprodLayout) -> Tensor:
-    """Extends W C to widths that p divides; outputs of layers that share a side may differ."""
+    """Extends W C to widths that p divides; those that share a transform may differ in outputs."""
     from torch.nn.functional import pad
 
     right, below = layout.padded_in - product.shape[1], -product.shape[0] % layout.p

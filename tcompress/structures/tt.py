@@ -39,15 +39,11 @@ IN_PLACE, GATHERED = 1.4, 2.2  # one of a contraction; with gradients all of it 
 COPY = 16  # one number that is moved
 ONCE = 3e6  # building a weight, however small
 
-
+# Sweeps without output moments, where others with them follow, and those; the latter take conjugate
+# gradients and cost several times as much.
 FIRST_SWEEPS, CURVED_SWEEPS = 2, 3
-"""Sweeps without output moments, where others with them follow, and those; the latter take
-conjugate gradients and cost several times as much."""
 FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
-
-
-PADDED = 0.01
-"""Share of a weight that may be padding: the zeros there cost next to nothing to fit."""
+PADDED = 0.01  # share of a weight that may be padding: zeros there cost next to nothing to fit
 
 
 class TTSpec(Spec):
@@ -64,9 +60,7 @@ class TTSpec(Spec):
         read=read_modes,
     )
     rank: PositiveInt | Modes | None = option(
-        None,
-        "inner ranks: one, or a list; `qtt` has 2 unless a budget says",
-        metavar="N|N,N,...",
+        None, "inner ranks: one, or a list; `qtt` has 2 unless a budget says", metavar="N|N,N,..."
     )
     tol: float | None = TOL
     apply: Way = option(
@@ -125,15 +119,9 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     layout_type = TTLayout
 
     def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
-        in_modes, out_modes = _modes(spec, site)
-        ranks = _ranks(spec, in_modes, out_modes, budget)
-        return TTLayout(
-            **site.widths,
-            in_modes=in_modes,
-            out_modes=out_modes,
-            ranks=linalg.clip_ranks(ranks, in_modes, out_modes),
-            apply=spec.apply,
-        )
+        into, out = _modes(spec, site)
+        ranks = linalg.clip_ranks(_ranks(spec, into, out, budget), into, out)
+        return TTLayout(**site.widths, in_modes=into, out_modes=out, ranks=ranks, apply=spec.apply)
 
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)
@@ -183,27 +171,20 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return _matrix(self._fitted(target, layout, 1), layout)
 
     def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
-        cores = linalg.tt_svd(_free_weight(target), *layout.shape)
-        if target.gram is not None or not _starts_at_optimum(layout):
-            sweeps = linalg.SWEEPS if target.curvature is None else FIRST_SWEEPS
-            cores = linalg.fit_tt(target.product, target.gram, cores, sweeps)
-        if target.gram is not None and target.weight is not None:
-            cores = self._no_worse(cores, target, layout)
-        if target.curvature is not None:
-            cores = linalg.fit_tt(
-                target.product, target.gram, cores, curved_sweeps, target.curvature
-            )
+        product, gram, curvature = target.product, target.gram, target.curvature
+        start = cores = linalg.tt_svd(_free_weight(target), *layout.shape)
+        near = _starts_at_optimum(layout)
+        if gram is not None or not near:
+            sweeps = linalg.SWEEPS if curvature is None else FIRST_SWEEPS
+            cores = linalg.fit_tt(product, gram, cores, sweeps)
+        if gram is not None and target.weight is not None and not near:
+            # In the rare case that the fit without data is better, the fit goes on from it.
+            free = linalg.fit_tt(target.weight, None, start)
+            one, two = (linalg.tt_loss(product, gram, found) for found in (cores, free))
+            cores = cores if bool(one <= two) else linalg.fit_tt(product, gram, free)
+        if curvature is not None:
+            cores = linalg.fit_tt(product, gram, cores, curved_sweeps, curvature)
         return cores
-
-    @staticmethod
-    def _no_worse(cores: list[Tensor], target: Target, layout: TTLayout) -> list[Tensor]:
-        """Starts from the fit without data instead, in the rare case that it is better."""
-        if _starts_at_optimum(layout):
-            return cores  # they started from it
-        assert target.weight is not None
-        free = linalg.fit_tt(target.weight, None, linalg.tt_svd(target.weight, *layout.shape))
-        one, two = (linalg.tt_loss(target.product, target.gram, found) for found in (cores, free))
-        return cores if bool(one <= two) else linalg.fit_tt(target.product, target.gram, free)
 
     def losses(self, target: Target, constant: float, layouts: Sequence[TTLayout]) -> list[float]:
         """Fits some sizes, and takes the others from what the SVDs of the chain cut off.
@@ -220,18 +201,13 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         whitened = linalg.whitened(target.product, *roots)
         tails = linalg.bond_tails(whitened, first.in_modes, first.out_modes)
         # What the ranks of each layout cut off, summed over the bonds.
-        cut_off = np.array(
-            [
-                sum(float(tail[rank]) for tail, rank in zip(tails, layout.ranks, strict=True))
-                for layout in layouts
-            ]
-        )
+        pairs = [zip(tails, layout.ranks, strict=True) for layout in layouts]
+        cut_off = np.array([sum(float(tail[rank]) for tail, rank in bonds) for bonds in pairs])
         places = [place for place in _fitted_sizes(layouts) if cut_off[place] > 0]
-        fits = (self.quick_fit(target, layouts[place]) for place in places)
-        ratios = [
-            predicted_loss(fit, target, constant) / cut_off[place]
-            for place, fit in zip(places, fits, strict=True)
-        ]
+        ratios = []
+        for place in places:
+            fitted = self.quick_fit(target, layouts[place])
+            ratios.append(predicted_loss(fitted, target, constant) / cut_off[place])
         scales = np.interp(np.arange(len(layouts)), places, ratios) if places else 0.0 * cut_off
         return [min(constant, float(loss)) for loss in scales * cut_off]
 
@@ -245,12 +221,10 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     def start(self, layout: TTLayout, generator: torch.Generator) -> dict[str, Tensor]:
         import torch
 
-        shapes = self.tensors(layout)
+        shapes = self.tensors(layout).items()
         paths = prod(layout.ranks)  # products that a weight is the sum of
         spread = (layout.in_features * paths) ** (-0.5 / len(shapes))
-        return {
-            name: torch.randn(shape, generator=generator) * spread for name, shape in shapes.items()
-        }
+        return {name: torch.randn(shape, generator=generator) * spread for name, shape in shapes}
 
 
 def _free_weight(target: Target) -> Tensor:
@@ -287,9 +261,8 @@ def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
             )
     order = spec.order or max(map(len, given.values()), default=2)
     defaults = linalg.matrix_modes(*widths, order)
-    in_modes, out_modes = (
-        given.get(width, modes) for width, modes in zip(widths, defaults, strict=True)
-    )
+    pairs = zip(widths, defaults, strict=True)
+    in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(
             f"the input {site.in_features} has {len(in_modes)} modes and "
@@ -308,10 +281,9 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
             raise Refusal(
                 f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
             )
-    if rank is None and spec.name == "qtt":
-        rank = 2
-    if rank is None:
+    if rank is None and spec.name != "qtt":
         raise Refusal("no rank is given: set `rank` or `target`")
+    rank = rank or 2
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
     if len(ranks) != bonds:
         has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"

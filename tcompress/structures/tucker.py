@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -114,13 +114,6 @@ class TuckerLayout(Layout):
         return rows // self.block[0], columns // self.block[1]
 
 
-class _Cut(NamedTuple):
-    """How a weight is cut into blocks."""
-
-    block: tuple[int, int]
-    turned: bool = False
-
-
 class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, CostsOther):
     """Cores between two factors, of one weight or of all that share factors."""
 
@@ -134,34 +127,25 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     layout_type = TuckerLayout
 
     def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
-        cut = _cut(spec.share, site)
-        blocks = sum(_blocks(spec.share, peer) for peer in site.sharing_sites)
-        if cut is None or blocks < 2:
+        block, turned = _cut(spec.share, site)
+        blocks = sum(_blocks(spec.share, other) for other in site.sharing_sites)
+        if block is None or blocks < 2:
             return _alone(spec, site, budget)
-        sizes = (blocks, *cut.block)
+        sizes = (blocks, *block)
         if budget is not None:  # each pays in proportion to its size
-            budget = budget * blocks * prod(cut.block) // (site.in_features * site.out_features)
+            budget = budget * blocks * prod(block) // (site.in_features * site.out_features)
         cores, *ranks = linalg.clip_shared_ranks(*sizes, _shared_ranks(spec, sizes, budget))
-        return TuckerLayout(
-            **site.widths,
-            ranks=tuple(ranks),
-            share=spec.share,
-            bank=site.role if spec.share == "layers" else spec.share,
-            cores=cores,
-            block=cut.block,
-            blocks=blocks,
-            turned=cut.turned,
-        )
+        name = site.role if spec.share == "layers" else spec.share
+        shared = {"share": spec.share, "bank": name, "cores": cores}
+        cut = {"block": block, "blocks": blocks, "turned": turned}
+        return TuckerLayout(**site.widths, ranks=tuple(ranks), **shared, **cut)
 
     def tensors(self, layout: TuckerLayout) -> Shapes:
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
         left, right = layout.ranks
-        return {
-            "u": (layout.out_features, left),
-            "core": (left, right),
-            "v": (layout.in_features, right),
-        }
+        shapes = (layout.out_features, left), (left, right), (layout.in_features, right)
+        return dict(zip(("u", "core", "v"), shapes, strict=True))
 
     def looks_up(self, layout: TuckerLayout) -> bool:
         return layout.bank is None
@@ -199,10 +183,14 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return FitCost(2.0 * each * (rows * columns) ** 2)
 
     def fit(self, target: Target, layout: TuckerLayout) -> dict[str, Tensor]:
+        product, gram, curvature = target.product, target.gram, target.curvature
         if layout.bank is not None:
-            return {"mix": _fit_mixing(target, layout)}
-        moments = (target.gram, layout.ranks[0], target.curvature)
-        left, right = linalg.fit_lowrank(target.product, *moments)
+            factors = _factors_of(target.factors)
+            product = product if curvature is None else curvature @ product
+            if layout.turned:  # tr(S W G W^T) = tr(G W^T S W): the moments change places
+                product, gram, curvature = product.mT, curvature, gram
+            return {"mix": linalg.fit_mixing(product, gram, factors, curvature)}
+        left, right = linalg.fit_lowrank(product, gram, layout.ranks[0], curvature)
         import torch
 
         u, outer = torch.linalg.qr(left)
@@ -216,19 +204,19 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
     def start(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
         widths = {"u": layout.ranks[0], "core": layout.ranks[1], "v": layout.in_features}
-        side = 0 if layout.turned else 1  # of the blocks, which the input of the layer meets
-        read = layout.grid[side] * layout.block[side]
+        axis = 0 if layout.turned else 1  # of the blocks, which the input of the layer meets
+        read = layout.grid[axis] * layout.block[axis]
         widths["mix"] = layout.cores * read / prod(layout.block) ** 0.5
         return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
-        cut = _cut(spec.share, site)
-        if cut is None:
+        block, _ = _cut(spec.share, site)
+        if block is None:
             return None
-        stack = re.sub(r"\.\d+", "", site.block)
         if spec.share == "heads":
-            return site.block, site.role.startswith("cross_"), cut.block
-        return stack, site.role if spec.share == "layers" else None, cut.block
+            return site.block, site.role.startswith("cross_"), block
+        stack = re.sub(r"\.\d+", "", site.block)
+        return stack, site.role if spec.share == "layers" else None, block
 
     def shared(self, layout: TuckerLayout) -> Shared | None:
         if layout.bank is None:
@@ -276,7 +264,8 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     if rank is None and budget is not None:
         rank = linalg.largest_rank(site.in_features + site.out_features, budget)
     if rank is None and spec.shares_factors:
-        raise Refusal(f"`share: {spec.share}` has no bank for it, and no `target` gives it a rank")
+        said = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
+        raise Refusal(said)
     if rank is None:
         raise Refusal("no rank is given: set `rank` or `target`")
     if rank < 1:
@@ -285,24 +274,24 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     return TuckerLayout(**site.widths, ranks=(rank, rank))
 
 
-def _cut(share: Share, site: Site) -> _Cut | None:
-    """How a weight is cut for shared factors; None where its shape or role does not fit one."""
+def _cut(share: Share, site: Site) -> tuple[Edges | None, bool]:
+    """The block that a weight is cut into, if one fits its shape and role, and whether turned."""
     out, into = site.out_features, site.in_features
     if share == "layers":
-        return _Cut((out, into))
+        return (out, into), False
     if share == "heads" and site.head is not None and site.side != "both":
         turned = site.side == "out"
         rows, columns = (into, out) if turned else (out, into)
-        return _Cut((site.head, columns), turned) if rows % site.head == 0 else None
+        return ((site.head, columns) if rows % site.head == 0 else None), turned
     if share == "model" and site.side != "both":
         width = into if site.side == "in" else out
-        return _Cut((width, width)) if out % width == 0 == into % width else None
-    return None
+        return ((width, width) if out % width == 0 == into % width else None), False
+    return None, False
 
 
 def _blocks(share: Share, site: Site) -> int:
-    cut = _cut(share, site)
-    return 0 if cut is None else site.in_features * site.out_features // prod(cut.block)
+    block, _ = _cut(share, site)
+    return 0 if block is None else site.in_features * site.out_features // prod(block)
 
 
 def _shared_ranks(
@@ -321,28 +310,15 @@ def _shared_ranks(
         return most, left, right
     if budget is None:
         raise Refusal("no rank is given: set `rank` or `target`")
-    found = [
-        ranks
-        for ranks in linalg.rank_ladder(most, rows, columns)
-        if linalg.tucker_parameters(*sizes, ranks) <= budget
-    ]
+    ladder = linalg.rank_ladder(most, rows, columns)
+    found = [ranks for ranks in ladder if linalg.tucker_parameters(*sizes, ranks) <= budget]
     if not found:
-        raise Refusal(f"the budget of {budget} parameters does not pay for a bank of rank 1")
+        raise Refusal(f"the budget of {budget} parameters does not pay for factors of rank 1")
     return found[-1]
 
 
 def _factors_of(tensors: Tensors) -> linalg.TuckerFactors:
     return linalg.TuckerFactors(tensors["u"], tensors["cores"], tensors["v"])
-
-
-def _fit_mixing(target: Target, layout: TuckerLayout) -> Tensor:
-    factors = _factors_of(target.bank)
-    product, gram, curvature = target.product, target.gram, target.curvature
-    if curvature is not None:
-        product = curvature @ product
-    if layout.turned:  # tr(S W G W^T) = tr(G W^T S W): the moments change places
-        return linalg.fit_mixing(product.mT, curvature, factors, gram)
-    return linalg.fit_mixing(product, gram, factors, curvature)
 
 
 register(TuckerForm())

@@ -26,7 +26,7 @@ class Case:
         outputs: Width of the output.
         side: Placement by role.
         budget: Parameters that may be spent.
-        sharing_sites: Number of like sites that share a bank with this one, itself included.
+        sharing_sites: Number of like sites that share factors with this one, itself included.
         exact: Whether the layout holds every weight of its size.
         optimal: Whether the fit is the optimum of its class.
     """
@@ -268,10 +268,10 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
         (_tucker("no-rank"), _NO_RANK),
         (_tucker("small-budget", budget=40), _too_small(40, "rank 1")),
         (_tucker("alone", share="heads", rank=4),
-         "`share: heads` has no bank for it, and no `target` gives it a rank"),
+         "`share: heads` has no factors for it, and no `target` gives it a rank"),
         (_tucker("no-shared-rank", share="layers", sharing_sites=2), _NO_RANK),
         (_tucker("small-bank", share="layers", sharing_sites=2, budget=20),
-         _too_small(40, "a bank of rank 1")),
+         _too_small(40, "factors of rank 1")),
         (_tucker("no-core", share="layers", rank=8, sharing_sites=2, budget=160),
          _too_small(320, "one core")),
     ],

@@ -277,7 +277,7 @@ def target_of(
     operators: Mapping[Side, object] = NO_OPERATORS,
 ) -> Target:
     """Returns what a single term is fitted to; without moments the data-free target."""
-    own: Any = {"bank": bank, "operators": operators}
+    own: Any = {"factors": bank, "operators": operators}
     if moments is None:
         return Target(weight, None, float(weight.square().sum()), **own)
     scale = float((weight @ moments.dense).mul(weight).sum())

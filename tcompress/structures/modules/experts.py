@@ -116,12 +116,7 @@ class StructuredExperts(nn.Module):
         return {item.parameter: item for item in children if isinstance(item, ExpertStack)}
 
     def rewrite(
-        self,
-        name: str,
-        parts: Sequence[PartLayout],
-        *,
-        transposed: bool = False,
-        **place: Any,
+        self, name: str, parts: Sequence[PartLayout], *, transposed: bool = False, **place: Any
     ) -> StructuredLinear:
         """Puts an empty structured stack in the place of one weight; takes a dtype and a device."""
         experts = len(getattr(self, name))
@@ -154,14 +149,11 @@ class StructuredExperts(nn.Module):
             hidden = activated(self, up.core([z[rows] for z in encoded]).masked_fill(empty, 0.0))
             weights = top_k_weights[rows, slots].unsqueeze(-1)
             terms = [down.applied(hidden)] if whole else down.terms(hidden)
-            if norm is not None:
-                terms = [norm(term) for term in terms]
-            if not totals:
-                totals = [term.new_zeros(x.shape[0], term.shape[-1]) for term in terms]
-            flat = rows.flatten()
+            terms = terms if norm is None else [norm(term) for term in terms]
+            totals = totals or [term.new_zeros(x.shape[0], term.shape[-1]) for term in terms]
             for index, term in enumerate(terms):
                 part = term.masked_fill(empty, 0.0) * weights.to(term.dtype)
-                totals[index] = totals[index].index_add(0, flat, part.flatten(0, 1))
+                totals[index] = totals[index].index_add(0, rows.flatten(), part.flatten(0, 1))
         if not totals:
             return torch.zeros_like(hidden_states)
         return totals[0] if whole else down.decode(totals)
@@ -196,7 +188,7 @@ class _Stack:
         return self.core([z.reshape(*x.shape[:2], -1) for z in self.encode(x)])
 
     def terms(self, hidden: Tensor) -> list[Tensor]:
-        """Applies all but the output side, which comes after the sum over experts."""
+        """Applies all but the output transform, which comes after the sum over experts."""
         if self._layer is None:
             return [hidden @ self._weight.mT]
         encoded = [z.reshape(*hidden.shape[:2], -1) for z in self._layer.encode(hidden)]

@@ -52,15 +52,12 @@ class CachedWeight:
     def current(self) -> Tensor | None:
         """Returns the weight, unless it is out of date; runs before every small product."""
         for owner, name, tensor, address, version in self._sources:
-            if (
-                owner.get(name) is not tensor
-                or tensor.data_ptr() != address
-                or (version is not None and tensor._version != version)
-            ):
+            if owner.get(name) is not tensor or tensor.data_ptr() != address:
                 return None
-        for side, changes in self._transforms:
-            if side.changes != changes:
+            if version is not None and tensor._version != version:
                 return None
+        if any(module.changes != changes for module, changes in self._transforms):
+            return None
         return self._weight
 
     def renew(self, modules: Sequence[nn.Module], build: Callable[[], Tensor]) -> Tensor | None:
@@ -104,13 +101,13 @@ def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
 
 
 def transform_name(parts: Sequence[PartLayout], side: Side, part: int, term: int) -> str:
-    """Names a side module: inputs are shared by all parts, outputs belong to one."""
+    """Names the module of a transform: inputs are shared by all parts, outputs belong to one."""
     middle = f"{parts[part].name}_" if side == "out" and len(parts) > 1 else ""
     return f"tc_{middle}{side}{term}"
 
 
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
-    """Shapes of a layer's own tensors, without its sides."""
+    """Shapes of a layer's own tensors, without its transforms."""
     lead = () if experts is None else (experts,)
     return {
         tensor_prefix(parts, index, term) + name: (*lead, *shape)
@@ -148,18 +145,13 @@ class StructuredLinear(nn.Module):
     Transformers stop on a checkpoint of this layer instead of loading noise; it also answers
     base models that read `weight.dtype`.
 
-    Args:
-        parts: Runs of output features, in order.
-        bias: Whether the layer has a bias.
-        input_of: Layer whose input transforms this one shares, if not its own.
-        readers: Number of layers that share this layer's input transforms.
-        factors: Shared factors that other layers own, by name; all else its terms need is its own.
-        experts: Number of experts, for weights stacked along a leading dimension.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
+    `input_of` is the layer whose input transforms this one shares, if not its own, which `readers`
+    layers share. `factors` belong to other layers; all else its terms need is its own. Weights of
+    `experts` are stacked along a leading dimension.
     """
 
     weight: Tensor
+    bias: nn.Parameter | None
     _kept: CachedWeight | None = None
 
     _replicate_for_data_parallel = refuse_replica
@@ -184,18 +176,15 @@ class StructuredLinear(nn.Module):
         for name, shape in own_shapes(self.parts, experts).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
-        self.register_parameter("bias", None)
-        if bias:
-            empty = torch.empty(self.out_features, dtype=dtype, device=device)
-            self.bias = nn.Parameter(empty)
+        empty = torch.empty(self.out_features, dtype=dtype, device=device)
+        self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
         for index, part in enumerate(self.parts):
             for term, layout in enumerate(part.terms):
-                for side in SIDES:
+                for side, count in zip(SIDES, (readers, 1), strict=True):
                     owned = side == "out" or (index == 0 and input_of is None)
                     if owned and transform_of(layout, side) is not None:
-                        count = readers if side == "in" else 1
                         module = TransformModule(layout, side, count, dtype, device)
                         self.add_module(transform_name(self.parts, side, index, term), module)
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
@@ -231,11 +220,11 @@ class StructuredLinear(nn.Module):
         found = []
         for term, layout in enumerate(self.parts[0].terms):
             module = self._input_transform(term)
-            if module is not None:
-                found.append(module(x, id(self)))
-            else:
+            if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
                 found.append(encoded(layout, rows.reshape(-1, self.in_features)))
+            else:
+                found.append(module(x, id(self)))
         return found
 
     def _input_transform(self, term: int) -> nn.Module | None:
@@ -258,7 +247,7 @@ class StructuredLinear(nn.Module):
         return results
 
     def decode(self, results: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Applies the output sides, sums the terms and puts the parts side by side."""
+        """Applies output transforms, sums the terms and puts the parts beside each other."""
         outputs = []
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
             terms = []
@@ -285,10 +274,9 @@ class StructuredLinear(nn.Module):
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
             return None
-        weight = kept.current()
+        weight, dtype = kept.current(), self.stored_dtype
         if weight is None:
-            accurate = torch.promote_types(self.stored_dtype, torch.float32)
-            dtype = self.stored_dtype
+            accurate = torch.promote_types(dtype, torch.float32)
             weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(dtype))
         return weight
 
@@ -297,7 +285,7 @@ class StructuredLinear(nn.Module):
         found: list[nn.Module | None] = [*self._modules.values()]
         if self._input_owner[0] is not self:
             found += [self._input_transform(term) for term in range(len(self.parts[0].terms))]
-        found += [bank for bank in self.factors.values() if bank not in found]
+        found += [module for module in self.factors.values() if module not in found]
         return [self, *(module for module in found if module is not None)]
 
     def train(self, mode: bool = True) -> StructuredLinear:
@@ -352,8 +340,9 @@ class StructuredLinear(nn.Module):
     def extra_repr(self) -> str:
         """Shows sizes and terms."""
         terms = " + ".join(layout.structure for layout in self.parts[0].terms)
-        bias = self.bias is not None
-        return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"
+        return (
+            f"in={self.in_features}, out={self.out_features}, {terms}, bias={self.bias is not None}"
+        )
 
 
 def keep_weights(model: nn.Module, keep: bool = True) -> int:

@@ -63,7 +63,7 @@ class TransformModule(nn.Module):
         self._last: tuple[weakref.ref[Tensor], Any, Tensor, set[int]] | None = None
 
     def operator(self, like: Tensor) -> Any:
-        """Builds what the side applies, or returns the one built from the same numbers before.
+        """Builds what is applied, or returns the one built from the same numbers before.
 
         Numbers are compared, not versions or addresses: fused optimizers change tensors without
         counting versions, and addresses are used again.
@@ -118,7 +118,7 @@ class TransformModule(nn.Module):
         return {**self.__dict__, "_built": None, "_last": None}
 
     def extra_repr(self) -> str:
-        """Shows the structure, the side and the number of readers."""
+        """Shows the structure, of which end the transform is, and the number of readers."""
         return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
 
 

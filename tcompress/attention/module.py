@@ -88,8 +88,8 @@ class ReplacementModule(nn.Module):
         if key not in self._constants:
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
-                made = self.kind.constants(self.layout)
-                self._constants[key] = {name: item.to(*key) for name, item in made.items()}
+                made = self.kind.constants(self.layout).items()
+                self._constants[key] = {name: item.to(*key) for name, item in made}
         return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:

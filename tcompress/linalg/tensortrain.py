@@ -318,9 +318,7 @@ def bond_tails(matrix: Tensor, in_modes: Ints, out_modes: Ints) -> list[Tensor]:
 def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
     """Gives neighbouring cores the same scale, bond index by bond index, where they meet.
 
-    Low precision and training need it. The matrix stays as it is.
-
-    # (R_{n-1}, I_n, J_n, R_n)
+    Low precision and training need it. The matrix stays as it is.  # (R_{n-1}, I_n, J_n, R_n)
     """
     norms = torch.stack([core.norm() for core in cores])
     if not bool((norms > 0).all()):

@@ -218,10 +218,8 @@ def _update_left(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
 def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
     """Solves sum_l G_l V (M_l^T U^T S_l U M_l) = sum_l (S_l P_l)^T U M_l for V, U^T U = I."""
     middles = now.middles()
-    seen = middles
-    if problem.curvatures is not None:
-        seen = now.left.mT @ problem.curvatures @ now.left @ middles
-    squares = middles.mT @ seen
+    sights = None if problem.curvatures is None else now.left.mT @ problem.curvatures @ now.left
+    squares = middles.mT @ (middles if sights is None else sights @ middles)
     total = squares.sum(0)
     factor = safe_cholesky(total)
 
@@ -250,12 +248,10 @@ class _Projected:
 
     @classmethod
     def of(cls, problem: _Problem, now: Tucker) -> _Projected:
-        kernels = sights = None
-        if problem.grams is not None:
-            kernels = now.right.mT @ problem.grams @ now.right
-        if problem.curvatures is not None:
-            sights = now.left.mT @ problem.curvatures @ now.left
-        return cls(now.left.mT @ problem.products @ now.right, kernels, sights)
+        left, right, grams, curvatures = now.left, now.right, problem.grams, problem.curvatures
+        kernels = None if grams is None else right.mT @ grams @ right
+        sights = None if curvatures is None else left.mT @ curvatures @ left
+        return cls(left.mT @ problem.products @ right, kernels, sights)
 
     def apply(self, middles: Tensor) -> Tensor:
         """U^T S_l U M_l V^T G_l V."""
@@ -338,9 +334,8 @@ def fit_tucker_factors(
     left to the mixing weights. Every weight is a multiple of the block.
     """
     blocks = [_grid(user.weight, block).flatten(0, 1) for user in users]
-    scales = torch.cat(
-        [own.new_full((len(own),), user.scale) for own, user in zip(blocks, users, strict=True)]
-    )
+    pairs = zip(blocks, users, strict=True)
+    scales = torch.cat([own.new_full((len(own),), user.scale) for own, user in pairs])
     weights = torch.cat(blocks) * scales.rsqrt()[:, None, None]
     fit = partial(fit_tucker, ranks=ranks, sweeps=SHARED_SWEEPS, inner=SHARED_STEPS)
     free = fit(weights, None)
@@ -369,9 +364,8 @@ def fit_mixing(
     """
     left, right, cores = factors.left, factors.right, factors.cores
     kernels = _between(gram, right, product.shape[1])  # (q, q, r3, r3)
-    if curvature is None:  # rows of the grid do not see each other, and are all alike
-        sights = (left.mT @ left)[None, None]
-    else:
+    sights = (left.mT @ left)[None, None]  # rows of the grid do not see each other, and are alike
+    if curvature is not None:
         sights = _between(curvature, left, product.shape[0])  # (m, m, r2, r2)
     flat = cores.flatten(1)
     # One row of the grid at a time: all products at once would take m q times the memory.

@@ -238,8 +238,8 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
                 "set `input_size` to [variables, time steps], `num_channels` to 1 and `horizon`",
             )
         self.model = TCompressGridModel(config)
-        inputs = config.grid[1] * config.hidden_size
-        self.head = nn.Linear(inputs, config.patch_size[0] * config.horizon)
+        outputs = config.patch_size[0] * config.horizon
+        self.head = nn.Linear(config.grid[1] * config.hidden_size, outputs)
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]

@@ -35,8 +35,8 @@ def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | 
     wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
     if all(one <= other for one, other in zip(wanted, given, strict=True)):
         return None
-    said = asked if isinstance(asked, int) else ", ".join(map(str, asked))
-    return f"{said} became {', '.join(map(str, given))}"
+    said = [asked] if isinstance(asked, int) else asked
+    return f"{', '.join(map(str, said))} became {', '.join(map(str, given))}"
 
 
 class Spec(Options):

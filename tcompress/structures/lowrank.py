@@ -95,8 +95,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        moments = (target.gram, layout.rank, target.curvature)
-        a, b = linalg.fit_lowrank(target.product, *moments)
+        a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:

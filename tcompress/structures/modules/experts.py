@@ -272,8 +272,7 @@ class _Product:
             fits = expert is not None or (x.dim() == 3 and len(x) == stack.copies)
             name = getattr(func, "__name__", "")
             if func is linear and fits and not weight._flipped:
-                bias = (*args, kwargs.get("bias"))[2]
-                made = stack.applied(x, expert)
+                made, bias = stack.applied(x, expert), (*args, kwargs.get("bias"))[2]
                 return made if bias is None else made + bias
             if name in ("matmul", "__matmul__", "bmm", "mm") and fits and weight._flipped:
                 return stack.applied(x, expert)

@@ -181,12 +181,10 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         shapes, width = self.tensors(layout), layout.head_dim
         core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
         core[..., 0] = torch.eye(layout.rank) / width
-        values = {"core": core}
-        for name in ("factor_q", "factor_k"):
-            values[name] = torch.eye(width, layout.rank).expand(shapes[name]).clone()
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
-        return {**values, "factor_s": factor}
+        whole = torch.eye(width, layout.rank).expand(shapes["factor_q"]).clone()
+        return {"core": core, "factor_q": whole, "factor_k": whole.clone(), "factor_s": factor}
 
     def centres_keys(self, layout: TamLayout) -> bool | None:
         if layout.core != "tucker" or layout.rank == layout.head_dim:

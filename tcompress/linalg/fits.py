@@ -71,7 +71,6 @@ def fit_conjugate_slices(target: Tensor, gram: Tensor | None, count: int) -> Ten
 # Its least-squares optimum is one regression per slice, so the optimum's value is a smooth function
 # of the transform, which is fitted first.
 
-
 SMALL = 512  # widths up to which a fit of a rotation is fastest on one thread
 
 

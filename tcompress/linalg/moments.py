@@ -15,7 +15,6 @@ from tcompress.errors import FitError
 # minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
 # ``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
 
-
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 

@@ -6,8 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, reduce
-from itertools import count as count_from
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ def balanced_modes(size: int, order: int) -> Modes:
     whose most even factorisation is not (a prime, twice a prime) gives the modes of the next size
     that has one. So from size 4 on at least two modes are larger than 1, whatever the size.
     """
-    for padded in count_from(size):  # ends at the next power of `order`, at the latest
+    for padded in count(size):  # ends at the next power of `order`, at the latest
         modes = min(_factorisations(padded, order), key=lambda found: (found[-1] / found[0], found))
         if modes[-1] ** order <= BALANCE**order * padded:
             return modes
@@ -115,11 +114,11 @@ def rank_for_budget(in_modes: Ints, out_modes: Ints, budget: int) -> int:
     """Finds the largest uniform rank, clipped at every position, that a budget pays for."""
     most = max(full_ranks(in_modes, out_modes), default=1)
 
-    def count(rank: int) -> int:  # grows with the rank
+    def price(rank: int) -> int:  # grows with the rank
         ranks = clip_ranks([rank] * (len(in_modes) - 1), in_modes, out_modes)
         return parameter_count(in_modes, out_modes, ranks)
 
-    return bisect_right(range(1, most + 1), budget, key=count)
+    return bisect_right(range(1, most + 1), budget, key=price)
 
 
 def _core_sizes(in_modes: Ints, out_modes: Ints) -> list[int]:
@@ -306,10 +305,10 @@ def bond_tails(matrix: Tensor, in_modes: Ints, out_modes: Ints) -> list[Tensor]:
     """Returns what a truncation at every bond cuts off, at every rank.  # (out, in)."""
     rows, columns = math.prod(out_modes) - len(matrix), math.prod(in_modes) - matrix.shape[1]
     tensor = pad(matrix, (0, columns, 0, rows)).reshape(*out_modes, *in_modes)
-    count = len(in_modes)
-    chain = tensor.permute([axis for n in range(count) for axis in (n, count + n)])  # I_1, J_1, ...
+    order = len(in_modes)
+    chain = tensor.permute([axis for n in range(order) for axis in (n, order + n)])  # I_1, J_1, ...
     tails = []
-    for n in range(1, count):
+    for n in range(1, order):
         values = torch.linalg.svdvals(chain.flatten(2 * n).flatten(0, 2 * n - 1))
         tails.append(pad(values.square().flip(0).cumsum(0).flip(0), (0, 1)))
     return tails

@@ -24,7 +24,6 @@ from torch import Tensor
 # (strides ``(1, tokens)``): between the stages of a rotation the feature-major form lets every
 # operand keep a unit stride, so that no stage copies anything.
 
-
 _ROWS = (1, 0, 2)  # memory order of (batch, rows, cols): rows outermost, batches side by side
 _FEATURES = (0, 2, 1)  # feature-major: batches outermost, rows innermost
 _STRIDED = (2, 0, 1)  # feature-major with interleaved batches

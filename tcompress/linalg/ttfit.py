@@ -20,7 +20,6 @@ from tcompress.linalg.tensortrain import Ints, balance_cores, merge_cores, tt_sh
 # core is kept at the centre of an orthogonal chain: then that system is no worse conditioned than
 # the moments themselves.
 
-
 SIDE = 4096  # largest normal matrix that is factored
 ROOM = 2**26  # most numbers in a tensor made on the way to it
 SWEEPS = 4  # passes over the cores

@@ -19,7 +19,6 @@ from tcompress.linalg.moments import conjugate_gradients, safe_cholesky
 #
 # by turns over U, V, the cores and the mixing weights, each a linear least-squares problem.
 
-
 Ranks = tuple[int, int, int]
 TIGHT = 1e-9  # relative residual at which an update counts as solved
 

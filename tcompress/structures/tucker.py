@@ -253,7 +253,7 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         if found is None:
             return {}
         (a, b), (left, right) = layout.block, layout.ranks
-        # Mixing weights know from which side their blocks are read.
+        # Mixing weights know whether rows or columns of their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
         return random_tensors(found.shapes, generator, widths)
 
@@ -263,11 +263,10 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     rank = spec.rank if isinstance(spec.rank, int) and not spec.shares_factors else None
     if rank is None and budget is not None:
         rank = linalg.largest_rank(site.in_features + site.out_features, budget)
-    if rank is None and spec.shares_factors:
-        said = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
-        raise Refusal(said)
     if rank is None:
-        raise Refusal("no rank is given: set `rank` or `target`")
+        alone = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
+        usual = "no rank is given: set `rank` or `target`"
+        raise Refusal(alone if spec.shares_factors else usual)
     if rank < 1:
         raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
     rank = min(rank, *site.widths.values())

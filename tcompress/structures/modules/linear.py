@@ -282,7 +282,7 @@ class StructuredLinear(nn.Module):
 
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
-        found: list[nn.Module | None] = [*self._modules.values()]
+        found = [*self._modules.values()]
         if self._input_owner[0] is not self:
             found += [self._input_transform(term) for term in range(len(self.parts[0].terms))]
         found += [module for module in self.factors.values() if module not in found]

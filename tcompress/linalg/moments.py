@@ -170,9 +170,14 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Gives both factors of every rank-one term the same norm: low precision needs it."""
-    ratio = (right.norm(dim=-1) / left.norm(dim=-2)).sqrt()
-    ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
+    ratio = balancing_ratio(left, right)
     return left * ratio[..., None, :], right / ratio[..., :, None]
+
+
+def balancing_ratio(left: Tensor, right: Tensor) -> Tensor:
+    """What columns of a left and rows of a right factor are to be scaled by; 1 where one is 0."""
+    ratio = (right.norm(dim=-1) / left.norm(dim=-2)).sqrt()
+    return torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
 
 
 def fit_lowrank(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.errors import FitError
-from tcompress.linalg.moments import balanced
+from tcompress.linalg.moments import balancing_ratio
 
 # A matrix of I = I_1 ... I_N rows and J = J_1 ... J_N columns, both indexed with the last mode
 # fastest, is a chain of cores of shape (R_{n-1}, I_n, J_n, R_n) with R_0 = R_N = 1:
@@ -326,6 +326,7 @@ def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
     cores = [core * (level / norm) for core, norm in zip(cores, norms, strict=True)]
     for _ in range(3):
         for n in range(len(cores) - 1):
-            left, right = balanced(cores[n].flatten(0, 2), cores[n + 1].flatten(1))
-            cores[n], cores[n + 1] = left.view_as(cores[n]), right.view_as(cores[n + 1])
+            ratio = balancing_ratio(cores[n].flatten(0, 2), cores[n + 1].flatten(1))
+            cores[n] = cores[n] * ratio
+            cores[n + 1] = cores[n + 1] / ratio[:, None, None, None]
     return cores

@@ -17,7 +17,10 @@ from tcompress.conversion.estimate import estimate
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import bytes_of, parameters_of
+from tcompress.options.convert_options import (
+    bytes_of,
+    parameters_of,
+)
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.structures.modules.linear import StructuredLinear

@@ -25,7 +25,8 @@ from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.structures import structure
-from tcompress.structures.capabilities import LooksUp, lookup_macs
+from tcompress.structures.base import LooksUp
+from tcompress.structures.costs import lookup_macs
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tests.support.cli import run
 from tests.support.conversions import assert_wired, calibration, distance, make, outputs

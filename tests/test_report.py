@@ -15,7 +15,7 @@ import tcompress  # noqa: F401 - lets Transformers load converted models
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
 from tcompress.models import WeightStore
-from tcompress.models.tensor_files import SafetensorsShard
+from tcompress.models.store import SafetensorsShard
 from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.tree import ModelReport

@@ -20,7 +20,7 @@ from tcompress.models.model import draw_model
 from tcompress.options import Convert
 from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.planner import make_plan
-from tcompress.structures.capabilities import dense_of
+from tcompress.structures.base import dense_of
 from tests.support.conversions import OPTIONS, dense_weight, outputs, structured
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 from tests.support.structure_cases import Case, marked_cases

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.errors import SourceError
-from tcompress.models import WeightStore, tensor_files
+from tcompress.models import WeightStore
+from tcompress.models import store as weight_files
 from tests.support.checkpoints import refusal_of, save
 
 INDEX = "model.safetensors.index.json"
@@ -341,7 +342,7 @@ def test_a_torch_file_is_mapped_and_opened_anew_after_a_while(
 
     torch.save({"a": torch.ones(10), "b": torch.zeros(10)}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", load)
-    monkeypatch.setattr(tensor_files, "REOPEN_AFTER_BYTES", 80)
+    monkeypatch.setattr(weight_files, "REOPEN_AFTER_BYTES", 80)
     store = WeightStore.open(tmp_path)
     for _ in range(2):
         store.tensor("a")

@@ -20,16 +20,16 @@ from tcompress.errors import RecipeError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Refusal, Spec, Structure, register, structure, structures
-from tcompress.structures.base import predicted_loss
-from tcompress.structures.capabilities import (
+from tcompress.structures.base import (
     SIDES,
     SharesFactors,
     dense_of,
     first_operators,
-    macs_of,
+    predicted_loss,
     shared_of,
     transform_shapes,
 )
+from tcompress.structures.costs import macs_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.structure_cases import (
     CASES,

@@ -25,7 +25,7 @@ from tcompress.errors import ArtifactError, first_line, listed
 from tcompress.files import beside, write_text
 from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CALLED, MANIFEST
-from tcompress.models.tensor_files import DTYPES
+from tcompress.models.store import DTYPES
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.structures.modules.experts import child_of
 

@@ -21,7 +21,11 @@ from tcompress.attention.replacement import (
     take_tokens,
 )
 from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
-from tcompress.structures.base import Refusal, Shapes, Tensors
+from tcompress.structures.base import (
+    Refusal,
+    Shapes,
+    Tensors,
+)
 
 
 class GraphLayout(ReplacementLayout):

@@ -24,7 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import ReplacementSpec
-from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
+from tcompress.structures.base import (
+    Refusal,
+    Registry,
+    Shapes,
+    Tensors,
+)
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -297,7 +302,7 @@ AnyReplacementLayout = Annotated[SerializeAsAny[ReplacementLayout], BeforeValida
 
 
 _REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement")
-register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.named
+register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.__getitem__
 
 
 def replacement_of(spec: ReplacementSpec) -> AttentionReplacement[Any, Any]:
@@ -307,4 +312,4 @@ def replacement_of(spec: ReplacementSpec) -> AttentionReplacement[Any, Any]:
 
 def replacements() -> tuple[AttentionReplacement[Any, Any], ...]:
     """Returns all replacements in the order of registration."""
-    return tuple(_REPLACEMENTS)
+    return tuple(_REPLACEMENTS.values())

@@ -30,8 +30,7 @@ from tcompress.conversion.paused import (
 from tcompress.conversion.start import adapt
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
-from tcompress.hf.attention_hooks import SEED, install_attention
-from tcompress.hf.build import fill, install_layers, set_module
+from tcompress.hf.build import SEED, fill, install_attention, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import FactorsKey, LayerPlan, Plan

@@ -157,6 +157,7 @@ class _Job:
     progress: Progress
     data: CalibrationData | None = None
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
+    factors: SharedFactors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -181,7 +182,8 @@ class _Job:
                     depth = choose_blocks(*own)
                 place.keep_depth(depth)
             place.adopt(f"{depth.kept}-blocks")
-        self._cut(depth)
+        if depth is not None:
+            self._cut(depth)
         several = self.recipe.tries_methods and not self.recipe.chooses_depth
         answers = self._answers(place, several=several)
         if several and len(answers) > 1:
@@ -189,7 +191,7 @@ class _Job:
             place.keep_answers(answers)
         self._take(answers, place)
 
-    def _cut(self, depth: DepthPlan | None) -> None:
+    def _cut(self, depth: DepthPlan) -> None:
         self.source = cut_to(self.dense, depth)
         if depth is not self.plan.depth:
             self.inner = within(self.recipe, depth, self.dense)
@@ -265,7 +267,7 @@ class _Job:
             if known is None:
                 self.progress.stage(label, 1, "trial")
                 self.progress.advance(1, "")
-                job = replace(self, tables={})
+                job = replace(self, tables={}, factors={})
                 prepare(job, own)
                 known = job.fit_on_data(own, sampler_of(self.dense))
                 assert known is not None
@@ -276,7 +278,8 @@ class _Job:
         """Lays out what the one plan that was chosen writes."""
         [(name, plan)] = answers.items()
         place.adopt(name)
-        self.plan = with_depth(plan, self.plan.depth, self.dense)
+        depth = self.plan.depth
+        self.plan = plan if depth is None else with_depth(plan, depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
         self.outputs = Outputs.of(self.source, *parts)
@@ -323,8 +326,8 @@ class _Job:
         self._fit_embeddings(place)
         if self.source.seed is not None:
             own = (self.plan.layers, self.outputs.dtype_of, self.source.seed)
-            self.factors: SharedFactors = start_shared_factors(*own)
-        else:
+            self.factors = start_shared_factors(*own)
+        elif any(entry.own_factors for entry in self.plan.layers):
             parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
             fitter = SharedFactorsFitter(self.source, self.recipe, *parts)
             self.factors = fitter.run(self.progress)

@@ -29,9 +29,8 @@ from tcompress.conversion.candidates import (
 )
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
-from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
+from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
-from tcompress.conversion.whole_model_fits import damped_inputs
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.models import SourceModel, read_finite

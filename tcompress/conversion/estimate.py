@@ -27,15 +27,13 @@ from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_b
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import alone_of
-from tcompress.structures.base import structure
-from tcompress.structures.capabilities import (
+from tcompress.structures.base import (
     SIDES,
-    FitCost,
     SharesFactors,
-    fit_cost,
-    svd_flops,
+    structure,
     transform_shapes,
 )
+from tcompress.structures.costs import FitCost, fit_cost, svd_flops
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
@@ -62,7 +60,7 @@ class Estimate(BaseModel):
 def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     """Estimates what a conversion will take; no weight is read."""
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
-    source = cut_to(source, plan.depth)
+    source = cut_to(source, plan.depth) if plan.depth else source
     tokens = _tokens(source, recipe.calibration)
     groups = clusters_of(plan.layers)
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]

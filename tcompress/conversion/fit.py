@@ -16,8 +16,8 @@ from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments, relative_error
 from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.base import Side
-from tcompress.structures.capabilities import (
+from tcompress.structures.base import (
+    Side,
     Transformed,
     decoded,
     dense_of,

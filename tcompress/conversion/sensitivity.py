@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 from tcompress.conversion.fit import is_finite
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
+from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import centre_of, row_products
 from tcompress.models import SourceModel
+from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles
-from tcompress.structures.modules.linear import channels_last
+from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 # Random directions of what the model is used for are propagated back through the dense model
 # (methods: Kronecker-factored Gauss-Newton curvature). For a linear layer with input x and with the
@@ -361,3 +363,16 @@ class _Watch:
         elif self._gradients and output.requires_grad:
             output.register_hook(arrived)
         self._called.add(name)
+
+
+def damped_inputs(
+    measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
+) -> dict[str, Tensor]:
+    """Returns damped input moments of layers that use shared factors, by planned name."""
+    return {
+        entries[name].name: damped_curvature(
+            own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows
+        )
+        for name, own in measured.items()
+        if own.rows and name in entries and factor_layouts(entries[name].parts)
+    }

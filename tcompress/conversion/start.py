@@ -14,13 +14,13 @@ from tcompress.attention.module import ReplacementModule
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.conversion.fit import FittedLayer, SharedFactors, owned_factors, shared_factors
 from tcompress.errors import FitError
-from tcompress.hf.attention_hooks import first_values
+from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
 from tcompress.roles import attentions_of
 from tcompress.structures import Layout, structure
-from tcompress.structures.capabilities import (
+from tcompress.structures.base import (
     SIDES,
     SharesFactors,
     dense_of,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from tcompress.conversion.fit import (
     is_finite,
 )
 from tcompress.conversion.outputs import Cluster, Outputs
-from tcompress.conversion.sensitivity import Sensitivity, input_moments
+from tcompress.conversion.sensitivity import damped_inputs, input_moments
 from tcompress.conversion.start import start_layer
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
@@ -32,7 +32,11 @@ from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.capabilities import LooksUp, SharesFactors, shared_of
+from tcompress.structures.base import (
+    LooksUp,
+    SharesFactors,
+    shared_of,
+)
 from tcompress.structures.modules.linear import factor_layouts
 
 # Tables of word embeddings: what counts is how often a word occurs.
@@ -211,7 +215,7 @@ class SharedFactorsFitter:
                     if shared is not None:
                         key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                         uses.setdefault(key, []).append((entry, layout, rows))
-        stored = self.place.factors() if uses else {}
+        stored = self.place.factors()
         if stored is not None:
             return stored
         if self.data is not None and not self.recipe.measures_sensitivity:
@@ -273,16 +277,3 @@ class SharedFactorsFitter:
         product = weight if gram is None else weight @ gram
         scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
         return Target(product, gram, scale, curvature, weight)
-
-
-def damped_inputs(
-    measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
-) -> dict[str, Tensor]:
-    """Returns damped input moments of layers that use shared factors, by planned name."""
-    return {
-        entries[name].name: damped_curvature(
-            own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows
-        )
-        for name, own in measured.items()
-        if own.rows and name in entries and factor_layouts(entries[name].parts)
-    }

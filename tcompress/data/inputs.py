@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.roles.attentions import text_positions
+from tcompress.roles.find import text_positions
 
 IGNORED = -100  # label of tokens that are not predicted
 

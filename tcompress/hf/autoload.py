@@ -57,7 +57,7 @@ def _register_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     def mix(*args: Any, **kwargs: Any) -> Any:
-        from tcompress.hf.attention_hooks import mix_tokens  # needs more of Transformers
+        from tcompress.hf.build import mix_tokens  # needs more of Transformers
 
         return mix_tokens(*args, **kwargs)
 

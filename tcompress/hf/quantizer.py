@@ -25,11 +25,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, verify_shapes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
-from tcompress.hf.attention_hooks import install_attention
-from tcompress.hf.build import install_forms, install_layers
+from tcompress.hf.build import install_attention, install_forms, install_layers
 from tcompress.models.keymap import KeyMap
 from tcompress.models.names import CALLED, METHOD, METHODS
-from tcompress.models.tensor_files import SafetensorsShard
+from tcompress.models.store import SafetensorsShard
 from tcompress.structures.modules.linear import StructuredLinear
 
 
@@ -202,7 +201,7 @@ def _require_all(
     Transformers would draw them at random, as it has to for a new head, and only print a note.
     What a user's own class has is not known, and poolers are often left out on purpose.
     """
-    from tcompress.models import SourceModel  # Transformers may be half loaded above
+    from tcompress.models.model import SourceModel  # Transformers may be half loaded above
 
     try:
         source = SourceModel.described(folder, stored, trusted)

@@ -26,8 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from tcompress.errors import SourceError, first_line, folder_content, read_settings
 from tcompress.models.keymap import KeyMap, check_weights
 from tcompress.models.names import ALIASES, METHODS, NO_GGUF, auxiliary_files, local_folder, resolve
-from tcompress.models.store import WeightStore
-from tcompress.models.tensor_files import Shard, TensorInfo
+from tcompress.models.store import Shard, TensorInfo, WeightStore
 
 
 def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:

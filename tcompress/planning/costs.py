@@ -14,11 +14,16 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.method_options import Budget
+from tcompress.options.convert_options import (
+    Budget,
+)
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
-from tcompress.structures.capabilities import shared_of, transform_shapes
+from tcompress.structures.base import (
+    shared_of,
+    transform_shapes,
+)
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 
@@ -78,8 +83,9 @@ def _low_rank(rank: int, site: Site) -> LowRankLayout:
 
 def kept_share(entry: LayerPlan, sharing: int) -> float:
     """Kept fraction of a layer, with its share of an input transform and of shared factors."""
-    shapes = (transform_shapes(term, "in").values() for term in entry.parts[0].terms)
-    inputs = sum(prod(shape) for own in shapes for shape in own)
+    inputs = 0
+    for term in entry.parts[0].terms:
+        inputs += sum(map(prod, transform_shapes(term, "in").values()))
     terms = [term for part in entry.parts for term in part.terms]
     factors = sum(map(_shared_cost, terms)) - sum(map(_shared_size, entry.own_factors.values()))
     return (entry.parameters + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters

@@ -35,10 +35,8 @@ def stacks_of(roles: Roles) -> Stacks:
     return tuple(found)
 
 
-def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan | None:
+def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
     """Plans which blocks stay; those that data will choose are stood in for by equal distances."""
-    if not recipe.changes_depth:
-        return None
     whole = stacks_of(roles_of(source))
     if not whole:
         raise PlanError("no blocks were found in this model, so none can be dropped")
@@ -150,14 +148,13 @@ def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
     return tuple(index * (blocks - 1) // (count - 1) for index in range(count))
 
 
-def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Convert:
+def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
     """What is asked of the blocks that stay; where data chose them, a fraction is one of all."""
     inner, budget = recipe.within_blocks, recipe.budget
     if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
-        assert depth is not None
         new = tuple(range(depth.blocks, depth.kept))
         inner = inner.model_copy(update={"attention_layers": new})
-    if depth is None or not recipe.chooses_depth or depth.kept == depth.blocks or budget is None:
+    if not recipe.chooses_depth or depth.kept == depth.blocks or budget is None:
         return inner
     cut = cut_to(source, depth)
     if budget.kind == "target":
@@ -171,18 +168,14 @@ def within(recipe: Convert, depth: DepthPlan | None, source: SourceModel) -> Con
     return inner.without_method if size_of(dense, cut, recipe) <= budget.limit else inner
 
 
-def cut_to(source: SourceModel, depth: DepthPlan | None) -> SourceModel:
-    """Describes the model with the blocks that are planned; the same model where all stay."""
-    if depth is None:
-        return source
+def cut_to(source: SourceModel, depth: DepthPlan) -> SourceModel:
+    """Describes the model with the blocks that are planned."""
     stacks = (stack for stack in depth.stacks if len(stack.kept) != stack.blocks)
     return cut_blocks(source, {stack.path: stack.kept for stack in stacks})
 
 
-def with_depth(plan: Plan, depth: DepthPlan | None, source: SourceModel) -> Plan:
+def with_depth(plan: Plan, depth: DepthPlan, source: SourceModel) -> Plan:
     """Completes the plan of a model that lost blocks, in which what was left is the dense one."""
-    if depth is None:
-        return plan
     model = source.keymap.model
     blocks = [model.get_submodule(block.name) for block in roles_of(source).blocks]
     total = sum(item.numel() for item in model.parameters())

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
-from tcompress.options.method_options import BudgetKind
-from tcompress.structures.base import Layout, Shapes
-from tcompress.structures.capabilities import (
+from tcompress.options.convert_options import (
+    BudgetKind,
+)
+from tcompress.structures.base import (
     SIDES,
-    lookup_macs,
-    macs_of,
+    Layout,
+    Shapes,
     shared_of,
     transform_shapes,
 )
+from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
     PartLayout,
     factor_layouts,

@@ -15,7 +15,6 @@ from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
-from tcompress.planning.module_sites import plan_attention, plan_embeddings, plan_forms, with_guard
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
@@ -23,12 +22,20 @@ from tcompress.planning.sites import (
     matches,
     named_outside,
     offered_by,
+    plan_attention,
+    plan_embeddings,
+    plan_forms,
     roles_of,
     structure_of,
+    with_guard,
 )
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
-from tcompress.structures.capabilities import SharesFactors, shared_of, transform_of
+from tcompress.structures.base import (
+    SharesFactors,
+    shared_of,
+    transform_of,
+)
 from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
 
@@ -333,7 +340,7 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
     """Plans a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
-    depth = plan_depth(recipe, source)
+    depth = plan_depth(recipe, source) if recipe.changes_depth else None
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
         check_patterns(recipe, source)
@@ -399,11 +406,12 @@ def regrouped(
         shared = list(_share_inputs(own))
         readers = {item.name: item.readers for item in shared}
         sharing = {item.key: readers[item.input_of or item.name] for item in shared}
-        large = [item for item in own if kept_share(item, sharing[item.key]) >= 1]
-        if not large:
+        small: list[LayerPlan] = []
+        for item in own:
+            (small if kept_share(item, sharing[item.key]) < 1 else left).append(item)
+        if len(small) == len(own):
             return shared, left
-        left += large
-        own = [item for item in own if item not in large]
+        own = small
 
 
 def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Which layers a recipe means, and which structures a method's options select."""
+"""Which layers, attentions and tables a recipe means, and what becomes of those outside layers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
+from tcompress.attention import BaseAttention, replacement_of
+from tcompress.attention.replacement import spec_name
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
-from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec
-from tcompress.roles import Layer, Roles, find_roles
-from tcompress.structures import Spec, Structure, structures
+from tcompress.options import Convert, Embeddings
+from tcompress.options.method_options import AutoSpec, lookup_methods
+from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, Left
+from tcompress.roles import Attention, Layer, Roles, attentions_of, find_roles
+from tcompress.roles.find import position_tables
+from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
+from tcompress.structures.base import LooksUp
+from tcompress.structures.modules.embedding import LookupScale
+from tcompress.structures.modules.linear import PartLayout
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:
@@ -167,3 +177,223 @@ def tied_to(source: SourceModel, path: str) -> tuple[str, ...]:
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     names = (target for target, owner in ties.items() if owner == f"{path}.weight")
     return tuple(name.removesuffix(".weight") for name in names)
+
+
+_NO_TYPES = (
+    "this model has no types of tokens, which tell the texts of a pair apart: both are taken as one"
+)
+_FUSED = (
+    "queries are part of a fused projection, which stays whole: their part is computed, and not "
+    "used"
+)
+
+
+@dataclass(frozen=True)
+class AttentionPlans:
+    """What becomes of the attentions of a model."""
+
+    entries: tuple[AttentionPlan, ...] = ()  # those that are replaced, in the order of the blocks
+    left: tuple[Left, ...] = ()  # those that stay, with the reason
+    unused: frozenset[str] = frozenset()  # runtime names of weights that are dropped
+    notes: tuple[str, ...] = ()  # what a user should know
+
+
+def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> AttentionPlans:
+    """Plans which attentions are replaced."""
+    if recipe.attention is None:
+        return AttentionPlans()
+    found = attentions_of(source.keymap.model, roles)
+    # Blocks are numbered as in the whole model.
+    numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in found]
+    asked = numbers if recipe.attention_layers is None else recipe.attention_layers
+    lost = [str(number) for number in asked if number not in numbers]
+    # Some of those asked for may be among the blocks that were dropped, but not all.
+    if lost and not (source.renumbered and len(lost) < len(asked)):
+        raise PlanError(
+            f"there is no attention in block {', '.join(lost)}",
+            f"blocks are numbered from 0 to {max(numbers)}" if numbers else None,
+        )
+    entries: list[AttentionPlan] = []
+    left: list[Left] = []
+    unused: set[str] = set()
+    for item, number in zip(found, numbers, strict=True):
+        if number not in asked:
+            continue
+        try:
+            entries.append(_attention(recipe, source, item))
+            dropped = replacement_of(recipe.attention).unused
+            unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
+        except Refusal as refusal:
+            facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
+            left.append(Left(role="attention", parameters=0, **facts))
+    if not entries:
+        name = spec_name(recipe.attention)
+        if not left:
+            raise PlanError(
+                f"no attention of this `{roles.family}` model is known, so that `{name}` cannot "
+                "take its place"
+            )
+        reasons = {item.reason: [n.name for n in left if n.reason == item.reason] for item in left}
+        lines = [f"  - {why}: {', '.join(f'`{n}`' for n in own)}" for why, own in reasons.items()]
+        raise PlanError(
+            f"`{name}` suits none of {len(left)} attentions:\n" + "\n".join(lines),
+            "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
+        )
+    kind = replacement_of(recipe.attention)
+    lengths = [item.tokens or item.longest for item in found]
+    longest = None if None in lengths else max(length for length in lengths if length)
+    notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
+    if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
+        notes.append(_NO_TYPES)
+    if kind.unused and not unused:
+        notes.append(_FUSED)
+    told = tuple(note for note in notes if note)
+    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), told)
+
+
+def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
+    """Stores a dense layer under another name where nothing else would stop plain Transformers."""
+    needed = not (rewritten or any(entry.unused for entry in entries))
+    return tuple(
+        entry if needed and index == 0 else entry.model_copy(update={"guard": None})
+        for index, entry in enumerate(entries)
+    )
+
+
+def _attention(recipe: Convert, source: SourceModel, item: Attention) -> AttentionPlan:
+    if item.reason is not None:
+        raise Refusal(item.reason)
+    assert recipe.attention is not None
+    kind = replacement_of(recipe.attention)
+    facts = {field.name: getattr(item, field.name) for field in fields(BaseAttention)}
+    layout = kind.layout(recipe.attention, BaseAttention(**facts))
+    prefix = source.keymap.checkpoint_prefix
+
+    def dense(layer: Layer) -> DenseLayer:
+        return DenseLayer(
+            name=prefix(layer.name),
+            role=layer.role,
+            in_features=layer.in_features,
+            out_features=layer.out_features,
+            bias=layer.bias,
+            transposed=layer.kind == "conv1d",
+        )
+
+    try:
+        output = dense(item.layers["o"])
+        return AttentionPlan(
+            name=prefix(item.name),
+            block=prefix(item.block),
+            layout=layout,
+            unused=tuple(dense(item.layers[r]) for r in kind.unused if r in item.layers),
+            guard=output,
+            like=output.name,
+        )
+    except SourceError as error:
+        raise Refusal(error.message) from error
+
+
+def plan_embeddings(
+    options: Embeddings | None, source: SourceModel, roles: Roles
+) -> tuple[LayerPlan, ...]:
+    """Plans the tables; one that several modules share is planned once."""
+    if options is None:
+        return ()
+    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
+    planned: list[LayerPlan] = []
+    lines = ""
+    for path in (path for path in roles.embeddings if f"{path}.weight" not in ties):
+        try:
+            planned.append(_embedding(options, source, path))
+        except Refusal as refusal:
+            lines += f"\n  - `{path}`: {refusal}"
+    if not planned:
+        raise PlanError(
+            f"no word embedding can be rewritten:{lines or ' the model has none'}",
+            "leave `embeddings` out of the recipe, or `--embeddings` out of the command",
+        )
+    return tuple(planned)
+
+
+def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan:
+    model = source.keymap.model
+    module = model.get_submodule(path)
+    users = (module, *map(model.get_submodule, tied_to(source, path)))
+    for user in users:
+        if type(user) is not nn.Linear and LookupScale.of(user) is None:
+            raise Refusal(f"`{type(user).__name__}` computes more than a table does")
+    try:
+        name = source.keymap.checkpoint_prefix(path)
+        keys = source.keymap.sources(f"{path}.weight")
+    except SourceError as error:
+        raise Refusal(error.message) from error
+    if keys.converter is not None or keys.keys != (f"{name}.weight",):
+        raise Refusal("the checkpoint stores it under another name, or in parts")
+    assert isinstance(module, nn.Embedding)
+    site = Site(module.embedding_dim, module.num_embeddings, "both", role="embedding", block=path)
+    kind = structure_of(options.method)
+    dense = site.in_features * site.out_features
+    budget = None if options.target is None else int(options.target * dense)
+    layout: Layout = kind.layout(options.method, site, budget)
+    if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
+        known = ", ".join(f"`{name}`" for name in lookup_methods())
+        raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
+    parts = (PartLayout(name="embedding", terms=(layout,)),)
+    entry = LayerPlan(
+        name=name, block="embeddings", role="embedding", kind="embedding", bias=False, parts=parts
+    )
+    if entry.parameters >= dense:
+        raise Refusal(f"it would not shrink: {entry.parameters / dense:.0%} of {dense:,}")
+    return entry
+
+
+def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
+    """Plans what `positions` and `norm` ask for."""
+    problems: list[str] = []
+    found: list[FormPlan] = []
+    p = int(getattr(recipe.method, "p", 1))
+    if recipe.positions != "host":
+        found += _positions(recipe, source, roles, p)
+        if not found:
+            problems.append(
+                f"`positions: {recipe.positions}` is about a table of positions for tokens of "
+                f"text, and this `{roles.family}` model has none"
+            )
+    if recipe.norm != "host":
+        norms = list(_norms(recipe, source, roles, p))
+        if not norms:
+            problems.append(
+                f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
+                f"this `{roles.family}` model have none"
+            )
+        found += norms
+    problems += [
+        f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
+        for entry in found
+        if entry.shape[-1] % p
+    ]
+    if problems:
+        raise PlanError("; ".join(problems), "leave `positions` or `norm` at `host`")
+    return tuple(found)
+
+
+def _positions(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+    inside = tuple(f"{block.name}." for block in roles.blocks)
+    for path, table, offset in position_tables(source.keymap.model):
+        if path.startswith(inside):
+            continue
+        try:
+            name = source.keymap.checkpoint_prefix(path)
+        except SourceError:
+            continue  # it has no place of its own in a checkpoint
+        shape, form = (table.num_embeddings, table.embedding_dim), recipe.positions
+        yield FormPlan(name=name, kind="positions", form=form, p=p, shape=shape, offset=offset)
+
+
+def _norms(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+    for block in roles.blocks:
+        shape = (block.layers[0].in_features,)
+        for path, module in source.keymap.model.get_submodule(block.name).named_modules():
+            if type(module) is nn.LayerNorm and tuple(module.normalized_shape) == shape:
+                name = source.keymap.checkpoint_prefix(f"{block.name}.{path}")
+                yield FormPlan(name=name, kind="norm", form=recipe.norm, p=p, shape=shape)

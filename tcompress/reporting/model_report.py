@@ -31,7 +31,7 @@ from tcompress.reporting.tree import (
     metric_key,
 )
 from tcompress.roles import Block, Roles, attentions_of, find_roles
-from tcompress.structures.capabilities import macs_of
+from tcompress.structures.costs import macs_of
 
 LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen
 

@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.roles.attentions import Attention, attentions_of
     from tcompress.roles.families import Block, Layer, Part, Refusal, Roles, supported_families
-    from tcompress.roles.find import find_roles
+    from tcompress.roles.find import Attention, attentions_of, find_roles
 
 __all__ = [
     "Attention",
@@ -26,7 +25,7 @@ __all__ = [
     "supported_families",
 ]
 
-_HOMES = {"Attention": "attentions", "attentions_of": "attentions", "find_roles": "find"}
+_HOMES = dict.fromkeys(("Attention", "attentions_of", "find_roles"), "find")
 
 
 def __getattr__(name: str) -> Any:

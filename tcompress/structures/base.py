@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+)
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +28,8 @@ from tcompress.fields import FRACTION, Options, option
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tcompress.structures.costs import FitCost
 
 TOL = option(
     None,
@@ -194,7 +206,7 @@ class Structure(ABC, Generic[S, L]):
     """One way of storing and applying a weight. Stateless; tensors are passed in.
 
     Eight methods say all that every structure has to: its sizes, how it is applied and what fits
-    it. What only some can do, such as sharing tensors, stands in `capabilities.py`.
+    it. What only some can do, such as sharing tensors, is a class of its own below.
     """
 
     name: ClassVar[str]
@@ -262,39 +274,193 @@ AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(
 """A layout of any registered structure, as it is read from a plan."""
 
 
-class Registry(Generic[T]):
-    """What was registered, by name, in order."""
+class Registry(dict[str, T]):
+    """What was registered, by name, in order; an unknown name is a `RecipeError`."""
 
     def __init__(self, what: str) -> None:
+        super().__init__()
         self._what = what
-        self._found: dict[str, T] = {}
 
     def add(self, item: T) -> None:
         """Adds a member, which has a `name` and a `spec` of its own."""
         name = item.name
         if not name.isidentifier() or name != name.lower():
             raise ValueError(f"{self._what} name `{name}` is not lower snake case")
-        if name in self._found or any(item.spec is other.spec for other in self):
+        if name in self or any(item.spec is other.spec for other in self.values()):
             raise ValueError(f"{self._what} `{name}` or its spec class is already registered")
-        self._found[name] = item
+        self[name] = item
 
-    def named(self, name: str) -> T:
-        """Looks a member up; an unknown name is a `RecipeError` that lists the known ones."""
-        if name in self._found:
-            return self._found[name]
-        close = difflib.get_close_matches(name, self._found, 1)
-        known = ", ".join(f"`{known}`" for known in self._found)
+    def __missing__(self, name: str) -> T:
+        close = difflib.get_close_matches(name, self, 1)
+        known = ", ".join(f"`{known}`" for known in self)
         hint = f"did you mean `{close[0]}`?" if close else None
         raise RecipeError(f"unknown {self._what} `{name}`; known are {known}", hint)
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._found.values())
-
 
 _STRUCTURES = Registry[Structure[Any, Any]]("structure")
-register, structure = _STRUCTURES.add, _STRUCTURES.named
+register, structure = _STRUCTURES.add, _STRUCTURES.__getitem__
 
 
 def structures() -> tuple[Structure[Any, Any], ...]:
     """Returns all structures in the order of registration."""
-    return tuple(_STRUCTURES)
+    return tuple(_STRUCTURES.values())
+
+
+SIDES: tuple[Side, Side] = ("in", "out")
+NO_OPERATORS: Mapping[Side, Any] = {}
+
+
+class LooksUp(ABC):
+    """Builds rows of its weight on demand, so that a table of embeddings may be stored so."""
+
+    @abstractmethod
+    def looks_up(self, layout: Any) -> bool:
+        """Whether a layout has all that its rows are made of."""
+
+    @abstractmethod
+    def rows(self, index: Tensor, tensors: Tensors, layout: Any) -> Tensor:
+        """Builds rows of the dense weight.  # (n,) -> (n, in)."""
+
+    @abstractmethod
+    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
+        """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
+
+
+class Shared(NamedTuple):
+    """The factors that a layer shares with others."""
+
+    name: str  # unique within a layer
+    shapes: Shapes  # of tensors that stand among those of `apply` and `dense`
+    share: float  # what part of them a layer answers for; those of all users add up to one
+
+
+class SharesFactors(ABC):
+    """Has factors that heads, layers or the model share, beside tensors of a layer's own."""
+
+    @abstractmethod
+    def sharing_group(self, spec: Any, site: Site) -> Hashable:
+        """Identifies what a site would share: sites of a model with equal answers share it."""
+
+    @abstractmethod
+    def shared(self, layout: Any) -> Shared | None:
+        """Describes the shared factors that a layout uses, if any."""
+
+    @abstractmethod
+    def fit_shared(self, targets: Sequence[Target], layouts: Sequence[Any]) -> dict[str, Tensor]:
+        """Fits shared factors, float64, to what all users aim at; every target has its weight."""
+
+    @abstractmethod
+    def start_shared(self, layout: Any, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draws random tensors of shared factors, as `start` does."""
+
+    @abstractmethod
+    def shared_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
+        """What `fit_shared` takes, with all weights and moments that it looks at."""
+
+
+def shared_of(layout: Layout) -> Shared | None:
+    """Describes the shared factors that a term uses, if any."""
+    kind = structure(layout.structure)
+    return kind.shared(layout) if isinstance(kind, SharesFactors) else None
+
+
+class Transform(ABC):
+    """A transform of what a layer reads or returns.
+
+    It is hashable: layers that read one input share it where theirs are equal. What is stored for
+    it is the orthogonal, or at least invertible, transform's own; zeros stand for its first values.
+    """
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """Shapes of what is stored."""
+
+    @abstractmethod
+    def constants(self) -> Tensors:
+        """Fixed tensors that it is built from: made once, neither stored nor trained."""
+
+    @abstractmethod
+    def build(self, tensors: Tensors, like: Tensor) -> Any:
+        """Builds what is applied, from what is stored and from constants."""
+
+    def first(self) -> dict[str, Tensor]:
+        """First values of what is stored, float32."""
+        import torch
+
+        return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+
+
+class Transformed(ABC):
+    """Applies its own tensors between two transforms, of the input and of the output.
+
+    y = decode(apply(encode(x))). Either transform may be missing. That of the input is shared by
+    the layers that read it, that of the output by the experts of a layer.
+    """
+
+    @abstractmethod
+    def transform(self, layout: Any, side: Side) -> Transform | None:
+        """Describes the transform of the input or output, if there is one."""
+
+    @abstractmethod
+    def fit_transform(
+        self, targets: Sequence[Target], layout: Any, side: Side
+    ) -> dict[str, Tensor]:
+        """Fits what a transform stores, for all layers that share it, float64."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, operator: Any, layout: Any) -> Tensor:
+        """Takes the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
+
+    @abstractmethod
+    def decode(self, u: Tensor, operator: Any, layout: Any) -> Tensor:
+        """Takes what `apply` returns to the model's coordinates.  # (tokens, out') -> (.., out)."""
+
+
+def transform_of(layout: Layout, side: Side) -> Transform | None:
+    """Describes the transform of a term's input or output, if there is one."""
+    kind = structure(layout.structure)
+    return kind.transform(layout, side) if isinstance(kind, Transformed) else None
+
+
+def transform_shapes(layout: Layout, side: Side) -> Shapes:
+    """Shapes of what is stored for the transform of a term's input or output."""
+    found = transform_of(layout, side)
+    return {} if found is None else found.shapes
+
+
+def first_operators(layout: Layout, like: Tensor) -> dict[Side, Any]:
+    """Builds the transforms of a term from their first values, in the dtype of a tensor."""
+    return {
+        side: item.build({k: t.to(like) for k, t in item.first().items()}, like)
+        for side in SIDES
+        if (item := transform_of(layout, side)) is not None
+    }
+
+
+def encoded(layout: Layout, x: Tensor, operator: Any = None) -> Tensor:
+    """Takes the input of a term to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
+    kind = structure(layout.structure)
+    return kind.encode(x, operator, layout) if isinstance(kind, Transformed) else x
+
+
+def decoded(layout: Layout, u: Tensor, operator: Any = None) -> Tensor:
+    """Takes what `apply` returns back.  # (tokens, out') -> (tokens, out)."""
+    kind = structure(layout.structure)
+    return kind.decode(u, operator, layout) if isinstance(kind, Transformed) else u
+
+
+def dense_of(
+    layout: Layout, tensors: Tensors, operators: Mapping[Side, Any] = NO_OPERATORS
+) -> Tensor:
+    """Returns the dense weight of a term, its transforms included.  # (..., out, in)."""
+    kind = structure(layout.structure)
+    if not isinstance(kind, Transformed):
+        return kind.dense(tensors, layout)
+    import torch
+
+    like = next(iter(tensors.values()))
+    eye = torch.eye(layout.in_features, dtype=like.dtype, device=like.device)
+    u = kind.apply(kind.encode(eye, operators.get("in"), layout), tensors, layout)
+    dense = kind.decode(u.reshape(-1, u.shape[-1]), operators.get("out"), layout)
+    return dense.reshape(*u.shape[:-1], -1).mT

@@ -12,6 +12,7 @@ from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
     Layout,
+    LooksUp,
     Refusal,
     Shapes,
     Site,
@@ -23,7 +24,6 @@ from tcompress.structures.base import (
     random_tensors,
     register,
 )
-from tcompress.structures.capabilities import LooksUp
 
 if TYPE_CHECKING:
     import torch

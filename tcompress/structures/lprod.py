@@ -21,18 +21,14 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
-    random_tensors,
-    register,
-)
-from tcompress.structures.capabilities import (
-    CostsOther,
-    FitCost,
     Transform,
     Transformed,
     dense_of,
     first_operators,
-    svd_flops,
+    random_tensors,
+    register,
 )
+from tcompress.structures.costs import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ from tcompress.fields import option, read_modes
 from tcompress.structures.base import (
     TOL,
     Layout,
+    LooksUp,
     Refusal,
     Shapes,
     Site,
@@ -25,7 +26,7 @@ from tcompress.structures.base import (
     predicted_loss,
     register,
 )
-from tcompress.structures.capabilities import CostsOther, FitCost, LooksUp, svd_flops
+from tcompress.structures.costs import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

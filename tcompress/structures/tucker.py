@@ -21,8 +21,11 @@ from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
     Layout,
+    LooksUp,
     Refusal,
     Shapes,
+    Shared,
+    SharesFactors,
     Site,
     Spec,
     Structure,
@@ -32,14 +35,7 @@ from tcompress.structures.base import (
     random_tensors,
     register,
 )
-from tcompress.structures.capabilities import (
-    CostsOther,
-    FitCost,
-    LooksUp,
-    Shared,
-    SharesFactors,
-    svd_flops,
-)
+from tcompress.structures.costs import CostsOther, FitCost, svd_flops
 from tcompress.structures.lowrank import rank_losses
 
 if TYPE_CHECKING:

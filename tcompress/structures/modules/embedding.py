@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tcompress.structures.base import structure
-from tcompress.structures.capabilities import LooksUp
+from tcompress.structures.base import (
+    LooksUp,
+    structure,
+)
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.base import AnyLayout, Layout, Shapes, Side, structure
-from tcompress.structures.capabilities import (
+from tcompress.structures.base import (
     SIDES,
+    AnyLayout,
+    Layout,
+    Shapes,
+    Side,
     decoded,
     dense_of,
     encoded,
     shared_of,
+    structure,
     transform_of,
 )
 from tcompress.structures.modules.shared import (

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -22,11 +22,11 @@ import typer
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
 from tcompress.progress import Progress, Silent
+from tcompress.reporting.formatting import table as table
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
-    from rich.table import Table
 
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
@@ -142,17 +142,6 @@ def typed(name: object) -> str:
     """Writes a path or name as a shell takes it, to be copied into a command."""
     text = shlex.quote(str(name))
     return f"./{text}" if text.startswith("-") else text
-
-
-def table(*names: str, right: Collection[str] = ()) -> Table:
-    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in names:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return made
 
 
 def relative(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -35,25 +34,11 @@ _COLUMN = 26  # width that one model takes in a comparison
 _LABELS = 20
 
 
-def empty_table(title: str = "") -> Table:
-    """Makes a table in the style of all others."""
-    return Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-    )
-
-
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Lists times; a ratio above 1 means that the model is faster than the dense one."""
     machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
     several = len(machines) > 1
-    table = empty_table()
+    table = fmt.table()
     table.caption = "\n".join([*([] if several else machines), *speed_notes(speeds)]) or None
     for name in ("batch", "length", "mode", *(("machine",) if several else ())):
         table.add_column(name, justify="right" if name in ("batch", "length") else "left")
@@ -118,11 +103,8 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
         name = "" if alone else f" of {short_name(report, reports)}"
         parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
     if rows := published(reports):
-        table = empty_table("published")
-        for name in ("row", "metric", "where", "comparable"):
-            table.add_column(name, overflow="fold")
-        for name in ("paper", "ours"):
-            table.add_column(name, justify="right")
+        names = ("row", "metric", "where", "comparable", "paper", "ours")
+        table = fmt.table(*names, right=names[4:], title="published")
         for row in rows:
             table.add_row(*row)
         parts.append(table)
@@ -172,8 +154,7 @@ class Comparison:
             yield self._table(self.reports[start : start + count])
 
     def _table(self, reports: Sequence[ModelReport]) -> Table:
-        table = empty_table()
-        table.add_column("")
+        table = fmt.table("")
         rows: list[dict[str, Row]] = []
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
@@ -197,10 +178,8 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
     """Lists layers with their most telling error; of many, those alike are one row."""
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)
-    table = empty_table(title)
-    table.add_column("block" if one_by_one else "layers", overflow="fold")
-    table.add_column("role")
-    table.add_column("structure", overflow="fold")
+    first = "block" if one_by_one else "layers"
+    table = fmt.table(first, "role", "structure", title=title)
     right = ["in → out", "params", "kept"]
     right += [] if kind is None else [fmt.error_name(kind).replace(" ", "\n")]
     for name in right:
@@ -236,10 +215,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
 
 def _left_table(left: Sequence[Left]) -> Table:
     """Says how many layers stay dense for which reason."""
-    table = empty_table()
-    table.add_column("left dense", justify="right")
-    table.add_column("such as", overflow="fold")
-    table.add_column("because", overflow="fold")
+    table = fmt.table("left dense", "such as", "because", right=["left dense"])
     reasons: dict[str, list[str]] = {}
     for item in left:
         reasons.setdefault(item.reason, []).append(item.name)
@@ -265,10 +241,7 @@ def _single(report: ModelReport) -> list[RenderableType]:
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
-    table = empty_table()
-    table.add_column("parameters")
-    for name in (dense, now, "kept"):
-        table.add_column(name, justify="right")
+    table = fmt.table("parameters", dense, now, "kept", right=(dense, now, "kept"))
     for row in rows:
         table.add_row(row.label, row.dense, row.value, row.kept)
     return table

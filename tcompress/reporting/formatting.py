@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tcompress.artifact.manifest import Interval, Metric, Speed
     from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
     from tcompress.reporting.tree import LayerReport
@@ -20,6 +22,19 @@ _ERRORS = {
 }
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
+
+
+def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
+    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    made.title_justify = made.caption_justify = "left"
+    made.title_style = made.header_style = "bold"
+    for name in names:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
 
 
 def error_name(kind: str) -> str:

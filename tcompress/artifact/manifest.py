@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from tcompress.files import write_text
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
+
+Key = Callable[[Any], object]
 
 
 class _Section(BaseModel):
@@ -201,6 +204,20 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
             "convert the model again, or restore the file",
         ) from error
+
+
+def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], key: Key) -> bool:
+    """Puts numbers into a model's manifest in place of those of equal key; tells if it could."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    taken = {key(item) for item in new}
+    kept = [item for item in getattr(manifest, kind) if key(item) not in taken]
+    try:
+        write_manifest(folder, manifest.model_copy(update={kind: [*kept, *new]}))
+    except OSError:  # models are often kept where they cannot be changed
+        return False
+    return True
 
 
 def model_card(manifest: Manifest) -> str:

@@ -61,9 +61,6 @@ class Artifact:
             raise _joined(folder, problems.found)
         return cls(folder, config, plan.layers, plan.attention, plan.forms, manifest, store)
 
-    def verify_checksums(self) -> None:
-        verify_files(self.folder)
-
 
 def _not_converted(folder: Path) -> ArtifactError:
     if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:

@@ -129,15 +129,10 @@ def load_examples(
     limit: int | None = None,
     seed: int = 0,
 ) -> Examples:
-    """Reads examples of a task.
+    """Reads examples of a task out of a file, folder or hub id, as `data.tables.opened` takes it.
 
-    Args:
-        name: File, folder or hub id, as `data.tables.opened` takes it.
-        split: Split of a folder or hub data set.
-        needs: What the task reads.
-        columns: Columns by role (`ROLES`), where not guessed; several texts are joined by `+`.
-        limit: Most examples; drawn at random, and kept in the order of the data.
-        seed: Seed of that choice.
+    `columns` are named by role (`ROLES`) where they are not guessed; several texts are joined by
+    `+`. At most `limit` examples are drawn by the seed, and kept in the order of the data.
     """
     if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
         return _from_archive(Path(name), split, needs, limit, seed)
@@ -263,8 +258,10 @@ def _read(
         if role in chosen
     ]
     images: list[bytes] = []
-    if "image" in chosen:
-        images = [_picture(cell, table, chosen["image"]) for cell in data[chosen["image"]]]
+    for cell in data[chosen["image"]] if "image" in chosen else ():
+        if not isinstance(picture := content(cell), bytes):
+            raise _incomplete(table, chosen["image"], "a row without a picture", "remove that row")
+        images.append(picture)
     volumes = None
     if "volume" in chosen:
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
@@ -276,7 +273,11 @@ def _read(
         cells = data[chosen["label"]]
         targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
     elif "score" in chosen:
-        targets = _scores(table, chosen["score"], data[chosen["score"]])
+        cells = data[chosen["score"]]
+        targets = [float("nan") if cell is None else float(cell) for cell in cells]
+        if not np.isfinite(targets).all():
+            what = "rows without a finite score"
+            raise _incomplete(table, chosen["score"], what, "remove those rows")
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
@@ -290,21 +291,22 @@ def _read(
 
 
 def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
-    digest = hashlib.sha256()
-    for item in contents:
-        digest.update(f"{len(item)} ".encode() + item)
+    digest = hash_of(contents)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
 
 
-def _picture(cell: Any, table: Table, column: str) -> bytes:
-    picture = content(cell)
-    if not isinstance(picture, bytes):
-        raise DataError(
-            f"column `{column}` of `{table.label}` has a row without a picture",
-            hint="remove that row, or name another column",
-        )
-    return picture
+def hash_of(contents: Iterable[bytes]) -> Any:
+    """Hashes contents (SHA-256), one after another, each with its length."""
+    digest = hashlib.sha256()
+    for item in contents:
+        digest.update(f"{len(item)} ".encode() + item)
+    return digest
+
+
+def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError:
+    has = f"column `{column}` of `{table.label}` has {what}"
+    return DataError(has, hint=f"{instead}, or name another column")
 
 
 def _classes(table: Table, column: str) -> tuple[str, ...]:
@@ -312,10 +314,7 @@ def _classes(table: Table, column: str) -> tuple[str, ...]:
     names = getattr(table.rows.features[column], "names", None)
     labels = set(table.rows.unique(column))
     if None in labels or labels == {-1}:
-        raise DataError(
-            f"column `{column}` of `{table.label}` has rows without a label",
-            hint="choose a labelled split, or name another column",
-        )
+        raise _incomplete(table, column, "rows without a label", "choose a labelled split")
     if names and min(labels) >= 0:
         return tuple(names)
     if any(isinstance(label, str) for label in labels):
@@ -327,13 +326,3 @@ def _classes(table: Table, column: str) -> tuple[str, ...]:
             hint="renumber the labels, or give their names",
         )
     return tuple(str(index) for index in range(int(max(labels)) + 1))
-
-
-def _scores(table: Table, column: str, cells: Sequence[Any]) -> list[float]:
-    values = [float("nan") if cell is None else float(cell) for cell in cells]
-    if not np.isfinite(values).all():
-        raise DataError(
-            f"column `{column}` of `{table.label}` has rows without a finite score",
-            hint="remove those rows, or name another column",
-        )
-    return values

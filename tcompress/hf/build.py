@@ -27,13 +27,10 @@ def install_layers(
 ) -> dict[str, StructuredLinear | StructuredExperts]:
     """Replaces every planned layer by a structured one with empty tensors; returns them by name.
 
-    Args:
-        root: Model or block.
-        entries: Plans, owners of shared inputs before the layers that share them.
-        runtime_name: Gives the module path below `root` of a planned name, or None where the
-            model has no such layer (a plan may be read into a model without some heads).
-        factors: Shared factors that were made before; what these layers own is added.
-        **place: Dtype and device of the tensors.
+    Owners of shared inputs come before the layers that share them. `runtime_name` gives the module
+    path below `root` of a planned name, or None where a model without some heads has no such
+    layer. To `factors` that were made before, what these layers own is added. `place` is dtype and
+    device.
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.artifact.manifest import Manifest, Speed, read_manifest, write_manifest
+from tcompress.artifact.manifest import Manifest, Speed, read_manifest, record
 from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
@@ -184,16 +184,7 @@ def save_speed(folder: Path, found: Iterable[Speed]) -> bool:
 
     Those of the same pass on the same machine are replaced.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    new = {_key(speed): speed for speed in found}
-    others = [speed for speed in manifest.speed if _key(speed) not in new]
-    try:
-        write_manifest(folder, manifest.model_copy(update={"speed": [*others, *new.values()]}))
-    except OSError:  # models are often kept where they cannot be changed
-        return False
-    return True
+    return record(folder, "speed", list({_key(speed): speed for speed in found}.values()), _key)
 
 
 def _key(speed: Speed) -> tuple[object, ...]:

@@ -125,15 +125,11 @@ class SourceModel:
         converted: bool = False,
         seed: int | None = None,
     ) -> SourceModel:
-        """Open a model; its weights are checked but not read.
+        """Open a local folder, alias or hub id; weights are checked but not read.
 
-        Args:
-            name: Local folder, alias or hub id.
-            revision: Branch, tag or commit on the hub.
-            token: Access token for the hub.
-            trust_remote_code: Whether Python code that comes with the model may run.
-            converted: Whether tcompress may have converted it; it is described as the dense model.
-            seed: Seed of random weights; the path of a `config.json` is enough then.
+        On the hub `revision` is a branch, tag or commit. A model that tcompress may have
+        `converted` is described as the dense one. With the `seed` of random weights, the path of a
+        `config.json` is enough.
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)

@@ -39,7 +39,7 @@ from tcompress.models.names import CARD, carry_files, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
-from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
 from tcompress.training.setup import Setup, blocks_first, set_up
 from tcompress.training.teacher import find_teacher
@@ -141,29 +141,18 @@ class _Run:
                 if place is not None:
                     place.discard()
             else:
-                if not self.accelerator.is_main_process:
+                if place is None:  # this process has nothing to say
                     progress, say = Silent(), lambda text: None
-                facts = self._train(checkpoints, place, progress, say)
+                else:
+                    best = sum(value.nbytes for value in self.setup.trained.values())
+                    place.need(self.source.store.total_bytes + best)
+                facts = self._train(Loop(self.setup, self.accelerator, checkpoints, progress, say))
+                if place is not None:
+                    self._write(place.model, facts)
+                    place.publish(force=self.force)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
         return Finetuned(self.output, facts, resumed)
-
-    def _train(
-        self, checkpoints: Checkpoints, place: Workplace | None, progress: Progress, say: Say
-    ) -> TrainingFacts:
-        if place is not None:
-            best = sum(value.nbytes for value in self.setup.trained.values())
-            place.need(self.source.store.total_bytes + best)
-        loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
-        self.accelerator.init_trackers("tcompress")
-        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
-        with FloatAttention() if low else nullcontext():
-            state = loop.run()
-        facts = self._facts(state, loop.validated)
-        if place is not None:
-            self._write(place.model, facts)
-            place.publish(force=self.force)
-        return facts
 
     def _workplace(self) -> AbstractContextManager[Workplace | None]:
         """Opens the working folder in the main process; bad input leaves nothing behind."""
@@ -191,8 +180,13 @@ class _Run:
 
         return place.working(keeps)
 
-    def _facts(self, state: RunState, validated: str) -> TrainingFacts:
+    def _train(self, loop: Loop) -> TrainingFacts:
+        """Trains, and records the run."""
         setup, options = self.setup, self.setup.options
+        self.accelerator.init_trackers("tcompress")
+        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
+        with FloatAttention() if low else nullcontext():
+            state = loop.run()
         assert state.best is not None  # a run begins and ends with a validation
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -207,7 +201,7 @@ class _Run:
             settings=options.model_dump(mode="json", exclude_defaults=True),
             steps=state.step,
             seconds=round(state.seconds, 2),
-            validation=validated,
+            validation=loop.validated,
             environment={
                 **environment(),
                 "device": name,
@@ -227,7 +221,25 @@ class _Run:
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         carry_files(self.source.folder, self.source.auxiliary_files(), folder)
-        manifest = self._manifest(facts)
+        manifest = self.manifest or Manifest(
+            source=SourceFacts(
+                id=self.source.id,
+                revision=self.source.revision,
+                fingerprint=store.fingerprint(),
+                bytes=store.total_bytes,
+            ),
+            recipe={},
+            plan=Plan(layers=(), source=self.source.id, method="dense"),
+            calibration=CalibrationFacts(name="none"),
+            fit={},
+            checksums={},
+            seconds=0.0,
+            environment=environment(),
+        )
+        # Numbers that were measured before belong to other weights.
+        training = [*manifest.training, facts]
+        changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
+        manifest = manifest.model_copy(update=changes)
         write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
@@ -239,29 +251,6 @@ class _Run:
                 found = written.tensor(name)
             if not torch.equal(found, weights[name].cpu()):
                 raise differs(name, "its values are others")
-
-    def _manifest(self, facts: TrainingFacts) -> Manifest:
-        before = self.manifest
-        if before is None:
-            before = Manifest(
-                source=SourceFacts(
-                    id=self.source.id,
-                    revision=self.source.revision,
-                    fingerprint=self.source.store.fingerprint(),
-                    bytes=self.source.store.total_bytes,
-                ),
-                recipe={},
-                plan=Plan(layers=(), source=self.source.id, method="dense"),
-                calibration=CalibrationFacts(name="none"),
-                fit={},
-                checksums={},
-                seconds=0.0,
-                environment=environment(),
-            )
-        # Numbers that were measured before belong to other weights.
-        training = [*before.training, facts]
-        changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
-        return before.model_copy(update=changes)
 
 
 def _check_apart(output: Path, model: SourceModel, what: str) -> None:

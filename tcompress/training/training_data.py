@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from tcompress.data.examples import (
     by_name,
     check_columns,
     doubts,
+    hash_of,
     label_names,
     load_examples,
 )
@@ -92,37 +93,31 @@ class _Reader:
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
             self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
-        if task is not None:
-            self._check_task(task.needs)
-
-    def _check_inputs(self) -> None:
-        inputs, how = self.inputs, "train it with its own scripts"
-        if inputs.audio:
-            what = "sound"
-        elif inputs.image and frames_of(self.source.config):
-            what = "clips"
-        elif inputs.image and inputs.text:
-            what = "texts and pictures together"
-            how = "train its towers alone, or with their own scripts"
-        else:
-            return
-        raise DataError(
-            f"`{self.model}` takes {what}, which cannot be trained on yet",
-            f"{how}: a converted model is an ordinary model",
-        )
-
-    def _check_task(self, needs: Needs) -> None:
-        wanted = SERIES if needs.window is not None else VOLUMES if needs.volume else None
-        if self.inputs.grid != wanted:
+        needs = None if task is None else task.needs
+        wanted = needs and (SERIES if needs.window else VOLUMES if needs.volume else None)
+        if needs is not None and self.inputs.grid != wanted:
             what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
             raise DataError(
                 f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}",
                 hint="choose another task, or a model for this one",
             )
 
+    def _check_inputs(self) -> None:
+        inputs, how = self.inputs, "train it with its own scripts"
+        clips = inputs.image and frames_of(self.source.config)
+        what = "sound" if inputs.audio else "clips" if clips else ""
+        if inputs.image and inputs.text and not what:
+            what = "texts and pictures together"
+            how = "train its towers alone, or with their own scripts"
+        if what:
+            raise DataError(
+                f"`{self.model}` takes {what}, which cannot be trained on yet",
+                f"{how}: a converted model is an ordinary model",
+            )
+
     def training(self) -> list[Examples]:
-        options = self.options
-        return [self._read(name, options.split, options.samples) for name in options.source]
+        how = self.options.split, self.options.samples
+        return [self._read(name, *how) for name in self.options.source]
 
     def validation(self, found: Examples) -> Examples | None:
         """Reads what is to be validated on, if it is named or the file has a part for it."""
@@ -167,7 +162,8 @@ class _Reader:
                     hint="give pictures with `--data`: a folder, a file or a hub id",
                 )
             texts = calibration.builtin_texts()[:samples]
-            return Examples("builtin text", "train", _fingerprint(texts), (texts,))
+            digest = hash_of(map(str.encode, texts)).hexdigest()
+            return Examples("builtin text", "train", digest, (texts,))
         kind: Kind = "text" if self.encoder else "image"
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
@@ -176,7 +172,9 @@ class _Reader:
             check_columns(table, kinds_of(table), given)
             chosen = columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
             items = list(draw_cells(table, chosen, samples, self.seed))
-        made = Examples(f"{table.label}:{','.join(chosen)}", split, _fingerprint(items))
+        contents = (item.encode() if isinstance(item, str) else item for item in items)
+        digest = hash_of(contents).hexdigest()
+        made = Examples(f"{table.label}:{','.join(chosen)}", split, digest)
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))
         return replace(made, images=tuple(cast(list[bytes], items)))
@@ -294,14 +292,6 @@ class _Reader:
             return [{**rows[place], **chosen}]
 
         return Encoded([len(row["input_ids"]) for row in rows], read)
-
-
-def _fingerprint(items: Iterable[str | bytes]) -> str:
-    digest = hashlib.sha256()
-    for item in items:
-        content = item.encode() if isinstance(item, str) else item
-        digest.update(f"{len(content)} ".encode() + content)
-    return digest.hexdigest()
 
 
 def _joined(parts: Sequence[Examples]) -> Examples:

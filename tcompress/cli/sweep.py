@@ -150,19 +150,9 @@ def perform_sweep(
     from tcompress.reporting.pareto import front_table
     from tcompress.sweeps import sweep as run
 
-    with (
-        terminal.resumable(lambda: f"what was finished is kept in `{folder}`"),
-        terminal.shown_progress(quiet=manner.quiet) as progress,
-    ):
-        done = run(
-            recipe,
-            source,
-            folder,
-            force=force,
-            token=token,
-            progress=progress,
-            say=lambda text: terminal.say(text, quiet=manner.quiet),
-        )
+    what = f"what was finished is kept in `{folder}`"
+    with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
+        done = run(recipe, source, folder, force=force, token=token, **heard)
     if manner.as_json:
         terminal.print_json(done.to_json())
     else:

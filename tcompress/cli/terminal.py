@@ -182,10 +182,11 @@ class Interrupted(TCompressError):
 
 
 @contextmanager
-def resumable(what: Callable[[], str]) -> Iterator[None]:
-    """Says after an interruption what became of the work, and how to go on."""
+def resumable(what: Callable[[], str], *, quiet: bool) -> Iterator[dict[str, Any]]:
+    """Shows work: gives what hears of it, and says after an interruption what became of it."""
     try:
-        yield
+        with shown_progress(quiet=quiet) as progress:
+            yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
         raise Interrupted(f"interrupted; {what()}", hint) from error

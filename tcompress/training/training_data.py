@@ -93,9 +93,9 @@ class _Reader:
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
             self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
-        needs = None if task is None else task.needs
-        wanted = needs and (SERIES if needs.window else VOLUMES if needs.volume else None)
-        if needs is not None and self.inputs.grid != wanted:
+        needs = Needs() if task is None else task.needs
+        wanted = SERIES if needs.window else VOLUMES if needs.volume else None
+        if task is not None and self.inputs.grid != wanted:
             what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
             raise DataError(
                 f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}",

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
 from tcompress.artifact.reader import Artifact, check_files
-from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.files import write_text
 from tcompress.hf.build import stored_name
@@ -65,12 +65,7 @@ def export_dense(
             f"`{folder}` normalises its features slice by slice, which no plain model does",
             "load it with `import tcompress`; `norm: host` can be multiplied out",
         )
-    own = artifact.folder.resolve()
-    if output.resolve() == own or output.resolve() in own.parents:
-        raise InputError(
-            f"output `{output}` is the converted model itself, or contains it",
-            "choose another folder with `-o`",
-        )
+    check_apart(output, artifact.folder, "the converted model itself")
     identity = identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
     place = Workplace(output, identity, force=force)
     with place.working(lambda error: False):

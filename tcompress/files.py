@@ -45,11 +45,8 @@ def kind_of(path: Path) -> str | None:
 def beside(path: Path) -> Iterator[Path]:
     """Gives a place to write to, which takes the place of a file when all is on the disk.
 
-    A kill leaves the file as it was, and at most something that ends in `.tmp`. A link is replaced,
-    not followed.
-
-    Raises:
-        OSError: The disk is full, or refuses the file, which is as it was.
+    A kill, or an `OSError` of the disk, leaves the file as it was, and at most something that ends
+    in `.tmp`. A link is replaced, not followed.
     """
     other = _beside(path)
     try:
@@ -74,11 +71,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: The disk refuses that for a file; many cannot do it for folders.
-    """
+    """Waits until a file is on the disk, or the names in a folder, where disks can do that."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -179,11 +172,7 @@ def full_disk(place: Path, needed: int | None = None) -> DiskError:
 
 
 def check_space(place: Path, needed: int) -> None:
-    """Refuses work for which a disk has no room.
-
-    Raises:
-        DiskError: Less is free than is needed.
-    """
+    """Refuses work, by a `DiskError`, for which less is free than is needed."""
     if needed > free_bytes(place):
         raise full_disk(place, needed)
 
@@ -206,11 +195,7 @@ def _size(count: int) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuses, before any work, a file that cannot be written.
-
-    Raises:
-        InputError: It is no ordinary file, or its folder is missing or takes no files.
-    """
+    """Refuses, before any work, what is no ordinary file, or one that cannot be written."""
     try:
         kind = kind_of(path)
         if kind is None:

@@ -166,27 +166,16 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep has found.
+    """What a sweep has found."""
 
-    Attributes:
-        folder: Folder with a model for each cell, `sweep.json` and the page.
-        page: The HTML report.
-        model: Name of the dense model.
-        recipe: What was asked for.
-        front: All models, the dense one among them, with what each costs.
-        dense: Report on the dense model.
-        cells: Finished cells.
-        stopped: The other ones.
-    """
-
-    folder: Path
-    page: Path
-    model: str
-    recipe: Recipe
-    front: FrontReport
+    folder: Path  # with a model for each cell, `sweep.json` and the page
+    page: Path  # the HTML report
+    model: str  # name of the dense model
+    recipe: Recipe  # what was asked for
+    front: FrontReport  # all models, the dense one among them, with what each costs
     dense: ModelReport
-    cells: tuple[Done, ...]
-    stopped: tuple[Stopped, ...] = ()
+    cells: tuple[Done, ...]  # finished ones
+    stopped: tuple[Stopped, ...] = ()  # the other ones
 
     @property
     def missed(self) -> bool:
@@ -311,12 +300,9 @@ def sweep(
 
     Every cell is an ordinary recipe with a folder of its own in the output, which holds
     `sweep.json` and `sweep.html` too. Run again, only what depends on changed settings is done
-    again. A cell that cannot be done is named with the reason and does not stop the others. With
+    again, and a run that was stopped goes on where it was. A cell that cannot be done is named with
+    the reason and does not stop the others; an `InputError` says that none can be done. With
     `force`, all cells are done again, also in a folder that holds something else.
-
-    Raises:
-        InputError: Something in the recipe cannot be used, or no cell can be done.
-        KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     check_recipe(recipe)
     cells = cells_of(recipe, source)

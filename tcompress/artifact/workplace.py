@@ -82,6 +82,15 @@ def check_output(output: Path, *, force: bool) -> None:
         _check_contents(output, force=force)  # else what a kill left is put right first
 
 
+def check_apart(output: Path, folder: Path, what: str) -> None:
+    """Refuses an output that is `what`, which lies in a folder, or contains it."""
+    place, folder = output.resolve(), folder.resolve()
+    if place == folder or place in folder.parents:
+        raise InputError(
+            f"output `{output}` is {what}, or contains it", "choose another folder with `-o`"
+        )
+
+
 def remove_model(folder: Path) -> None:
     """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
     _check_contents(folder, force=True)

@@ -50,11 +50,8 @@ def bench(
 ) -> tuple[Bench, ...]:
     """Times models against dense ones: the one that is named, or that of each model's manifest.
 
-    With `save`, times are kept in the manifests, also what was measured before an error.
-
-    Raises:
-        InputError: A model cannot be found or run, the baseline takes other inputs, the compiler
-            does not work here, or weights are to be kept in compiled passes.
+    With `save`, times are kept in the manifests, also what was measured before an error. Models
+    that cannot be found or run, or take other inputs than the baseline, are an `InputError`.
     """
     settings = settings or BenchOptions()
     device, dtype = pick_device(settings.device), pick_dtype(settings.dtype)

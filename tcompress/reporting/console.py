@@ -39,7 +39,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
     machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
     several = len(machines) > 1
     table = fmt.table()
-    table.caption = "\n".join([*([] if several else machines), *speed_notes(speeds)]) or None
+    table.caption = "\n".join([*([] if several else machines), *fmt.speed_notes(speeds)]) or None
     for name in ("batch", "length", "mode", *(("machine",) if several else ())):
         table.add_column(name, justify="right" if name in ("batch", "length") else "left")
     for name in ("time", "dense", "ratio", "tokens/s", "memory", "dense"):
@@ -50,40 +50,14 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             str(speed.length),
             speed.mode,
             *([fmt.machine_text(speed)] if several else []),
-            median_text(speed.milliseconds, speed.spread),
-            median_text(speed.baseline_milliseconds, speed.baseline_spread),
+            fmt.median_text(speed.milliseconds, speed.spread),
+            fmt.median_text(speed.baseline_milliseconds, speed.baseline_spread),
             fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
             f"{speed.tokens_per_second:,.0f}",
-            memory_text(speed.peak_bytes, speed.weight_bytes),
-            memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
+            fmt.memory_text(speed.peak_bytes, speed.weight_bytes),
+            fmt.memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
         )
     return table
-
-
-def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Says how times and memory are to be read."""
-    counted = [speed.weight_bytes is not None for speed in speeds]
-    spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
-    notes = {
-        "times are medians; ± is half the distance of the quartiles": any(spread),
-        "? the machine was busy: give more --repeats when it is not": any(noisy),
-        "memory is that of the weights and the peak of the pass on top": any(counted),
-        "(pass) memory is the peak of the pass alone, without weights": not all(counted),
-    }
-    return [note for note, holds in notes.items() if holds]
-
-
-def median_text(milliseconds: float, spread: float | None) -> str:
-    """Writes a time with its spread, such as `5.00 ms ±2%`."""
-    return fmt.milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
-
-
-def memory_text(peak: int | None, weights: int | None = None) -> str:
-    """Writes the memory of weights and pass; that of either may be unknown."""
-    if weights is None:
-        return "unknown" if peak is None else f"{fmt.bytes_text(peak)} (pass)"
-    suffix = " (weights)" if peak is None else ""
-    return fmt.bytes_text(weights + (peak or 0)) + suffix
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:

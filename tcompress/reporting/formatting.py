@@ -193,6 +193,32 @@ def pass_text(speed: Speed) -> str:
     return f"batch {speed.batch}, length {speed.length}, {mode}{machine_text(speed)}"
 
 
+def speed_notes(speeds: Sequence[Speed]) -> list[str]:
+    """Says how times and memory are to be read."""
+    counted = [speed.weight_bytes is not None for speed in speeds]
+    spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
+    notes = {
+        "times are medians; ± is half the distance of the quartiles": any(spread),
+        "? the machine was busy: give more --repeats when it is not": any(noisy),
+        "memory is that of the weights and the peak of the pass on top": any(counted),
+        "(pass) memory is the peak of the pass alone, without weights": not all(counted),
+    }
+    return [note for note, holds in notes.items() if holds]
+
+
+def median_text(milliseconds: float, spread: float | None) -> str:
+    """Writes a time with its spread, such as `5.00 ms ±2%`."""
+    return milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
+
+
+def memory_text(peak: int | None, weights: int | None = None) -> str:
+    """Writes the memory of weights and pass; that of either may be unknown."""
+    if weights is None:
+        return "unknown" if peak is None else f"{bytes_text(peak)} (pass)"
+    suffix = " (weights)" if peak is None else ""
+    return bytes_text(weights + (peak or 0)) + suffix
+
+
 def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
     """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
     blocks = list(dict.fromkeys(layer.block for layer in layers))

@@ -30,7 +30,13 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import Workplace, check_output, identity_of, partial_folder
+from tcompress.artifact.workplace import (
+    Workplace,
+    check_apart,
+    check_output,
+    identity_of,
+    partial_folder,
+)
 from tcompress.errors import InputError, first_line, listed
 from tcompress.files import write_text
 from tcompress.hf.opening import Reopened, differs, pick_device, unloadable
@@ -98,13 +104,13 @@ def finetune(
         if not Path(model).exists():
             check_output(output, force=force)  # before a long download
         model = open_checked(model, token=token)
-    _check_apart(output, model, "model")
+    check_apart(output, model.folder, "the model's own folder")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
     if teacher is not None:
-        _check_apart(output, teacher, "teacher")
+        check_apart(output, teacher.folder, "the teacher's own folder")
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -251,15 +257,6 @@ class _Run:
                 found = written.tensor(name)
             if not torch.equal(found, weights[name].cpu()):
                 raise differs(name, "its values are others")
-
-
-def _check_apart(output: Path, model: SourceModel, what: str) -> None:
-    place, folder = output.resolve(), model.folder.resolve()
-    if place == folder or place in folder.parents:
-        raise InputError(
-            f"output `{output}` is the {what}'s own folder, or contains it",
-            "choose another folder with `-o`",
-        )
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:

@@ -101,10 +101,8 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             weights.append(layer.dense_weight(torch.float64).to(dtype))
     weight = torch.stack(weights) if entry.experts else weights[0]
     if not bool(torch.isfinite(weight).all()):
-        raise FitError(
-            f"the weight of layer `{entry.name}` is not finite in {dtype}",
-            "convert the model again, with `--dtype float32`",
-        )
+        hint = "convert the model again, with `--dtype float32`"
+        raise FitError(f"the weight of layer `{entry.name}` is not finite in {dtype}", hint)
     return entry.as_stored(weight).contiguous()
 
 

@@ -153,10 +153,8 @@ def disk_error(
         return None
     if number in _FULL:
         return full_disk(place or Path(named or "."), needed)
-    return DiskError(
-        f"`{named or place or 'a file'}` cannot be used ({os.strerror(number)})",
-        "change its permissions, or choose another place",
-    )
+    hint = "change its permissions, or choose another place"
+    return DiskError(f"`{named or place or 'a file'}` cannot be used ({os.strerror(number)})", hint)
 
 
 def full_disk(place: Path, needed: int | None = None) -> DiskError:
@@ -199,17 +197,13 @@ def check_file(path: Path) -> None:
     try:
         kind = kind_of(path)
         if kind is None:
-            raise InputError(
-                f"`{path}` is a folder, expected the name of a file",
-                f"such as `{path / 'report.html'}`",
-            )
+            hint = f"such as `{path / 'report.html'}`"
+            raise InputError(f"`{path}` is a folder, expected the name of a file", hint)
         if kind not in ("", "a file", "a link") or not (path.is_file() or not path.exists()):
             raise InputError(f"`{path}` is {kind}, not an ordinary file", "give another name")
         if not path.parent.is_dir():
-            raise InputError(
-                f"there is no folder `{path.parent}` to write `{path.name}` to",
-                "make the folder first",
-            )
+            hint = "make the folder first"
+            raise InputError(f"there is no folder `{path.parent}` to write `{path.name}` to", hint)
         _beside(path).unlink(missing_ok=True)  # of a process that was killed
         _beside(path).open("x").close()
         _beside(path).unlink()

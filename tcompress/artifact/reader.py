@@ -69,10 +69,8 @@ def _not_converted(folder: Path) -> ArtifactError:
             "model already",
             "use it as it is; it needs no tcompress",
         )
-    return ArtifactError(
-        f"`{folder}` is a model that was not converted by tcompress",
-        f"convert it first: `tcompress convert {shlex.quote(str(folder))}`",
-    )
+    hint = f"convert it first: `tcompress convert {shlex.quote(str(folder))}`"
+    return ArtifactError(f"`{folder}` is a model that was not converted by tcompress", hint)
 
 
 @dataclass(frozen=True)

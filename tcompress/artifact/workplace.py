@@ -102,10 +102,8 @@ def _check_contents(output: Path, *, force: bool) -> None:
     """Refuses a folder that is not empty; with `force`, one that does not look like a model."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if names and not force:
-        raise InputError(
-            f"output folder `{output}` is not empty",
-            "choose another one with `-o`, or replace it with `--force`",
-        )
+        hint = "choose another one with `-o`, or replace it with `--force`"
+        raise InputError(f"output folder `{output}` is not empty", hint)
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     ours = MANIFEST in names or ("config.json" in names and weights)
     if names and (not ours or ".git" in names):
@@ -189,10 +187,8 @@ class Workplace:
         except FileNotFoundError:  # another run has just removed the folder
             return self._locked()
         except Timeout as error:
-            raise InputError(
-                f"another run is writing `{self.output}`",
-                "wait for it, or choose another output with `-o`",
-            ) from error
+            hint = "wait for it, or choose another output with `-o`"
+            raise InputError(f"another run is writing `{self.output}`", hint) from error
         except OSError as error:
             raise unwritable(self.output, error) from error
         return lock

@@ -343,10 +343,8 @@ def _examples(samples: _Samples, inputs: Inputs, encoder: TextEncoder | None) ->
             row[frame] = value
     examples = [row for row in rows if row]
     if not examples:
-        raise DataError(
-            f"the tokenizer in `{encoder.place}` gives no tokens for any text",
-            hint="check the tokenizer, or convert with `--calib none`",
-        )
+        hint = "check the tokenizer, or convert with `--calib none`"
+        raise DataError(f"the tokenizer in `{encoder.place}` gives no tokens for any text", hint)
     return examples
 
 

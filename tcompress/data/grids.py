@@ -30,10 +30,8 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volum
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
             size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
-            raise DataError(
-                f"row {row} of {place} has {size} for a volume of shape {shape}",
-                hint="give volumes of one byte (uint8) for each element, with their shape",
-            )
+            hint = "give volumes of one byte (uint8) for each element, with their shape"
+            raise DataError(f"row {row} of {place} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
             raise DataError(
                 f"row {row} of {place} has a volume of shape {tuple(shape)}, row 0 one of {first}",
@@ -57,10 +55,8 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
             hint="give a file that `numpy.savez` wrote",
         ) from error
     if len(found) < len(wanted):
-        raise DataError(
-            f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}",
-            hint="choose one of its splits with `--split`",
-        )
+        hint = "choose one of its splits with `--split`"
+        raise DataError(f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}", hint)
     volumes, labels = found
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
@@ -152,10 +148,8 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     values = np.stack([_numbers(columns[name], name, place) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
     if part not in _PARTS:
-        raise DataError(
-            f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}",
-            hint="choose one of them with `--split`",
-        )
+        hint = "choose one of them with `--split`"
+        raise DataError(f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}", hint)
     index = _PARTS.index(part)
     first = ends[index - 1] if index else 0
     context, horizon = window
@@ -174,10 +168,8 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
 def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
     """Hours between two rows; checks that dates rise."""
     if DATE not in columns:
-        raise DataError(
-            f"`{place}` has no column `{DATE}`; it has {listed(columns)}",
-            hint="give a table with a column `date` and one column for each series",
-        )
+        hint = "give a table with a column `date` and one column for each series"
+        raise DataError(f"`{place}` has no column `{DATE}`; it has {listed(columns)}", hint)
     try:
         dates = np.array(columns[DATE], dtype="datetime64[s]")
     except (ValueError, TypeError) as error:
@@ -188,10 +180,8 @@ def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
     steps = np.diff(dates).astype(np.int64)
     if (steps < 0).any():
         row = int(np.argmax(steps < 0)) + 1
-        raise DataError(
-            f"row {row} of `{place}` is earlier than the row before it",
-            hint="sort the rows by date",
-        )
+        hint = "sort the rows by date"
+        raise DataError(f"row {row} of `{place}` is earlier than the row before it", hint)
     return float(np.median(steps)) / 3600 if len(steps) else 0.0
 
 

@@ -126,10 +126,8 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
-        raise DataError(
-            f"`{path}` has no data files; it holds {folder_content(path)}",
-            hint=f"give a folder of images, or of files that end in {listed(_BUILDERS)}",
-        )
+        hint = f"give a folder of images, or of files that end in {listed(_BUILDERS)}"
+        raise DataError(f"`{path}` has no data files; it holds {folder_content(path)}", hint)
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
@@ -157,10 +155,8 @@ def _explanation(place: str, error: Exception) -> DataError:
             f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
             hint="check the name; without network give a local file",
         )
-    return DataError(
-        f"`{place}` cannot be read as data ({type(cause).__name__}: {text})",
-        hint="check the file; it must be complete, with text in UTF-8",
-    )
+    hint = "check the file; it must be complete, with text in UTF-8"
+    return DataError(f"`{place}` cannot be read as data ({type(cause).__name__}: {text})", hint)
 
 
 def _without_rows(place: str) -> DataError:

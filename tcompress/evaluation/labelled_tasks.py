@@ -114,10 +114,8 @@ class ImageClassification(_GridTask):
     def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
         super().__init__(source, examples, *args, **more)
         if not has_processor_file(source):
-            raise DataError(
-                f"`{source.folder}` has no usable image processor",
-                "add its `preprocessor_config.json`",
-            )
+            hint = "add its `preprocessor_config.json`"
+            raise DataError(f"`{source.folder}` has no usable image processor", hint)
         # Its file is there, so where the library for it is not, its main options are followed.
         self._process = image_reader(source, needed=False)
 

@@ -64,10 +64,8 @@ class Runner:
 def checked(values: Tensor) -> Tensor:
     """Gives values back if all are finite, and fails otherwise."""
     if not torch.isfinite(values).all():
-        raise InputError(
-            "the model gives values that are not finite",
-            "measure in another dtype, such as `--dtype float32`, or repair the model",
-        )
+        hint = "measure in another dtype, such as `--dtype float32`, or repair the model"
+        raise InputError("the model gives values that are not finite", hint)
     return values
 
 

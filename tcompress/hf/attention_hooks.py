@@ -95,10 +95,8 @@ def mix_tokens(
     """Mixes tokens by the replacement that an attention owns; there are no weights to return."""
     own: ReplacementModule = getattr(module, CHILD)
     if kwargs.get("cache") is not None:
-        raise DataError(
-            f"attention `{own.name}` cannot fill a paged cache",
-            "generate without continuous batching",
-        )
+        hint = "generate without continuous batching"
+        raise DataError(f"attention `{own.name}` cannot fill a paged cache", hint)
     causal, queries = own.layout.causal, query.shape[-2]
     # Masks of flash attention mean that the last keys belong to the queries.
     flash = "flash" in str(getattr(own.host_config, "_attn_implementation", ""))

@@ -145,10 +145,8 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
         return "dense, at random", dense
     name, place = manifest.source.id, _folder(manifest)
     if place is None:
-        raise InputError(
-            f"`{model.id}` was made from `{name}`, which is not on this machine",
-            "name it with `--against`: a folder, or a hub id to download",
-        )
+        hint = "name it with `--against`: a folder, or a hub id to download"
+        raise InputError(f"`{model.id}` was made from `{name}`, which is not on this machine", hint)
     source = open_checked(str(place), trust=trust)
     if source.store.fingerprint() != manifest.source.fingerprint:
         raise InputError(

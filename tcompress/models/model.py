@@ -281,14 +281,10 @@ def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
             continue
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
         if method in METHODS:
-            raise SourceError(
-                f"`{folder}` is already converted by tcompress",
-                hint="convert the original model again, with the new options",
-            )
-        raise SourceError(
-            f"`{folder}` is already quantised with `{method}`",
-            hint="give the model in full precision; quantise after converting if need be",
-        )
+            hint = "convert the original model again, with the new options"
+            raise SourceError(f"`{folder}` is already converted by tcompress", hint)
+        hint = "give the model in full precision; quantise after converting if need be"
+        raise SourceError(f"`{folder}` is already quantised with `{method}`", hint)
 
 
 def _load_config(
@@ -304,10 +300,8 @@ def _load_config(
             hint="read that code, then allow it with `--allow-remote-code`",
         )
     if not model_type and not raw.get("auto_map"):
-        raise SourceError(
-            f"`config.json` in `{folder}` has no `model_type`",
-            hint="save the model with `save_pretrained` of a recent Transformers",
-        )
+        hint = "save the model with `save_pretrained` of a recent Transformers"
+        raise SourceError(f"`config.json` in `{folder}` has no `model_type`", hint)
     if not known and not raw.get("auto_map"):
         raise SourceError(
             f"`{folder}` has the model type `{model_type}`, which Transformers "

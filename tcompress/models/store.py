@@ -140,10 +140,8 @@ class WeightStore:
     def _info(self, key: str) -> TensorInfo:
         if key not in self._where:
             near = get_close_matches(key, self._where, n=3)
-            raise SourceError(
-                f"the checkpoint in `{self.folder}` has no tensor `{key}`",
-                hint=f"near names are {listed(near)}",
-            )
+            hint = f"near names are {listed(near)}"
+            raise SourceError(f"the checkpoint in `{self.folder}` has no tensor `{key}`", hint)
         return self._shards[self._where[key]].infos[self.name_inside(key)]
 
 

@@ -88,10 +88,8 @@ def find_roles(model: nn.Module) -> Roles:
     family = _family(model) or type(model).__name__
     sites = tuple(_sites(model, "", family, getattr(model, "config", None)))
     if family in FAMILIES and not sites:
-        raise InputError(
-            f"no transformer block was found in this `{type(model).__name__}`",
-            "give the whole model, with its blocks in a ModuleList",
-        )
+        hint = "give the whole model, with its blocks in a ModuleList"
+        raise InputError(f"no transformer block was found in this `{type(model).__name__}`", hint)
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     shared = (module for module, count in paths.items() if count > 1)
     reasons = dict.fromkeys(shared, "several blocks share it") | direct_uses(model)

@@ -284,17 +284,13 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             ),
         )
     except ValueError as error:
-        raise InputError(
-            f"accelerate cannot do this: {first_line(error)}",
-            "choose another `--mixed-precision`, `--track` or `--device`",
-        ) from error
+        hint = "choose another `--mixed-precision`, `--track` or `--device`"
+        raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error
     if precision == "fp16" and made.device.type == "cpu":
         hint = "choose `--mixed-precision bf16`, or `no`"
         raise InputError("mixed precision in float16 needs a GPU", hint)
     absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
     if absent:
-        raise InputError(
-            f"the loggers {listed(sorted(absent))} are not installed",
-            f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out",
-        )
+        hint = f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out"
+        raise InputError(f"the loggers {listed(sorted(absent))} are not installed", hint)
     return made

@@ -55,10 +55,8 @@ def blocks_to_imitate(
         return list(depth.target_blocks)
     if not asked:
         if own > others:
-            raise InputError(
-                f"the model has {own} blocks, but its teacher only {others}",
-                "give a teacher with at least as many blocks",
-            )
+            hint = "give a teacher with at least as many blocks"
+            raise InputError(f"the model has {own} blocks, but its teacher only {others}", hint)
         return [(index + 1) * others // own - 1 for index in range(own)]
     wrong = [index for index in asked if not 0 <= index < others]
     if len(asked) != own or wrong or list(asked) != sorted(asked):

@@ -110,10 +110,8 @@ class _Reader:
             what = "texts and pictures together"
             how = "train its towers alone, or with their own scripts"
         if what:
-            raise DataError(
-                f"`{self.model}` takes {what}, which cannot be trained on yet",
-                f"{how}: a converted model is an ordinary model",
-            )
+            hint = f"{how}: a converted model is an ordinary model"
+            raise DataError(f"`{self.model}` takes {what}, which cannot be trained on yet", hint)
 
     def training(self) -> list[Examples]:
         how = self.options.split, self.options.samples
@@ -157,10 +155,8 @@ class _Reader:
         """Reads texts, or pictures."""
         if name == "builtin":
             if self.encoder is None:
-                raise DataError(
-                    "there are no built-in pictures to train on",
-                    hint="give pictures with `--data`: a folder, a file or a hub id",
-                )
+                hint = "give pictures with `--data`: a folder, a file or a hub id"
+                raise DataError("there are no built-in pictures to train on", hint)
             texts = calibration.builtin_texts()[:samples]
             digest = hash_of(map(str.encode, texts)).hexdigest()
             return Examples("builtin text", "train", digest, (texts,))
@@ -183,10 +179,8 @@ class _Reader:
         """Writes examples as the model's inputs; for the purpose there must be some."""
         encoded = self._encoded(examples) if len(examples) else None
         if encoded is None or not len(encoded):
-            raise DataError(
-                f"`{examples.name}` leaves nothing to {purpose}",
-                hint="give more data, or other columns",
-            )
+            hint = "give more data, or other columns"
+            raise DataError(f"`{examples.name}` leaves nothing to {purpose}", hint)
         return encoded
 
     def _encoded(self, examples: Examples) -> Encoded:
@@ -220,10 +214,8 @@ class _Reader:
         elif not pairs:
             found = [rows for rows in found if all(rows)]
         if not all(all(rows) for rows in found):
-            raise DataError(
-                f"`{examples.name}` has texts without any token",
-                hint="remove rows with empty texts",
-            )
+            hint = "remove rows with empty texts"
+            raise DataError(f"`{examples.name}` has texts without any token", hint)
         return Encoded.of(found, labels)
 
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
@@ -278,10 +270,8 @@ class _Reader:
     def _masked(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         tokenizer = encoder.tokenizer
         if tokenizer.mask_token_id is None:
-            raise DataError(
-                f"the tokenizer in `{encoder.place}` has no mask token",
-                hint="choose the task `causal-lm`, or another model",
-            )
+            hint = "choose the task `causal-lm`, or another model"
+            raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
         special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
         words = encoder.vocabulary or len(tokenizer)
         rows = [row for row in encoder.encode(examples.texts[0]) if row]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
+from tcompress.artifact.manifest import card
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.errors import FitError, InputError
@@ -231,25 +232,10 @@ def _card(artifact: Artifact) -> str:
         origin = f"`{Path(source).name}`"
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = f"base_model: {source}\n", f"`{source}`"
-    needs, first = "Transformers", ""
-    if not stands_alone(artifact.config):
-        needs, first = "tcompress' own model", "import tcompress\n"
-    return f"""---
-library_name: transformers
-{base}tags:
-- tcompress
----
-
-# Dense form of {origin}, compressed{method}
-
-[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
-{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and are as \
-large as before: the model computes what the compressed one computes within rounding, and needs \
-nothing but {needs}.
-
-```python
-{first}from transformers import AutoModel
-
-model = AutoModel.from_pretrained("PATH")
-```
-"""
+    plain = stands_alone(artifact.config)
+    body = f"""[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of \
+{origin}{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and \
+are as large as before: the model computes what the compressed one computes within rounding, and \
+needs nothing but {"Transformers" if plain else "tcompress' own model"}."""
+    title = f"Dense form of {origin}, compressed{method}"
+    return card(title, body, f"{base}tags:\n- tcompress\n", plain=plain)

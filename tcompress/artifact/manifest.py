@@ -200,10 +200,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     except ArtifactError:
         raise
     except ValueError as error:
-        raise ArtifactError(
-            f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
-            "convert the model again, or restore the file",
-        ) from error
+        text = f"`{folder / MANIFEST}` is damaged: {first_problem(error)}"
+        raise ArtifactError(text, "convert the model again, or restore the file") from error
 
 
 def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], key: Key) -> bool:
@@ -226,7 +224,7 @@ def model_card(manifest: Manifest) -> str:
     local, random = Path(source.id).exists(), source.init == "random"
     base = "" if local or random else f"base_model: {source.id}\n"
     shown = Path(source.id).name if local else source.id
-    tag = first = loading = ""
+    tag = loading = ""
     if plan.changes_model or plan.depth:
         done = "from scratch" if random else "compressed"
         title, body = f"{shown}, {done} with `{plan.method}`", _conversion(manifest)
@@ -236,13 +234,17 @@ def model_card(manifest: Manifest) -> str:
     else:
         title, body = f"{shown}, trained with tcompress", _trained(manifest)
     if plan.changes_model:
-        first = "import tcompress\n"
         loading = "Without `import tcompress`, loading stops with an error. "
+    found = card(title, body, f"{base}tags:\n- tcompress\n{tag}", plain=not plan.changes_model)
+    return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
+
+
+def card(title: str, body: str, facts: str, *, plain: bool) -> str:
+    """Renders a card with such facts at its head; only a `plain` model loads without tcompress."""
+    first = "" if plain else "import tcompress\n"
     return f"""---
 library_name: transformers
-{base}tags:
-- tcompress
-{tag}---
+{facts}---
 
 # {title}
 
@@ -253,8 +255,6 @@ library_name: transformers
 
 model = AutoModel.from_pretrained("PATH")
 ```
-
-{loading}All numbers and the recipe are in `tcompress.json`.
 """
 
 

@@ -59,10 +59,8 @@ def check_place(output: Path) -> None:
         if kind:
             raise InputError(f"output `{output}` is {kind}", "choose another folder with `-o`")
         if kind is None and os.path.ismount(output):
-            raise InputError(
-                f"output `{output}` is where another disk is mounted: it cannot be replaced",
-                f"choose a folder inside it, such as `-o {output / 'model'}`",
-            )
+            text = f"output `{output}` is where another disk is mounted: it cannot be replaced"
+            raise InputError(text, f"choose a folder inside it, such as `-o {output / 'model'}`")
         _check_own(partial_folder(output))
         try_folder(partial_folder(output))
     except InputError:
@@ -120,10 +118,8 @@ def _check_contents(output: Path, *, force: bool) -> None:
 def _check_own(folder: Path) -> None:
     kind = kind_of(folder)
     if kind:
-        raise InputError(
-            f"the working folder `{folder}` is {kind}, which no run of tcompress makes",
-            "remove it, or choose another output with `-o`",
-        )
+        text = f"the working folder `{folder}` is {kind}, which no run of tcompress makes"
+        raise InputError(text, "remove it, or choose another output with `-o`")
     owner = os.geteuid() if kind == "" else folder.lstat().st_uid
     if owner != os.geteuid() and owner != owner_given(folder.parent):
         raise InputError(

@@ -94,10 +94,8 @@ def recipe_of(
 def _finetune(call: Swept, base: Recipe) -> Finetune | None:
     steps, data = call.finetune_steps, call.train_data
     if steps is None and data and base.finetune is None:
-        raise RecipeError(
-            "`--train-data` is what models are healed on, and nothing says for how long",
-            "add `--finetune-steps 200`",
-        )
+        text = "`--train-data` is what models are healed on, and nothing says for how long"
+        raise RecipeError(text, "add `--finetune-steps 200`")
     if steps is None and not data:
         return base.finetune
     said = base.finetune or Finetune()

@@ -184,10 +184,8 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
     if missing:
         has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
-        raise DataError(
-            f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}",
-            hint=f"name it: `--columns {missing[0]}=COLUMN`, or give other data",
-        )
+        text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
+        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or give other data")
     return {role: chosen[role] for role in ROLES if role in chosen}
 
 
@@ -195,16 +193,12 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
     """Refuses columns named by role that are not there, or do not fit."""
     for role, column in given.items():
         if role not in ROLES:
-            raise DataError(
-                f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
-                hint="write, for example, `text=review,label=stars`",
-            )
+            text = f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}"
+            raise DataError(text, "write, for example, `text=review,label=stars`")
         check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
-            raise DataError(
-                f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",
-                hint="name another column",
-            )
+            text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
+            raise DataError(text, "name another column")
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -296,9 +290,9 @@ def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> 
     return digest.hexdigest()
 
 
-def hash_of(contents: Iterable[bytes]) -> Any:
-    """Hashes contents (SHA-256), one after another, each with its length."""
-    digest = hashlib.sha256()
+def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
+    """Hashes contents (SHA-256), one after another, each with its length; may go on with a hash."""
+    digest = digest or hashlib.sha256()
     for item in contents:
         digest.update(f"{len(item)} ".encode() + item)
     return digest

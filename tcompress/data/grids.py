@@ -50,10 +50,8 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
             names = list(file.files)
             found = [file[name] for name in wanted if name in names]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"`{path}` cannot be read as an archive of arrays ({first_line(error)})",
-            hint="give a file that `numpy.savez` wrote",
-        ) from error
+        text = f"`{path}` cannot be read as an archive of arrays ({first_line(error)})"
+        raise DataError(text, "give a file that `numpy.savez` wrote") from error
     if len(found) < len(wanted):
         hint = "choose one of its splits with `--split`"
         raise DataError(f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}", hint)
@@ -173,10 +171,8 @@ def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
     try:
         dates = np.array(columns[DATE], dtype="datetime64[s]")
     except (ValueError, TypeError) as error:
-        raise DataError(
-            f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})",
-            hint="write dates as `2020-01-31 23:50:00`",
-        ) from error
+        text = f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})"
+        raise DataError(text, "write dates as `2020-01-31 23:50:00`") from error
     steps = np.diff(dates).astype(np.int64)
     if (steps < 0).any():
         row = int(np.argmax(steps < 0)) + 1
@@ -189,10 +185,8 @@ def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     if not np.isfinite(values).all():
         count = int((~np.isfinite(values)).sum())
-        raise DataError(
-            f"column `{name}` of `{place}` has {count:,} rows without a finite number",
-            hint="fill them in, or remove the column",
-        )
+        text = f"column `{name}` of `{place}` has {count:,} rows without a finite number"
+        raise DataError(text, "fill them in, or remove the column")
     return values
 
 

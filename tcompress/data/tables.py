@@ -107,10 +107,8 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     place = str(path.absolute())
     if path.is_file():
         if path.suffix.lower() not in _BUILDERS:
-            raise DataError(
-                f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
-                hint="give such a file, a folder of images or a hub id",
-            )
+            text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
+            raise DataError(text, "give such a file, a folder of images or a hub id")
         if not path.stat().st_size:
             raise _without_rows(str(path))
         kind, options = _BUILDERS[path.suffix.lower()]
@@ -287,10 +285,8 @@ def content(cell: Any) -> str | bytes | None:
             try:
                 return Path(path).read_bytes()
             except OSError as error:
-                raise DataError(
-                    f"the picture `{path}` cannot be read ({error.strerror})",
-                    hint="check that the file is where the data set says",
-                ) from error
+                text = f"the picture `{path}` cannot be read ({error.strerror})"
+                raise DataError(text, "check that the file is where the data set says") from error
     if isinstance(cell, str):
         return cell if cell.strip() else None  # blanks within a text belong to it
     return cell or None

@@ -92,10 +92,8 @@ def load_model(
     if head is not None and not has_head(source, head):
         kind = _AUTO[head]
         if type(source.config) not in kind._model_mapping:
-            raise SourceError(
-                f"there is no `{head}` head for the model type `{source.config.model_type}`",
-                hint="choose another task, or a model of another family",
-            )
+            text = f"there is no `{head}` head for the model type `{source.config.model_type}`"
+            raise SourceError(text, "choose another task, or a model of another family")
     if source.seed is not None:
         model = draw_model(kind, source.config, source.seed)
         return model.to(device=device, dtype=dtype or torch.float32)

@@ -135,10 +135,8 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
     """
     manifest = read_manifest(model.folder)
     if manifest is None:
-        raise InputError(
-            f"nothing says which dense model `{model.id}` is to be compared with",
-            "name it with `--against`",
-        )
+        text = f"nothing says which dense model `{model.id}` is to be compared with"
+        raise InputError(text, "name it with `--against`")
     if manifest.source.init == "random":  # what it computes does not matter for its time
         folder, seed = str(model.folder), manifest.source.seed
         dense = SourceModel.open(folder, trust_remote_code=trust, converted=True, seed=seed)
@@ -149,10 +147,8 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
         raise InputError(f"`{model.id}` was made from `{name}`, which is not on this machine", hint)
     source = open_checked(str(place), trust=trust)
     if source.store.fingerprint() != manifest.source.fingerprint:
-        raise InputError(
-            f"`{place}` no longer holds the weights that `{model.id}` was made from",
-            f"to compare all the same, say `--against {place}`",
-        )
+        text = f"`{place}` no longer holds the weights that `{model.id}` was made from"
+        raise InputError(text, f"to compare all the same, say `--against {place}`")
     return name, source
 
 

@@ -121,10 +121,8 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
             hint="go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder"
             + (f"; {near}" if near else ""),
         )
-    return SourceError(
-        f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
-        hint="try again, or download the model by hand and give its folder",
-    )
+    text = f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`"
+    return SourceError(text, "try again, or download the model by hand and give its folder")
 
 
 METHOD = "tcompress"  # our name among the quantisation methods of Transformers
@@ -202,10 +200,8 @@ def resolve(
     folder = path.parent if alone else local_folder(name)
     if folder is not None:
         if revision is not None:
-            raise SourceError(
-                f"revision `{revision}` was given, but `{name}` is a local folder",
-                hint="leave the revision out, or give the hub id of the model",
-            )
+            text = f"revision `{revision}` was given, but `{name}` is a local folder"
+            raise SourceError(text, "leave the revision out, or give the hub id of the model")
         return folder
     if not name.strip():
         raise SourceError(

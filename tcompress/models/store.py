@@ -69,10 +69,8 @@ class WeightStore:
         where = _locate(shards, index, problems)
         if problems:
             many = f", {len(problems)} problems" if problems[1:] else ""
-            raise SourceError(
-                f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}",
-                hint="download or save the named files again",
-            )
+            text = f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}"
+            raise SourceError(text, "download or save the named files again")
         return cls(folder, shards, where)
 
     def renamed(self, names: Mapping[str, str]) -> WeightStore:

@@ -173,16 +173,15 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
 
 def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
     first = group[0]
-    dense = sum(layer.parameters.dense for layer in group)
-    now = sum(layer.parameters.now for layer in group)
+    parameters = Amount.sum_of(layer.parameters for layer in group)
     widths = f"{first.in_features} → {first.out_features}"
     error = mean_errors(group).get(kind or "")
     return [
         first.role,
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
-        f"{now:,}",
-        f"{Amount.of(dense, now).kept:.1%}",
+        f"{parameters.now:,}",
+        f"{parameters.kept:.1%}",
         *([] if error is None else [fmt.error_text(error)]),
     ]
 

@@ -89,7 +89,5 @@ def check_length(teacher: SourceModel, longest: int) -> None:
     """Compares the tokens of the longest text with the positions that the teacher has."""
     limit = longest_text(teacher, inputs_of(teacher))
     if limit is not None and longest > limit:
-        raise InputError(
-            f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}",
-            f"shorten them: `--max-length {limit}`",
-        )
+        text = f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}"
+        raise InputError(text, f"shorten them: `--max-length {limit}`")

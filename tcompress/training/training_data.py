@@ -97,10 +97,8 @@ class _Reader:
         wanted = SERIES if needs.window else VOLUMES if needs.volume else None
         if task is not None and self.inputs.grid != wanted:
             what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
-            raise DataError(
-                f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}",
-                hint="choose another task, or a model for this one",
-            )
+            text = f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}"
+            raise DataError(text, "choose another task, or a model for this one")
 
     def _check_inputs(self) -> None:
         inputs, how = self.inputs, "train it with its own scripts"
@@ -247,10 +245,8 @@ class _Reader:
             return
         wanted = grid_shape(self.source, self.inputs)
         if found != wanted:
-            raise DataError(
-                f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}",
-                hint="give data of that shape, or a model for this one",
-            )
+            text = f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}"
+            raise DataError(text, "give data of that shape, or a model for this one")
 
     def _windows(self, encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> Encoded:
         """Texts one after another, cut into windows of equal length."""
@@ -320,10 +316,8 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:
-        raise DataError(
-            f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not",
-            hint="give data sets with the same classes",
-        )
+        text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
+        raise DataError(text, "give data sets with the same classes")
     if held.classes == train.classes or held.targets is None:
         return held
     places = [train.classes.index(name) for name in held.classes]
@@ -372,10 +366,8 @@ def head_options(
         _check_labels(data.name, len(data.classes), source.config.num_labels, "classes")
         return {}
     if len(data.classes) == 1:
-        raise DataError(
-            f"`{data.name}` has one class, `{data.classes[0]}`: there is nothing to tell apart",
-            "name another label column, or give data with all classes",
-        )
+        text = f"`{data.name}` has one class, `{data.classes[0]}`: there is nothing to tell apart"
+        raise DataError(text, "name another label column, or give data with all classes")
     if teacher is not None and has_head(teacher, task.head):
         _number_like(data, teacher)
     names = dict(enumerate(data.classes))
@@ -385,10 +377,8 @@ def head_options(
 
 def _check_labels(name: str, found: int, head: int, what: str) -> None:
     if found != head:
-        raise DataError(
-            f"`{name}` has {found} {what}, but the model's head has {head} labels",
-            hint="give data that the head was made for, or a model without head",
-        )
+        text = f"`{name}` has {found} {what}, but the model's head has {head} labels"
+        raise DataError(text, "give data that the head was made for, or a model without head")
 
 
 def _number_like(data: Data, model: SourceModel) -> None:

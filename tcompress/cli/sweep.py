@@ -9,7 +9,7 @@ import typer
 
 from tcompress.cli import terminal
 from tcompress.cli.convert import open_source
-from tcompress.cli.flags import Only
+from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
@@ -35,10 +35,10 @@ DETAIL = (
 )
 
 Measured = Annotated[
-    Given[Evaluate], Only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED)
+    Given[Evaluate], only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED)
 ]
 _DATA = ("--calib", "--calib-samples", "--calib-columns")
-OfAll = Annotated[Given[Convert], Only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
+OfAll = Annotated[Given[Convert], only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
 
 
 def sweep(

@@ -255,12 +255,10 @@ class _Samples:
             assert found.volumes is not None  # one of the two was asked for
             frames = [as_input(volume) for volume in found.volumes]
         wanted = grid_shape(self._source, self._inputs)
-        if tuple(frames[0].shape) != wanted:
-            raise DataError(
-                f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
-                f"{wanted}",
-                hint="give data of that shape, `--calib builtin` or `--calib none`",
-            )
+        if found.shape != wanted:
+            hint = "give data of that shape, `--calib builtin` or `--calib none`"
+            has = f"`{found.name}` has inputs of shape {found.shape}"
+            raise DataError(f"{has}, the model takes {wanted}", hint)
         self.frames = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
 
     def make_missing(self) -> None:

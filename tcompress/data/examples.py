@@ -115,6 +115,13 @@ class Examples:
     windows: Windows | None = None  # windows of a series
     whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of an input on a grid, as `inputs.grid_shape` has a model's; None without one."""
+        if self.windows is not None:
+            return self.windows.context, len(self.windows.variables)
+        return None if self.volumes is None else (1, *self.volumes.shape[1:])
+
     def __len__(self) -> int:
         grids = [found for found in (self.volumes, self.windows) if found is not None]
         return len(grids[0] if grids else self.images or self.texts[0])

@@ -145,10 +145,10 @@ class VolumeClassification(_GridTask):
             text = f"`{source.id}` is a `{source.model_class.__name__}`, which reads no volumes"
             raise DataError(text, "give a model for volumes, such as `tcompress_grid`")
         super().check(source, examples)
-        assert examples.volumes is not None  # that is what the task needs
-        found, wanted = (1, *examples.volumes.shape[1:]), grid_shape(source, inputs)
-        if found != wanted:
-            text = f"`{examples.name}` has volumes of shape {found}, the model takes {wanted}"
+        wanted = grid_shape(source, inputs)
+        if examples.shape != wanted:
+            has = f"`{examples.name}` has volumes of shape {examples.shape}"
+            text = f"{has}, the model takes {wanted}"
             raise DataError(text, "give data of that shape, or a model for this one")
 
     def read(self, index: int) -> Tensor:

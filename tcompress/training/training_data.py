@@ -237,14 +237,8 @@ class _Reader:
 
     def _check_shape(self, examples: Examples) -> None:
         """Compares volumes, or the variables of a series, with the model."""
-        if examples.windows is not None:
-            found = (examples.windows.context, len(examples.windows.variables))
-        elif examples.volumes is not None:
-            found = (1, *examples.volumes.shape[1:])
-        else:
-            return
-        wanted = grid_shape(self.source, self.inputs)
-        if found != wanted:
+        found = examples.shape
+        if found is not None and found != (wanted := grid_shape(self.source, self.inputs)):
             text = f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}"
             raise DataError(text, "give data of that shape, or a model for this one")
 

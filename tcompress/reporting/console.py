@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tcompress.artifact.manifest import Speed
 from tcompress.conversion.estimate import Estimate
-from tcompress.planning.entries import Left, Plan
+from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
 from tcompress.reporting.table_rows import (
@@ -72,7 +72,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             title = "" if alone else short_name(report, reports)
             parts.append(layer_table(report.layers, per_layer, title))
         if report.left and alone:
-            parts.append(_left_table(report.left))
+            parts.append(fmt.reason_table("left dense", report.left))
     for report in reports:
         name = "" if alone else f" of {short_name(report, reports)}"
         parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
@@ -111,7 +111,7 @@ def render_plan(
         layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
         parts.append(layer_table(layers))
     if plan.left:
-        parts.append(_left_table(plan.left))
+        parts.append(fmt.reason_table("left dense", plan.left))
     parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
     return Group(*parts)
 
@@ -184,17 +184,6 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         f"{parameters.kept:.1%}",
         *([] if error is None else [fmt.error_text(error)]),
     ]
-
-
-def _left_table(left: Sequence[Left]) -> Table:
-    """Says how many layers stay dense for which reason."""
-    table = fmt.table("left dense", "such as", "because", right=["left dense"])
-    reasons: dict[str, list[str]] = {}
-    for item in left:
-        reasons.setdefault(item.reason, []).append(item.name)
-    for reason, names in reasons.items():
-        table.add_row(str(len(names)), names[0], reason)
-    return table
 
 
 def _single(report: ModelReport) -> list[RenderableType]:

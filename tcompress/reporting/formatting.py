@@ -37,6 +37,17 @@ def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
     return made
 
 
+def reason_table(title: str, items: Iterable[Any]) -> Table:
+    """Says of how many layers, each with a name and a reason, the same reason holds."""
+    reasons: dict[str, list[str]] = {}
+    for item in items:
+        reasons.setdefault(item.reason, []).append(item.name)
+    made = table(title, "such as", "because", right=[title])
+    for reason, names in reasons.items():
+        made.add_row(str(len(names)), names[0], reason)
+    return made
+
+
 def error_name(kind: str) -> str:
     """Names a kind of error."""
     return f"{kind.replace('_', '-')} error" if kind in _ERRORS else kind

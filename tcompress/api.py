@@ -361,7 +361,5 @@ def _refuse_beside(recipe: object, **given: Any) -> None:
     """A recipe says everything; what is given beside it would be forgotten."""
     named = [f"`{name}`" for name, value in given.items() if value is not None]
     if recipe is not None and named:
-        raise RecipeError(
-            f"{', '.join(named)} cannot be given beside a recipe",
-            "change the recipe instead, or leave it out",
-        )
+        hint = "change the recipe instead, or leave it out"
+        raise RecipeError(f"{', '.join(named)} cannot be given beside a recipe", hint)

@@ -46,10 +46,8 @@ def read_json(path: Path, *, strict: bool = False, constants: bool = False) -> A
     """Read a JSON file.
 
     With `strict`, what other readers would understand in another way is refused: keys that stand
-    twice, and numbers that JSON does not have, unless these `constants` are let through.
-
-    Raises:
-        ValueError: It cannot be read; the message says why, in one line.
+    twice, and numbers that JSON does not have, unless these `constants` are let through. Why it
+    cannot be read, a `ValueError` says in one line.
     """
     try:
         return parse_json(path.read_bytes(), strict=strict, constants=constants)
@@ -98,10 +96,8 @@ def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """Read a `config.json`, of which what is used first is known to be of the right kind.
 
     Transformers writes infinity there as it is, such as a limit of Mamba's time steps. With
-    `strict`, keys that stand twice are refused.
-
-    Raises:
-        ValueError: It cannot be read, or is none; the message is a predicate in one line.
+    `strict`, keys that stand twice are refused. What is wrong with it, a `ValueError` says as a
+    predicate in one line.
     """
     try:
         found = read_json(path, strict=strict, constants=True)
@@ -129,11 +125,7 @@ _COUNTS = re.compile(r"(n|num)_(\w+_)?layers?|(\w+_)?layers|(\w+_)?depth")
 
 
 def check_counts(settings: Mapping[str, Any]) -> None:
-    """Refuses numbers of layers that nothing could build.
-
-    Raises:
-        ValueError: There are some, at the top or in the config of a part; names the first.
-    """
+    """Refuses, by a `ValueError`, numbers of layers that nothing could build, in parts too."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and key.endswith("config"):
             check_counts(value)
@@ -182,11 +174,7 @@ class Problems:
             self.found.append(error)
 
     def report(self) -> None:
-        """Raises what was collected.
-
-        Raises:
-            InputError: The only one, or one that lists all of them, with their hints.
-        """
+        """Raises what was collected: the only error, or an `InputError` that lists all of them."""
         found = {error.message: error for error in self.found}
         if len(found) == 1:
             raise next(iter(found.values()))
@@ -244,11 +232,7 @@ def message_of(error: Exception) -> str:
 
 
 def refuse_replica(module: object) -> NoReturn:
-    """Stands in modules for what `nn.DataParallel` calls; it would lose what layers share.
-
-    Raises:
-        InputError: Always.
-    """
+    """Refuses, in modules, what `nn.DataParallel` asks for; it would lose what layers share."""
     raise InputError(
         f"a `{type(module).__name__}` cannot be copied for `nn.DataParallel`, which training on "
         "several devices uses in one process",

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
+from tcompress.artifact.manifest import card
 from tcompress.artifact.reader import Artifact, check_files
-from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.files import write_text
 from tcompress.hf.build import stored_name
@@ -65,12 +66,7 @@ def export_dense(
             f"`{folder}` normalises its features slice by slice, which no plain model does",
             "load it with `import tcompress`; `norm: host` can be multiplied out",
         )
-    own = artifact.folder.resolve()
-    if output.resolve() == own or output.resolve() in own.parents:
-        raise InputError(
-            f"output `{output}` is the converted model itself, or contains it",
-            "choose another folder with `-o`",
-        )
+    check_apart(output, artifact.folder, "the converted model itself")
     identity = identity_of({"export": "dense", "weights": artifact.store.fingerprint()})
     place = Workplace(output, identity, force=force)
     with place.working(lambda error: False):
@@ -106,10 +102,8 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
             weights.append(layer.dense_weight(torch.float64).to(dtype))
     weight = torch.stack(weights) if entry.experts else weights[0]
     if not bool(torch.isfinite(weight).all()):
-        raise FitError(
-            f"the weight of layer `{entry.name}` is not finite in {dtype}",
-            "convert the model again, with `--dtype float32`",
-        )
+        hint = "convert the model again, with `--dtype float32`"
+        raise FitError(f"the weight of layer `{entry.name}` is not finite in {dtype}", hint)
     return entry.as_stored(weight).contiguous()
 
 
@@ -238,25 +232,10 @@ def _card(artifact: Artifact) -> str:
         origin = f"`{Path(source).name}`"
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = f"base_model: {source}\n", f"`{source}`"
-    needs, first = "Transformers", ""
-    if not stands_alone(artifact.config):
-        needs, first = "tcompress' own model", "import tcompress\n"
-    return f"""---
-library_name: transformers
-{base}tags:
-- tcompress
----
-
-# Dense form of {origin}, compressed{method}
-
-[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of {origin}\
-{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and are as \
-large as before: the model computes what the compressed one computes within rounding, and needs \
-nothing but {needs}.
-
-```python
-{first}from transformers import AutoModel
-
-model = AutoModel.from_pretrained("PATH")
-```
-"""
+    plain = stands_alone(artifact.config)
+    body = f"""[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of \
+{origin}{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and \
+are as large as before: the model computes what the compressed one computes within rounding, and \
+needs nothing but {"Transformers" if plain else "tcompress' own model"}."""
+    title = f"Dense form of {origin}, compressed{method}"
+    return card(title, body, f"{base}tags:\n- tcompress\n", plain=plain)

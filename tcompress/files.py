@@ -45,11 +45,8 @@ def kind_of(path: Path) -> str | None:
 def beside(path: Path) -> Iterator[Path]:
     """Gives a place to write to, which takes the place of a file when all is on the disk.
 
-    A kill leaves the file as it was, and at most something that ends in `.tmp`. A link is replaced,
-    not followed.
-
-    Raises:
-        OSError: The disk is full, or refuses the file, which is as it was.
+    A kill, or an `OSError` of the disk, leaves the file as it was, and at most something that ends
+    in `.tmp`. A link is replaced, not followed.
     """
     other = _beside(path)
     try:
@@ -74,11 +71,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: The disk refuses that for a file; many cannot do it for folders.
-    """
+    """Waits until a file is on the disk, or the names in a folder, where disks can do that."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -160,10 +153,8 @@ def disk_error(
         return None
     if number in _FULL:
         return full_disk(place or Path(named or "."), needed)
-    return DiskError(
-        f"`{named or place or 'a file'}` cannot be used ({os.strerror(number)})",
-        "change its permissions, or choose another place",
-    )
+    hint = "change its permissions, or choose another place"
+    return DiskError(f"`{named or place or 'a file'}` cannot be used ({os.strerror(number)})", hint)
 
 
 def full_disk(place: Path, needed: int | None = None) -> DiskError:
@@ -179,11 +170,7 @@ def full_disk(place: Path, needed: int | None = None) -> DiskError:
 
 
 def check_space(place: Path, needed: int) -> None:
-    """Refuses work for which a disk has no room.
-
-    Raises:
-        DiskError: Less is free than is needed.
-    """
+    """Refuses work, by a `DiskError`, for which less is free than is needed."""
     if needed > free_bytes(place):
         raise full_disk(place, needed)
 
@@ -206,25 +193,17 @@ def _size(count: int) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuses, before any work, a file that cannot be written.
-
-    Raises:
-        InputError: It is no ordinary file, or its folder is missing or takes no files.
-    """
+    """Refuses, before any work, what is no ordinary file, or one that cannot be written."""
     try:
         kind = kind_of(path)
         if kind is None:
-            raise InputError(
-                f"`{path}` is a folder, expected the name of a file",
-                f"such as `{path / 'report.html'}`",
-            )
+            hint = f"such as `{path / 'report.html'}`"
+            raise InputError(f"`{path}` is a folder, expected the name of a file", hint)
         if kind not in ("", "a file", "a link") or not (path.is_file() or not path.exists()):
             raise InputError(f"`{path}` is {kind}, not an ordinary file", "give another name")
         if not path.parent.is_dir():
-            raise InputError(
-                f"there is no folder `{path.parent}` to write `{path.name}` to",
-                "make the folder first",
-            )
+            hint = "make the folder first"
+            raise InputError(f"there is no folder `{path.parent}` to write `{path.name}` to", hint)
         _beside(path).unlink(missing_ok=True)  # of a process that was killed
         _beside(path).open("x").close()
         _beside(path).unlink()

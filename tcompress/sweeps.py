@@ -166,27 +166,16 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep has found.
+    """What a sweep has found."""
 
-    Attributes:
-        folder: Folder with a model for each cell, `sweep.json` and the page.
-        page: The HTML report.
-        model: Name of the dense model.
-        recipe: What was asked for.
-        front: All models, the dense one among them, with what each costs.
-        dense: Report on the dense model.
-        cells: Finished cells.
-        stopped: The other ones.
-    """
-
-    folder: Path
-    page: Path
-    model: str
-    recipe: Recipe
-    front: FrontReport
+    folder: Path  # with a model for each cell, `sweep.json` and the page
+    page: Path  # the HTML report
+    model: str  # name of the dense model
+    recipe: Recipe  # what was asked for
+    front: FrontReport  # all models, the dense one among them, with what each costs
     dense: ModelReport
-    cells: tuple[Done, ...]
-    stopped: tuple[Stopped, ...] = ()
+    cells: tuple[Done, ...]  # finished ones
+    stopped: tuple[Stopped, ...] = ()  # the other ones
 
     @property
     def missed(self) -> bool:
@@ -237,8 +226,8 @@ def _sparse(recipe: Recipe) -> Any:
     return yaml.safe_load(dump_recipe(recipe))
 
 
-class Record(BaseModel):
-    """What is known of one model: kept as a file, so that nothing is measured twice.
+class Model(BaseModel):
+    """What is known of a model of a sweep: kept as a file, so that nothing is measured twice.
 
     Identities are chained: that of a model covers the weights and the settings that it comes from,
     that of a measurement the model too. A changed setting changes those behind it, and no others.
@@ -252,34 +241,28 @@ class Record(BaseModel):
     metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)  # by their key
     speed: dict[str, tuple[Speed, ...]] = Field(default_factory=dict)
     baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of the dense model only
-
-
-@dataclass
-class Model:
-    """A model of a sweep: its folder, and its record with the place of that."""
-
-    folder: Path
-    path: Path
-    record: Record
-    is_new: bool
+    folder: Path = Field(Path(), exclude=True)  # the model's
+    path: Path = Field(Path(), exclude=True)  # of the file
+    is_new: bool = Field(True, exclude=True)
 
     @classmethod
     def at(cls, folder: Path, path: Path, identity: str) -> Model:
-        """Reads a record; one of other settings or another version counts as none."""
+        """Reads what is known; of other settings or by another version it counts as nothing."""
+        place: dict[str, Any] = {"folder": folder, "path": path}
         try:
-            record = Record.model_validate_json(path.read_text(encoding="utf-8"))
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError):
-            record = Record(identity="")
-        if record.identity == identity:
-            return cls(folder, path, record, is_new=False)
-        return cls(folder, path, Record(identity=identity), is_new=True)
+            found = cls(identity="")
+        if found.identity != identity:
+            return cls(identity=identity, **place)
+        return found.model_copy(update={**place, "is_new": False})
 
     def keep(self) -> None:
-        write_text(self.path, self.record.model_dump_json(indent=1))
+        write_text(self.path, self.model_dump_json(indent=1))
 
     def key(self, settings: BaseModel, *data: str) -> str:
         """Identifies a measurement of this model."""
-        return identity_of(self.record.identity, settings, *data)
+        return identity_of(self.identity, settings, *data)
 
 
 def identity_of(origin: str, settings: BaseModel, *data: str) -> str:
@@ -317,12 +300,9 @@ def sweep(
 
     Every cell is an ordinary recipe with a folder of its own in the output, which holds
     `sweep.json` and `sweep.html` too. Run again, only what depends on changed settings is done
-    again. A cell that cannot be done is named with the reason and does not stop the others. With
+    again, and a run that was stopped goes on where it was. A cell that cannot be done is named with
+    the reason and does not stop the others; an `InputError` says that none can be done. With
     `force`, all cells are done again, also in a folder that holds something else.
-
-    Raises:
-        InputError: Something in the recipe cannot be used, or no cell can be done.
-        KeyboardInterrupt: It was stopped; the same call goes on where it was.
     """
     check_recipe(recipe)
     cells = cells_of(recipe, source)
@@ -417,7 +397,7 @@ class _Sweep:
     def _models(self, cell: Cell) -> list[Model]:
         """The models of a cell: as converted and, if it is trained, as trained."""
         convert, finetune = cell.recipe.convert, cell.recipe.finetune
-        weights, data = self.dense.record.identity, convert.calibration.source
+        weights, data = self.dense.identity, convert.calibration.source
         identity = identity_of(weights, convert, data)
         models = [self._model(cell.name, identity)]
         if finetune is not None:
@@ -428,14 +408,14 @@ class _Sweep:
 
     def _measure_dense(self) -> None:
         model, trust = self.dense, self.source.trust_remote_code
-        if model.record.report is None:
+        if model.report is None:
             found = report_of(self.source.folder, trust_remote_code=trust)
-            model.record.report = found.model_copy(update={"name": self.source.id})
+            model.report = found.model_copy(update={"name": self.source.id})
         for item, key in self._unmeasured(model):
             scores = self._evaluate(item, self.source.folder)
             assert scores.baseline is not None
-            model.record.metrics[key] = scores.metrics
-            model.record.baselines[key] = replace(scores.baseline, name=self.source.id).to_json()
+            model.metrics[key] = scores.metrics
+            model.baselines[key] = replace(scores.baseline, name=self.source.id).to_json()
             model.keep()
 
     def _do(self, cell: Cell) -> None:
@@ -450,9 +430,9 @@ class _Sweep:
                 self._make(cell, models)
                 self._measure(cell, models)
             wanted, last = self.recipe.evaluate, models[-1]
-            main = [last.record.metrics[last.key(item, item.data)][0] for item in wanted]
+            main = [last.metrics[last.key(item, item.data)][0] for item in wanted]
             words = tuple(text for text in map(missed, wanted, main) if text)
-            seconds = tuple(model.record.seconds or 0.0 for model in models)
+            seconds = tuple(model.seconds or 0.0 for model in models)
             self.done[cell.name] = Done(cell, tuple(map(self._report, models)), seconds, words)
         except (InputError, FitError, TrainingError, RuntimeError) as error:
             # A `RuntimeError` is of torch, such as memory that does not suffice.
@@ -468,16 +448,16 @@ class _Sweep:
         """Tells whether there is anything to do."""
         keep = self.recipe.sweep is None or self.recipe.sweep.keep_models
         gone = keep and not all((model.folder / "config.json").is_file() for model in models)
-        known = all(m.record.report is not None and not self._unmeasured(m) for m in models)
+        known = all(m.report is not None and not self._unmeasured(m) for m in models)
         return gone or not known or self._untimed(models[-1]) is not None
 
     def _unmeasured(self, model: Model) -> list[tuple[Evaluate, str]]:
         keyed = [(item, model.key(item, item.data)) for item in self.recipe.evaluate]
-        return [(item, key) for item, key in keyed if key not in model.record.metrics]
+        return [(item, key) for item, key in keyed if key not in model.metrics]
 
     def _untimed(self, model: Model) -> str | None:
         key = None if self.recipe.bench is None else model.key(self.recipe.bench)
-        return None if key in model.record.speed else key
+        return None if key in model.speed else key
 
     def _make(self, cell: Cell, models: Sequence[Model]) -> None:
         """Converts and trains, as far as that is not done; the folders are the sweep's own."""
@@ -487,26 +467,26 @@ class _Sweep:
         run_recipe(said, self.source, models[-1].folder, token=self.token, **place, **heard)
         for model in models:
             found = report_of(model.folder, trust_remote_code=self.source.trust_remote_code)
-            model.record.report = found.model_copy(update={"metrics": (), "speed": ()})
+            model.report = found.model_copy(update={"metrics": (), "speed": ()})
             manifest = read_manifest(model.folder)
             assert manifest is not None  # the conversion wrote it
-            model.record.seconds = [manifest.seconds, *(run.seconds for run in found.training)][-1]
+            model.seconds = [manifest.seconds, *(run.seconds for run in found.training)][-1]
             model.keep()
 
     def _measure(self, cell: Cell, models: Sequence[Model]) -> None:
         for model in models:
             for item, key in self._unmeasured(model):
-                dense = self.dense.record.baselines[self.dense.key(item, item.data)]
+                dense = self.dense.baselines[self.dense.key(item, item.data)]
                 scores = self._evaluate(item, model.folder, Baseline.of_json(dense))
                 self._tell(cell, scores.notes)
-                model.record.metrics[key] = scores.metrics
+                model.metrics[key] = scores.metrics
                 model.keep()
         last = models[-1]
         untimed = self._untimed(last)
         if self.recipe.bench is not None and untimed is not None:
             timed = time_passes(self.recipe.bench, last.folder, self.source, self.progress)
             self._tell(cell, timed.notes)
-            last.record.speed[untimed] = timed.speed
+            last.speed[untimed] = timed.speed
             last.keep()
 
     def _evaluate(self, item: Evaluate, folder: Path, dense: Baseline | None = None) -> ModelScores:
@@ -520,14 +500,14 @@ class _Sweep:
 
     def _report(self, model: Model) -> ModelReport:
         """The report of a model with the numbers that this recipe asks for, and no others."""
-        record, bench = model.record, self.recipe.bench
-        assert record.report is not None
+        report, bench = model.report, self.recipe.bench
+        assert report is not None
         keys = [model.key(item, item.data) for item in self.recipe.evaluate]
-        metrics = [metric for key in keys for metric in record.metrics[key]]
-        if not metrics and record.report.layers:
-            metrics = [fallback_metric(record.report)]
-        times = () if bench is None else record.speed.get(model.key(bench), ())
-        return record.report.model_copy(update={"metrics": tuple(metrics), "speed": times})
+        metrics = [metric for key in keys for metric in model.metrics[key]]
+        if not metrics and report.layers:
+            metrics = [fallback_metric(report)]
+        times = () if bench is None else model.speed.get(model.key(bench), ())
+        return report.model_copy(update={"metrics": tuple(metrics), "speed": times})
 
     def _write(self) -> Swept:
         """Compares what is known so far, and writes it."""

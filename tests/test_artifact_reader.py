@@ -59,7 +59,7 @@ def test_an_intact_model_opens(written: Path) -> None:
     assert artifact.layers == artifact.manifest.plan.layers
     assert artifact.config["model_type"] == "bert"
     assert f"{QUERY}.tc_slices" in artifact.store
-    artifact.verify_checksums()
+    verify_files(artifact.folder)
     assert is_converted(written)
     section = artifact.config["quantization_config"]
     assert "`import tcompress` before loading" in section["note"]
@@ -70,7 +70,7 @@ def test_a_model_without_manifest_opens(folder: Path) -> None:
     artifact = Artifact.open(folder)
     assert artifact.manifest is None
     with pytest.raises(ArtifactError, match=r"has no `tcompress\.json`, so there are no checksums"):
-        artifact.verify_checksums()
+        verify_files(artifact.folder)
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
@@ -297,7 +297,7 @@ def test_other_weight_files_are_found_by_their_checksums(folder: Path) -> None:
     other = {"model-00001-of-00002.safetensors": "0"}
     edit(folder / "tcompress.json", lambda found: found.update(checksums=other, digest=None))
     with pytest.raises(ArtifactError) as caught:
-        Artifact.open(folder).verify_checksums()
+        verify_files(folder)
     assert "`model-00001-of-00002.safetensors` is missing" in caught.value.message
     assert "`model.safetensors` is not in `tcompress.json`" in caught.value.message
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tcompress
 from tcompress.artifact import format as shards
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import verify_files
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
 from tcompress.conversion.blocks import BlockResult
@@ -92,7 +92,7 @@ def test_killed_before_the_last_rename(
     moment = "tcompress.artifact.workplace.Workplace.publish"
     convert_until_killed(source, several_files(), output, None, moment)
     assert not output.exists()
-    Artifact.open(partial_folder(output) / "model").verify_checksums()
+    verify_files(partial_folder(output) / "model")
     assert run(source, output).resumed
     assert contents(output) == contents(uninterrupted(False).folder)
 
@@ -201,7 +201,7 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
 
     run(source, output, progress=Second())
     assert "another run is writing" in failures[0].message
-    Artifact.open(output).verify_checksums()
+    verify_files(output)
 
 
 def test_damaged_results_count_as_none(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_outputs_that_are_empty_or_in_folders_that_do_not_exist(
 ) -> None:
     (tmp_path / "out").mkdir()
     for output in (tmp_path / "out", tmp_path / "a" / "b" / "out"):
-        Artifact.open(run(source, output).folder).verify_checksums()
+        verify_files(run(source, output).folder)
 
 
 def test_force_replaces_everything(source: Path, tmp_path: Path) -> None:

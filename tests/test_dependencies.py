@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "linalg": {"errors"},
     "fields": set(),
     "structures": {"errors", "linalg", "fields"},
-    "attention": {"errors", "linalg", "structures", "fields", "options"},
+    "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
     "models": {"errors", "files"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures"},

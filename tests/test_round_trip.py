@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.models import SourceModel
 from tcompress.models.keymap import KeyMap
@@ -116,7 +116,7 @@ def _check_round_trip(family: str, option: str, aware: bool, folder: Path) -> No
     )
     if not aware:
         _check_errors(made, model)
-    Artifact.open(made.folder).verify_checksums()
+    verify_files(made.folder)
     model.save_pretrained(folder / "again")
     again = _load_exactly(type(made.dense), folder / "again")
     assert distance(found, outputs(again, made.inputs())) <= 1e-6

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import tcompress  # noqa: F401 - makes converted models loadable
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.linalg.transforms import rotate_strided, slice_product
 from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import FloatAttention
@@ -59,7 +59,7 @@ def test_families(family: str, tmp_path: Path) -> None:
         assert all(value.isfinite().all() for value in found.values())
         assert any(value.any() for value in found.values())
     done = train(folder, tmp_path / "out", steps=1, data=data)
-    Artifact.open(done.folder).verify_checksums()
+    verify_files(done.folder)
     _, info = type(build(family)).from_pretrained(done.folder, output_loading_info=True)
     assert {name: problems for name, problems in info.items() if problems} == {}
 
@@ -199,5 +199,5 @@ def test_the_curve_of_one_process(tmp_path: Path) -> None:
         assert document["training"][name] == alone["training"][name]
     assert document["training"]["environment"]["processes"] == "2"
     assert done.stderr.count("training: 6 of 6 steps") == 1
-    Artifact.open(tmp_path / "two").verify_checksums()
+    verify_files(tmp_path / "two")
     assert not partial_folder(tmp_path / "two").exists()

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.artifact.manifest import read_manifest, write_manifest
-from tcompress.artifact.reader import Artifact
+from tcompress.artifact.reader import verify_files
 from tcompress.errors import DataError, TrainingError, WriteError
 from tcompress.reporting.model_report import report_of
 from tcompress.training.losses import Losses
@@ -83,7 +83,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
     write_manifest(folder, measured)
     done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3)
-    Artifact.open(done.folder).verify_checksums()
+    verify_files(done.folder)
     assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
     written = read_manifest(done.folder)
     assert written.training == [done.facts]
@@ -215,7 +215,7 @@ def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
     path = labelled_file(tmp_path / "rows.jsonl", classes=("a", "b", "c"))
     done = train(folder, tmp_path / "out", task="classification", data={"source": [str(path)]})
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
-    Artifact.open(done.folder).verify_checksums()
+    verify_files(done.folder)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         done.folder, output_loading_info=True
     )
@@ -225,7 +225,7 @@ def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
     assert len(report.layers) == len(before.layers) == 12
     # The result heals further, against the same teacher.
     again = train(done.folder, tmp_path / "again", data=texts(tmp_path))
-    Artifact.open(again.folder).verify_checksums()
+    verify_files(again.folder)
     assert again.facts.teacher == str(tmp_path / "bert")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from tcompress.files import write_text
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
+
+Key = Callable[[Any], object]
 
 
 class _Section(BaseModel):
@@ -197,10 +200,22 @@ def read_manifest(folder: Path) -> Manifest | None:
     except ArtifactError:
         raise
     except ValueError as error:
-        raise ArtifactError(
-            f"`{folder / MANIFEST}` is damaged: {first_problem(error)}",
-            "convert the model again, or restore the file",
-        ) from error
+        text = f"`{folder / MANIFEST}` is damaged: {first_problem(error)}"
+        raise ArtifactError(text, "convert the model again, or restore the file") from error
+
+
+def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], key: Key) -> bool:
+    """Puts numbers into a model's manifest in place of those of equal key; tells if it could."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    taken = {key(item) for item in new}
+    kept = [item for item in getattr(manifest, kind) if key(item) not in taken]
+    try:
+        write_manifest(folder, manifest.model_copy(update={kind: [*kept, *new]}))
+    except OSError:  # models are often kept where they cannot be changed
+        return False
+    return True
 
 
 def model_card(manifest: Manifest) -> str:
@@ -209,7 +224,7 @@ def model_card(manifest: Manifest) -> str:
     local, random = Path(source.id).exists(), source.init == "random"
     base = "" if local or random else f"base_model: {source.id}\n"
     shown = Path(source.id).name if local else source.id
-    tag = first = loading = ""
+    tag = loading = ""
     if plan.changes_model or plan.depth:
         done = "from scratch" if random else "compressed"
         title, body = f"{shown}, {done} with `{plan.method}`", _conversion(manifest)
@@ -219,13 +234,17 @@ def model_card(manifest: Manifest) -> str:
     else:
         title, body = f"{shown}, trained with tcompress", _trained(manifest)
     if plan.changes_model:
-        first = "import tcompress\n"
         loading = "Without `import tcompress`, loading stops with an error. "
+    found = card(title, body, f"{base}tags:\n- tcompress\n{tag}", plain=not plan.changes_model)
+    return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
+
+
+def card(title: str, body: str, facts: str, *, plain: bool) -> str:
+    """Renders a card with such facts at its head; only a `plain` model loads without tcompress."""
+    first = "" if plain else "import tcompress\n"
     return f"""---
 library_name: transformers
-{base}tags:
-- tcompress
-{tag}---
+{facts}---
 
 # {title}
 
@@ -236,8 +255,6 @@ library_name: transformers
 
 model = AutoModel.from_pretrained("PATH")
 ```
-
-{loading}All numbers and the recipe are in `tcompress.json`.
 """
 
 

@@ -61,9 +61,6 @@ class Artifact:
             raise _joined(folder, problems.found)
         return cls(folder, config, plan.layers, plan.attention, plan.forms, manifest, store)
 
-    def verify_checksums(self) -> None:
-        verify_files(self.folder)
-
 
 def _not_converted(folder: Path) -> ArtifactError:
     if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
@@ -72,10 +69,8 @@ def _not_converted(folder: Path) -> ArtifactError:
             "model already",
             "use it as it is; it needs no tcompress",
         )
-    return ArtifactError(
-        f"`{folder}` is a model that was not converted by tcompress",
-        f"convert it first: `tcompress convert {shlex.quote(str(folder))}`",
-    )
+    hint = f"convert it first: `tcompress convert {shlex.quote(str(folder))}`"
+    return ArtifactError(f"`{folder}` is a model that was not converted by tcompress", hint)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,8 @@ def check_place(output: Path) -> None:
         if kind:
             raise InputError(f"output `{output}` is {kind}", "choose another folder with `-o`")
         if kind is None and os.path.ismount(output):
-            raise InputError(
-                f"output `{output}` is where another disk is mounted: it cannot be replaced",
-                f"choose a folder inside it, such as `-o {output / 'model'}`",
-            )
+            text = f"output `{output}` is where another disk is mounted: it cannot be replaced"
+            raise InputError(text, f"choose a folder inside it, such as `-o {output / 'model'}`")
         _check_own(partial_folder(output))
         try_folder(partial_folder(output))
     except InputError:
@@ -82,6 +80,15 @@ def check_output(output: Path, *, force: bool) -> None:
         _check_contents(output, force=force)  # else what a kill left is put right first
 
 
+def check_apart(output: Path, folder: Path, what: str) -> None:
+    """Refuses an output that is `what`, which lies in a folder, or contains it."""
+    place, folder = output.resolve(), folder.resolve()
+    if place == folder or place in folder.parents:
+        raise InputError(
+            f"output `{output}` is {what}, or contains it", "choose another folder with `-o`"
+        )
+
+
 def remove_model(folder: Path) -> None:
     """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
     _check_contents(folder, force=True)
@@ -93,10 +100,8 @@ def _check_contents(output: Path, *, force: bool) -> None:
     """Refuses a folder that is not empty; with `force`, one that does not look like a model."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if names and not force:
-        raise InputError(
-            f"output folder `{output}` is not empty",
-            "choose another one with `-o`, or replace it with `--force`",
-        )
+        hint = "choose another one with `-o`, or replace it with `--force`"
+        raise InputError(f"output folder `{output}` is not empty", hint)
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     ours = MANIFEST in names or ("config.json" in names and weights)
     if names and (not ours or ".git" in names):
@@ -113,10 +118,8 @@ def _check_contents(output: Path, *, force: bool) -> None:
 def _check_own(folder: Path) -> None:
     kind = kind_of(folder)
     if kind:
-        raise InputError(
-            f"the working folder `{folder}` is {kind}, which no run of tcompress makes",
-            "remove it, or choose another output with `-o`",
-        )
+        text = f"the working folder `{folder}` is {kind}, which no run of tcompress makes"
+        raise InputError(text, "remove it, or choose another output with `-o`")
     owner = os.geteuid() if kind == "" else folder.lstat().st_uid
     if owner != os.geteuid() and owner != owner_given(folder.parent):
         raise InputError(
@@ -180,10 +183,8 @@ class Workplace:
         except FileNotFoundError:  # another run has just removed the folder
             return self._locked()
         except Timeout as error:
-            raise InputError(
-                f"another run is writing `{self.output}`",
-                "wait for it, or choose another output with `-o`",
-            ) from error
+            hint = "wait for it, or choose another output with `-o`"
+            raise InputError(f"another run is writing `{self.output}`", hint) from error
         except OSError as error:
             raise unwritable(self.output, error) from error
         return lock

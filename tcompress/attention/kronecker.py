@@ -176,7 +176,10 @@ def mix_grid(
         else:
             factors = _favor(rows, columns, scale.sqrt(), empty, tensors["directions"].to(wide))
         for factor in reversed(factors):
-            v = _along(factor.to(v.dtype), v, sizes, axis)
+            # One axis of the flat grid, of any size now, by (batch, heads, new, size).
+            before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), v.shape[-1]
+            grid = v.reshape(*v.shape[:2], before, -1, after * width)
+            v = (factor.to(v.dtype)[:, :, None] @ grid).reshape(*v.shape[:2], -1, width)
     if weight is not None:
         v = v[..., :-1] / v[..., -1:].clamp_min(torch.finfo(v.dtype).tiny)  # none are 0 / 0
     return v[:, :, :tokens].to(dtype)
@@ -213,13 +216,6 @@ def _favor(
         right = right.masked_fill(empty, torch.finfo(right.dtype).min)
     total = right.logsumexp(-2, keepdim=True)
     return (exponents(rows) + total).softmax(-1), (right - total).exp().mT
-
-
-def _along(factor: Tensor, x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
-    """Multiplies one axis of a flat grid, of any size now, by (batch, heads, new, size)."""
-    before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), x.shape[-1]
-    grid = x.reshape(*x.shape[:2], before, -1, after * width)
-    return (factor[:, :, None] @ grid).reshape(*x.shape[:2], -1, width)
 
 
 register(Kronecker())

@@ -67,21 +67,17 @@ class ReplacementModule(nn.Module):
                 seen = replace(seen, first=first)
             if not self.kind.pairwise:
                 check_alike(mask, seen)
-            mixed = self._mixed(q, k, v, seen)
+            tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
+            tensors |= self._fixed(q)
+            order = seen.padding_last() if self.kind.ordered(self.layout) else None
+            if order is not None:
+                q, k, v = (take_tokens(x, order) for x in (q, k, v))
+                seen = seen.in_order(order)
+            mixed = self.kind.apply(q, k, v, tensors, self.layout, seen)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
+        mixed = mixed if order is None else take_tokens(mixed, order.argsort(1))
         return mixed.transpose(1, 2).contiguous()
-
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, seen: Visible) -> Tensor:
-        """Mixes tokens, among which padding may come first."""
-        tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
-        tensors |= self._fixed(q)
-        order = seen.padding_last() if self.kind.ordered(self.layout) else None
-        if order is None:
-            return self.kind.apply(q, k, v, tensors, self.layout, seen)
-        q, k, v = (take_tokens(x, order) for x in (q, k, v))
-        mixed = self.kind.apply(q, k, v, tensors, self.layout, seen.in_order(order))
-        return take_tokens(mixed, order.argsort(1))
 
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)

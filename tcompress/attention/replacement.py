@@ -24,12 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import ReplacementSpec
-from tcompress.structures.base import (
-    Refusal,
-    Registry,
-    Shapes,
-    Tensors,
-)
+from tcompress.roles.families import BaseAttention as BaseAttention
+from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -119,22 +115,6 @@ def past(queries: int, keys: int, device: torch.device) -> Tensor:
     """Lets the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
     whole = torch.ones(queries, keys, dtype=torch.bool, device=device)
     return whole.tril(keys - queries)
-
-
-@dataclass(frozen=True)
-class BaseAttention:
-    """The attention that would be replaced."""
-
-    heads: int  # of queries
-    key_heads: int  # of keys and values; a divisor of `heads`
-    head_dim: int
-    causal: bool = False  # whether a token sees only itself and those before it
-    window: int | None = None  # how far a token sees, if it does not see all
-    biased: bool = False  # whether a bias of positions is added to scores
-    tokens: int | None = None  # of every input, if their number is fixed
-    grid: tuple[int, ...] = ()  # on which the last tokens sit
-    special: int = 0  # tokens before the grid, such as a class token
-    longest: int | None = None  # most tokens of an input, if there is a limit
 
 
 @dataclass(frozen=True)

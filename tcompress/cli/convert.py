@@ -102,10 +102,9 @@ def perform(job: Job) -> None:
 
     check_output(job.output, force=job.force)  # before a long download
     source = job.open()
-    with (
-        terminal.resumable(lambda: f"`{job.output}` was not written"),
-        terminal.shown_progress(quiet=job.manner.quiet) as progress,
-    ):
+    what = f"`{job.output}` was not written"
+    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+        progress = heard["progress"]
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
     _show_result(done, job)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -23,12 +22,10 @@ def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
     from tcompress.demo import run_demo, shipped_data
 
-    with (
-        shipped_data() as data,
-        _folder(call.keep_dir) as folder,
-        shown_progress(quiet=manner.quiet) as progress,
-    ):
-        report = run_demo(data, folder, progress=progress)
+    kept = call.keep_dir
+    place = nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-")
+    with shipped_data() as data, place as folder, shown_progress(quiet=manner.quiet) as progress:
+        report = run_demo(data, Path(folder), progress=progress)
     if manner.as_json:
         print_json(report.model_dump(mode="json"))
         return
@@ -38,12 +35,6 @@ def demo(call: Shown, manner: Manner) -> None:
     for row in report.rows:
         screen.print(row.label, style="bold")
         screen.print(" ".join(f"{report.prompt}{row.text}".split()) + "\n")
-
-
-@contextmanager
-def _folder(kept: str | None) -> Iterator[Path]:
-    with nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-") as name:
-        yield Path(name)
 
 
 def _table(report: DemoReport) -> Table:

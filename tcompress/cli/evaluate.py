@@ -23,10 +23,8 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
 
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
     if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:
-        raise InputError(
-            f"`--threshold {wanted.threshold}` compares with a baseline, but there is one model",
-            "name a `--baseline`, or give a plain number",
-        )
+        text = f"`--threshold {wanted.threshold}` compares with a baseline, but there is one model"
+        raise InputError(text, "name a `--baseline`, or give a plain number")
     with terminal.shown_progress(quiet=manner.quiet) as progress:
         scores = run(
             call.models,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tcompress.cli import terminal
 from tcompress.errors import InputError, RecipeError
@@ -58,19 +58,11 @@ def finetune(
     quiet = manner.quiet or not _is_main_process()
     with (
         _one_voice(),
-        terminal.resumable(lambda: terminal.unwritten(folder)),
-        terminal.shown_progress(quiet=quiet) as progress,
+        terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard,
     ):
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
-        done = train_model(
-            source,
-            settings,
-            folder,
-            force=written.force,
-            token=hub.token,
-            progress=progress,
-            say=terminal.say,
-        )
+        heard["say"] = terminal.say  # what the user should know is no progress
+        done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
 
@@ -138,7 +130,10 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
         return
     names = ("step", "loss", facts.validation, "learning rate", "minutes")
     rows = terminal.table(*names, right=names)
-    for point in _shown(facts.curve):
+    last = len(facts.curve) - 1
+    count = min(last, _MOST_POINTS - 1)
+    for place in range(count + 1):  # the first and the last among them
+        point = facts.curve[round(place * last / max(1, count))]
         rows.add_row(
             f"{point.step:,}" + (" *" if point.step == facts.best_step else "  "),
             "" if point.loss is None else f"{point.loss:.4f}",
@@ -156,11 +151,3 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
         terminal.tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
     terminal.tell(f"Next: `tcompress evaluate {terminal.typed(name)} --task {measured} --data ...`")
-
-
-def _shown(curve: list[Any]) -> list[Any]:
-    """At most so many points, the first and the last among them."""
-    if len(curve) <= _MOST_POINTS:
-        return curve
-    steps = _MOST_POINTS - 1
-    return [curve[round(index * (len(curve) - 1) / steps)] for index in range(_MOST_POINTS)]

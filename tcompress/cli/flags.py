@@ -28,19 +28,13 @@ def examples(*lines: str) -> str:
     return "\n".join(["[bold]Examples[/bold]", *(f"  {line}" for line in lines)])
 
 
-class Only:
-    """Of a model's options those that a command takes, by flag, and another heading for them."""
-
-    def __init__(self, *names: str, panel: str | None = None) -> None:
-        self.names, self.panel = names, panel
-
-    def of(self, fields: Sequence[Typed]) -> list[Typed]:
-        """Picks them."""
-        return [
-            replace(item, flag=replace(item.flag, panel=self.panel or item.flag.panel))
-            for item in fields
-            if item.flag.names[0] in self.names
-        ]
+def only(*names: str, panel: str | None = None) -> Callable[[Sequence[Typed]], list[Typed]]:
+    """Picks, of a model's options, those of a command by flag, under another heading if given."""
+    return lambda fields: [
+        replace(item, flag=replace(item.flag, panel=panel or item.flag.panel))
+        for item in fields
+        if item.flag.names[0] in names
+    ]
 
 
 @dataclass(frozen=True)
@@ -111,12 +105,12 @@ def _parts(function: Callable[..., None]) -> Iterator[_Part]:
     for name, hint in get_type_hints(function, include_extras=True).items():
         if name == "return":
             continue
-        hint, *only = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        hint, *picks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         raw = get_origin(hint) is Given
         kind = get_args(hint)[0] if raw else hint
         fields = typed_fields(kind)
-        for some in only:
-            fields = some.of(fields)
+        for pick in picks:
+            fields = pick(fields)
         fields = [item for item in fields if item.flag.names[0] not in taken]
         taken |= {item.flag.names[0] for item in fields}
         yield _Part(name, kind, raw, tuple(fields))

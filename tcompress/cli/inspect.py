@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tcompress.cli.terminal import print_json, results, table, tell
 from tcompress.options.commands import Access, Inspected, Manner
 from tcompress.options.words import quoted
+from tcompress.reporting.formatting import reason_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,13 +48,7 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
         tell(f"warning: {warning}", style="yellow")
     results().print(_layer_table(found, each=call.layers))
     if found.refused:
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for item in found.refused:
-            reasons[item.reason].append(item.name)
-        rows = table("stays dense", "such as", "because", right=["stays dense"])
-        for reason, names in reasons.items():
-            rows.add_row(str(len(names)), names[0], reason)
-        results().print(rows)
+        results().print(reason_table("stays dense", found.refused))
 
 
 def _verify(model: str, access: Access, manner: Manner) -> None:

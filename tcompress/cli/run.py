@@ -61,20 +61,10 @@ def _run_all(said: Recipe, job: Job) -> None:
     from tcompress.pipeline import run_recipe
     from tcompress.reporting.console import render
 
-    with (
-        terminal.resumable(lambda: terminal.unwritten(job.output)),
-        terminal.shown_progress(quiet=job.manner.quiet) as progress,
-    ):
-        done = run_recipe(
-            said,
-            source,
-            job.output,
-            force=job.force,
-            again=job.force,
-            token=job.access.token,
-            progress=progress,
-            say=lambda text: terminal.say(text, quiet=job.manner.quiet),
-        )
+    quiet = job.manner.quiet
+    with terminal.resumable(lambda: terminal.unwritten(job.output), quiet=quiet) as options:
+        options |= {"force": job.force, "again": job.force, "token": job.access.token}
+        done = run_recipe(said, source, job.output, **options)
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:

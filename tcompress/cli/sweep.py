@@ -9,7 +9,7 @@ import typer
 
 from tcompress.cli import terminal
 from tcompress.cli.convert import open_source
-from tcompress.cli.flags import Only
+from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
@@ -35,10 +35,10 @@ DETAIL = (
 )
 
 Measured = Annotated[
-    Given[Evaluate], Only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED)
+    Given[Evaluate], only("--task", "--data", "--split", "--columns", "--limit", panel=MEASURED)
 ]
 _DATA = ("--calib", "--calib-samples", "--calib-columns")
-OfAll = Annotated[Given[Convert], Only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
+OfAll = Annotated[Given[Convert], only("--allocation", "--keep", *_DATA, "--dtype", "--device")]
 
 
 def sweep(
@@ -94,10 +94,8 @@ def recipe_of(
 def _finetune(call: Swept, base: Recipe) -> Finetune | None:
     steps, data = call.finetune_steps, call.train_data
     if steps is None and data and base.finetune is None:
-        raise RecipeError(
-            "`--train-data` is what models are healed on, and nothing says for how long",
-            "add `--finetune-steps 200`",
-        )
+        text = "`--train-data` is what models are healed on, and nothing says for how long"
+        raise RecipeError(text, "add `--finetune-steps 200`")
     if steps is None and not data:
         return base.finetune
     said = base.finetune or Finetune()
@@ -150,19 +148,9 @@ def perform_sweep(
     from tcompress.reporting.pareto import front_table
     from tcompress.sweeps import sweep as run
 
-    with (
-        terminal.resumable(lambda: f"what was finished is kept in `{folder}`"),
-        terminal.shown_progress(quiet=manner.quiet) as progress,
-    ):
-        done = run(
-            recipe,
-            source,
-            folder,
-            force=force,
-            token=token,
-            progress=progress,
-            say=lambda text: terminal.say(text, quiet=manner.quiet),
-        )
+    what = f"what was finished is kept in `{folder}`"
+    with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
+        done = run(recipe, source, folder, force=force, token=token, **heard)
     if manner.as_json:
         terminal.print_json(done.to_json())
     else:

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -22,11 +22,11 @@ import typer
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
 from tcompress.progress import Progress, Silent
+from tcompress.reporting.formatting import table as table
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
-    from rich.table import Table
 
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
@@ -144,17 +144,6 @@ def typed(name: object) -> str:
     return f"./{text}" if text.startswith("-") else text
 
 
-def table(*names: str, right: Collection[str] = ()) -> Table:
-    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in names:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return made
-
-
 def relative(folder: Path) -> Path:
     """Shortens a path to what a user would type."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
@@ -193,10 +182,11 @@ class Interrupted(TCompressError):
 
 
 @contextmanager
-def resumable(what: Callable[[], str]) -> Iterator[None]:
-    """Says after an interruption what became of the work, and how to go on."""
+def resumable(what: Callable[[], str], *, quiet: bool) -> Iterator[dict[str, Any]]:
+    """Shows work: gives what hears of it, and says after an interruption what became of it."""
     try:
-        yield
+        with shown_progress(quiet=quiet) as progress:
+            yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
         raise Interrupted(f"interrupted; {what()}", hint) from error

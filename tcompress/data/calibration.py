@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from tcompress.data.encoding import (
     image_reader,
     plain_reader,
 )
-from tcompress.data.examples import Needs, load_examples
+from tcompress.data.examples import Needs, hash_of, load_examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
     SERIES,
@@ -208,7 +209,8 @@ class _Samples:
 
     def read_data(self) -> None:
         inputs, options = self._inputs, self._options
-        model, clips = self._source.model_class.__name__, inputs.image and frames_of(self._config)
+        model = self._source.model_class.__name__
+        clips = inputs.image and frames_of(self._source.config)
         if inputs.audio or clips:
             raise DataError(
                 f"`{model}` takes {'sound' if inputs.audio else 'clips'}, which cannot be read "
@@ -227,7 +229,7 @@ class _Samples:
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
-                channels = image_shape(self._config)[0]
+                channels = image_shape(self._source.config)[0]
                 for content in draw_cells(table, chosen["image"], options.samples, options.seed):
                     pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
                     self.frames.append(read(self._hashed(pixels)))
@@ -253,12 +255,10 @@ class _Samples:
             assert found.volumes is not None  # one of the two was asked for
             frames = [as_input(volume) for volume in found.volumes]
         wanted = grid_shape(self._source, self._inputs)
-        if tuple(frames[0].shape) != wanted:
-            raise DataError(
-                f"`{found.name}` has inputs of shape {tuple(frames[0].shape)}, the model takes "
-                f"{wanted}",
-                hint="give data of that shape, `--calib builtin` or `--calib none`",
-            )
+        if found.shape != wanted:
+            hint = "give data of that shape, `--calib builtin` or `--calib none`"
+            has = f"`{found.name}` has inputs of shape {found.shape}"
+            raise DataError(f"{has}, the model takes {wanted}", hint)
         self.frames = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
 
     def make_missing(self) -> None:
@@ -266,14 +266,9 @@ class _Samples:
         if inputs.image and not self.frames:
             self._make_pictures()
         if inputs.grid is not None and not self.frames:
-            shape = grid_shape(self._source, inputs)
-            if inputs.grid == SERIES:
-                self._make(
-                    "builtin series (synthetic)",
-                    lambda rng: builtin_series(shape[0], shape[1], rng),
-                )
-            else:
-                self._make("builtin volumes (synthetic)", lambda rng: volume(shape, rng))
+            shape, series = grid_shape(self._source, inputs), inputs.grid == SERIES
+            draw = partial(builtin_series, shape[0], shape[1]) if series else partial(volume, shape)
+            self._make(f"builtin {'series' if series else 'volumes'} (synthetic)", draw)
         if inputs.audio:
             bands = spectrogram_shape(self._source)
             self._make("builtin audio (synthetic)", lambda rng: speech(*bands, rng), MOST_SOUNDS)
@@ -281,13 +276,9 @@ class _Samples:
             self._add_texts(draw_texts(builtin_texts(), options.samples, options.seed))
             self.names.append("builtin text")
 
-    @property
-    def _config(self) -> Any:
-        return self._source.config
-
     def _make_pictures(self) -> None:
-        channels, height, width = image_shape(self._config)
-        count = frames_of(self._config)
+        channels, height, width = image_shape(self._source.config)
+        count = frames_of(self._source.config)
         missing = count or not has_processor_file(self._source)
         known = ", without the model's image processor" if missing else ""
         read = plain_reader(self._source) if count else image_reader(self._source, needed=False)
@@ -319,9 +310,7 @@ class _Samples:
 
     def _add_texts(self, texts: Iterable[str]) -> None:
         self.texts = list(texts)
-        for text in self.texts:
-            content = text.encode()
-            self.digest.update(f"{len(content)} ".encode() + content)
+        hash_of(map(str.encode, self.texts), self.digest)
 
     def _hashed(self, content: NDArray[Any]) -> NDArray[Any]:
         self.digest.update(f"{content.shape} ".encode() + content.tobytes())
@@ -343,10 +332,8 @@ def _examples(samples: _Samples, inputs: Inputs, encoder: TextEncoder | None) ->
             row[frame] = value
     examples = [row for row in rows if row]
     if not examples:
-        raise DataError(
-            f"the tokenizer in `{encoder.place}` gives no tokens for any text",
-            hint="check the tokenizer, or convert with `--calib none`",
-        )
+        hint = "check the tokenizer, or convert with `--calib none`"
+        raise DataError(f"the tokenizer in `{encoder.place}` gives no tokens for any text", hint)
     return examples
 
 

@@ -148,10 +148,8 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
-        raise DataError(
-            f"a picture of {place} cannot be decoded ({first_line(error)})",
-            hint="remove it, or name the right column",
-        ) from error
+        text = f"a picture of {place} cannot be decoded ({first_line(error)})"
+        raise DataError(text, "remove it, or name the right column") from error
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
@@ -169,10 +167,8 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
     except Exception as error:
         # Its file may be missing or of an unknown kind, or a library that it needs.
         if needed:
-            raise DataError(
-                f"`{source.folder}` has no usable image processor ({first_line(error)})",
-                hint=f"add its `preprocessor_config.json`; or {_HINT}",
-            ) from error
+            text = f"`{source.folder}` has no usable image processor ({first_line(error)})"
+            raise DataError(text, f"add its `preprocessor_config.json`; or {_HINT}") from error
         return plain_reader(source)
 
     def read(pixels: Pixels) -> Tensor:

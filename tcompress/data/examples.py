@@ -115,6 +115,13 @@ class Examples:
     windows: Windows | None = None  # windows of a series
     whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of an input on a grid, as `inputs.grid_shape` has a model's; None without one."""
+        if self.windows is not None:
+            return self.windows.context, len(self.windows.variables)
+        return None if self.volumes is None else (1, *self.volumes.shape[1:])
+
     def __len__(self) -> int:
         grids = [found for found in (self.volumes, self.windows) if found is not None]
         return len(grids[0] if grids else self.images or self.texts[0])
@@ -129,15 +136,10 @@ def load_examples(
     limit: int | None = None,
     seed: int = 0,
 ) -> Examples:
-    """Reads examples of a task.
+    """Reads examples of a task out of a file, folder or hub id, as `data.tables.opened` takes it.
 
-    Args:
-        name: File, folder or hub id, as `data.tables.opened` takes it.
-        split: Split of a folder or hub data set.
-        needs: What the task reads.
-        columns: Columns by role (`ROLES`), where not guessed; several texts are joined by `+`.
-        limit: Most examples; drawn at random, and kept in the order of the data.
-        seed: Seed of that choice.
+    `columns` are named by role (`ROLES`) where they are not guessed; several texts are joined by
+    `+`. At most `limit` examples are drawn by the seed, and kept in the order of the data.
     """
     if needs.volume and Path(name).suffix.lower() == ARCHIVE and Path(name).is_file():
         return _from_archive(Path(name), split, needs, limit, seed)
@@ -189,10 +191,8 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
     if missing:
         has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
-        raise DataError(
-            f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}",
-            hint=f"name it: `--columns {missing[0]}=COLUMN`, or give other data",
-        )
+        text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
+        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or give other data")
     return {role: chosen[role] for role in ROLES if role in chosen}
 
 
@@ -200,16 +200,12 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
     """Refuses columns named by role that are not there, or do not fit."""
     for role, column in given.items():
         if role not in ROLES:
-            raise DataError(
-                f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}",
-                hint="write, for example, `text=review,label=stars`",
-            )
+            text = f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}"
+            raise DataError(text, "write, for example, `text=review,label=stars`")
         check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
-            raise DataError(
-                f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}",
-                hint="name another column",
-            )
+            text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
+            raise DataError(text, "name another column")
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -263,8 +259,10 @@ def _read(
         if role in chosen
     ]
     images: list[bytes] = []
-    if "image" in chosen:
-        images = [_picture(cell, table, chosen["image"]) for cell in data[chosen["image"]]]
+    for cell in data[chosen["image"]] if "image" in chosen else ():
+        if not isinstance(picture := content(cell), bytes):
+            raise _incomplete(table, chosen["image"], "a row without a picture", "remove that row")
+        images.append(picture)
     volumes = None
     if "volume" in chosen:
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
@@ -276,7 +274,11 @@ def _read(
         cells = data[chosen["label"]]
         targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
     elif "score" in chosen:
-        targets = _scores(table, chosen["score"], data[chosen["score"]])
+        cells = data[chosen["score"]]
+        targets = [float("nan") if cell is None else float(cell) for cell in cells]
+        if not np.isfinite(targets).all():
+            what = "rows without a finite score"
+            raise _incomplete(table, chosen["score"], what, "remove those rows")
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
@@ -290,21 +292,22 @@ def _read(
 
 
 def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
-    digest = hashlib.sha256()
-    for item in contents:
-        digest.update(f"{len(item)} ".encode() + item)
+    digest = hash_of(contents)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
 
 
-def _picture(cell: Any, table: Table, column: str) -> bytes:
-    picture = content(cell)
-    if not isinstance(picture, bytes):
-        raise DataError(
-            f"column `{column}` of `{table.label}` has a row without a picture",
-            hint="remove that row, or name another column",
-        )
-    return picture
+def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
+    """Hashes contents (SHA-256), one after another, each with its length; may go on with a hash."""
+    digest = digest or hashlib.sha256()
+    for item in contents:
+        digest.update(f"{len(item)} ".encode() + item)
+    return digest
+
+
+def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError:
+    has = f"column `{column}` of `{table.label}` has {what}"
+    return DataError(has, hint=f"{instead}, or name another column")
 
 
 def _classes(table: Table, column: str) -> tuple[str, ...]:
@@ -312,10 +315,7 @@ def _classes(table: Table, column: str) -> tuple[str, ...]:
     names = getattr(table.rows.features[column], "names", None)
     labels = set(table.rows.unique(column))
     if None in labels or labels == {-1}:
-        raise DataError(
-            f"column `{column}` of `{table.label}` has rows without a label",
-            hint="choose a labelled split, or name another column",
-        )
+        raise _incomplete(table, column, "rows without a label", "choose a labelled split")
     if names and min(labels) >= 0:
         return tuple(names)
     if any(isinstance(label, str) for label in labels):
@@ -327,13 +327,3 @@ def _classes(table: Table, column: str) -> tuple[str, ...]:
             hint="renumber the labels, or give their names",
         )
     return tuple(str(index) for index in range(int(max(labels)) + 1))
-
-
-def _scores(table: Table, column: str, cells: Sequence[Any]) -> list[float]:
-    values = [float("nan") if cell is None else float(cell) for cell in cells]
-    if not np.isfinite(values).all():
-        raise DataError(
-            f"column `{column}` of `{table.label}` has rows without a finite score",
-            hint="remove those rows, or name another column",
-        )
-    return values

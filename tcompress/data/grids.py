@@ -30,10 +30,8 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volum
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
             size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
-            raise DataError(
-                f"row {row} of {place} has {size} for a volume of shape {shape}",
-                hint="give volumes of one byte (uint8) for each element, with their shape",
-            )
+            hint = "give volumes of one byte (uint8) for each element, with their shape"
+            raise DataError(f"row {row} of {place} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
             raise DataError(
                 f"row {row} of {place} has a volume of shape {tuple(shape)}, row 0 one of {first}",
@@ -52,15 +50,11 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
             names = list(file.files)
             found = [file[name] for name in wanted if name in names]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"`{path}` cannot be read as an archive of arrays ({first_line(error)})",
-            hint="give a file that `numpy.savez` wrote",
-        ) from error
+        text = f"`{path}` cannot be read as an archive of arrays ({first_line(error)})"
+        raise DataError(text, "give a file that `numpy.savez` wrote") from error
     if len(found) < len(wanted):
-        raise DataError(
-            f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}",
-            hint="choose one of its splits with `--split`",
-        )
+        hint = "choose one of its splits with `--split`"
+        raise DataError(f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}", hint)
     volumes, labels = found
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
@@ -152,10 +146,8 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     values = np.stack([_numbers(columns[name], name, place) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
     if part not in _PARTS:
-        raise DataError(
-            f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}",
-            hint="choose one of them with `--split`",
-        )
+        hint = "choose one of them with `--split`"
+        raise DataError(f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}", hint)
     index = _PARTS.index(part)
     first = ends[index - 1] if index else 0
     context, horizon = window
@@ -174,24 +166,18 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
 def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
     """Hours between two rows; checks that dates rise."""
     if DATE not in columns:
-        raise DataError(
-            f"`{place}` has no column `{DATE}`; it has {listed(columns)}",
-            hint="give a table with a column `date` and one column for each series",
-        )
+        hint = "give a table with a column `date` and one column for each series"
+        raise DataError(f"`{place}` has no column `{DATE}`; it has {listed(columns)}", hint)
     try:
         dates = np.array(columns[DATE], dtype="datetime64[s]")
     except (ValueError, TypeError) as error:
-        raise DataError(
-            f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})",
-            hint="write dates as `2020-01-31 23:50:00`",
-        ) from error
+        text = f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})"
+        raise DataError(text, "write dates as `2020-01-31 23:50:00`") from error
     steps = np.diff(dates).astype(np.int64)
     if (steps < 0).any():
         row = int(np.argmax(steps < 0)) + 1
-        raise DataError(
-            f"row {row} of `{place}` is earlier than the row before it",
-            hint="sort the rows by date",
-        )
+        hint = "sort the rows by date"
+        raise DataError(f"row {row} of `{place}` is earlier than the row before it", hint)
     return float(np.median(steps)) / 3600 if len(steps) else 0.0
 
 
@@ -199,10 +185,8 @@ def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     if not np.isfinite(values).all():
         count = int((~np.isfinite(values)).sum())
-        raise DataError(
-            f"column `{name}` of `{place}` has {count:,} rows without a finite number",
-            hint="fill them in, or remove the column",
-        )
+        text = f"column `{name}` of `{place}` has {count:,} rows without a finite number"
+        raise DataError(text, "fill them in, or remove the column")
     return values
 
 

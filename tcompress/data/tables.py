@@ -107,10 +107,8 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     place = str(path.absolute())
     if path.is_file():
         if path.suffix.lower() not in _BUILDERS:
-            raise DataError(
-                f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}",
-                hint="give such a file, a folder of images or a hub id",
-            )
+            text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
+            raise DataError(text, "give such a file, a folder of images or a hub id")
         if not path.stat().st_size:
             raise _without_rows(str(path))
         kind, options = _BUILDERS[path.suffix.lower()]
@@ -126,10 +124,8 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
-        raise DataError(
-            f"`{path}` has no data files; it holds {folder_content(path)}",
-            hint=f"give a folder of images, or of files that end in {listed(_BUILDERS)}",
-        )
+        hint = f"give a folder of images, or of files that end in {listed(_BUILDERS)}"
+        raise DataError(f"`{path}` has no data files; it holds {folder_content(path)}", hint)
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
@@ -157,10 +153,8 @@ def _explanation(place: str, error: Exception) -> DataError:
             f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
             hint="check the name; without network give a local file",
         )
-    return DataError(
-        f"`{place}` cannot be read as data ({type(cause).__name__}: {text})",
-        hint="check the file; it must be complete, with text in UTF-8",
-    )
+    hint = "check the file; it must be complete, with text in UTF-8"
+    return DataError(f"`{place}` cannot be read as data ({type(cause).__name__}: {text})", hint)
 
 
 def _without_rows(place: str) -> DataError:
@@ -291,10 +285,8 @@ def content(cell: Any) -> str | bytes | None:
             try:
                 return Path(path).read_bytes()
             except OSError as error:
-                raise DataError(
-                    f"the picture `{path}` cannot be read ({error.strerror})",
-                    hint="check that the file is where the data set says",
-                ) from error
+                text = f"the picture `{path}` cannot be read ({error.strerror})"
+                raise DataError(text, "check that the file is where the data set says") from error
     if isinstance(cell, str):
         return cell if cell.strip() else None  # blanks within a text belong to it
     return cell or None

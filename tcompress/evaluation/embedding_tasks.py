@@ -53,9 +53,9 @@ class _PairTask(Task):
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embeds the first texts, and the distinct second texts.  # (texts, d) each."""
         pooling = Pooling.of(self.source)
-        self.facts["scoring"] = "cosine of embeddings"
-        self.facts["pooling"] = pooling.words
-        self.facts["truncated"] = self.reader.truncated(self._rows, self._texts)
+        truncated = self.reader.truncated(self._rows, self._texts)
+        said = {"scoring": "cosine of embeddings", "pooling": pooling.words}
+        self.facts |= {**said, "truncated": truncated}
         model: Any = runner.model
         body = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
 
@@ -130,7 +130,19 @@ class ResponseSelection(_PairTask):
     ) -> None:
         super().__init__(source, examples, *args, **more)
         self.facts["candidates"] = candidates
-        self._chosen = self._draw(candidates)
+        count = len(self._documents)
+        if count < candidates:
+            raise DataError(
+                f"`{examples.name}` has {count} distinct responses, too few to choose among "
+                f"{candidates}",
+                "give more data, or ask for fewer: `--candidates`",
+            )
+        draw = np.random.default_rng(self.seed).choice
+        right = self._two.numpy()[:, None]
+        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
+        # Candidates of each row, the right one first: numbers from it on mean the next response.
+        places = np.concatenate([right, others + (others >= right)], axis=1)
+        self._chosen = torch.from_numpy(places)
         self.pairs = self._chosen.numel()
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
@@ -145,19 +157,3 @@ class ResponseSelection(_PairTask):
             scores = (queries.unsqueeze(1) * responses[self._chosen]).sum(-1)
         place = ranks(scores, torch.zeros(self.units, dtype=torch.long))
         return rank_statistics(place.numpy(), (1, 2, 5), gain=False)
-
-    def _draw(self, candidates: int) -> Tensor:
-        """Draws candidates of each row among the distinct responses, the right one first."""
-        count = len(self._documents)
-        if count < candidates:
-            raise DataError(
-                f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
-                f"{candidates}",
-                "give more data, or ask for fewer: `--candidates`",
-            )
-        generator = np.random.default_rng(self.seed)
-        right = self._two.numpy()[:, None]
-        draw = generator.choice
-        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
-        # Numbers from the right one on mean the next response, which leaves it out.
-        return torch.from_numpy(np.concatenate([right, others + (others >= right)], axis=1))

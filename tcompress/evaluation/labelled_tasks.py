@@ -114,10 +114,8 @@ class ImageClassification(_GridTask):
     def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
         super().__init__(source, examples, *args, **more)
         if not has_processor_file(source):
-            raise DataError(
-                f"`{source.folder}` has no usable image processor",
-                "add its `preprocessor_config.json`",
-            )
+            hint = "add its `preprocessor_config.json`"
+            raise DataError(f"`{source.folder}` has no usable image processor", hint)
         # Its file is there, so where the library for it is not, its main options are followed.
         self._process = image_reader(source, needed=False)
 
@@ -144,18 +142,14 @@ class VolumeClassification(_GridTask):
     def check(cls, source: SourceModel, examples: Examples) -> None:
         inputs = inputs_of(source)
         if inputs.grid != VOLUMES:
-            raise DataError(
-                f"`{source.id}` is a `{source.model_class.__name__}`, which reads no volumes",
-                "give a model for volumes, such as `tcompress_grid`",
-            )
+            text = f"`{source.id}` is a `{source.model_class.__name__}`, which reads no volumes"
+            raise DataError(text, "give a model for volumes, such as `tcompress_grid`")
         super().check(source, examples)
-        assert examples.volumes is not None  # that is what the task needs
-        found, wanted = (1, *examples.volumes.shape[1:]), grid_shape(source, inputs)
-        if found != wanted:
-            raise DataError(
-                f"`{examples.name}` has volumes of shape {found}, the model takes {wanted}",
-                "give data of that shape, or a model for this one",
-            )
+        wanted = grid_shape(source, inputs)
+        if examples.shape != wanted:
+            has = f"`{examples.name}` has volumes of shape {examples.shape}"
+            text = f"{has}, the model takes {wanted}"
+            raise DataError(text, "give data of that shape, or a model for this one")
 
     def read(self, index: int) -> Tensor:
         assert self.examples.volumes is not None
@@ -199,10 +193,8 @@ class Forecasting(Task):
         found = {source.id: window_of(source) for source in sources}
         if len({*found.values()}) > 1:
             sizes = ", ".join(f"`{name}` {c} + {h}" for name, (c, h) in found.items())
-            raise DataError(
-                f"the models have windows of different sizes, context and horizon: {sizes}",
-                "compare models of one size, or measure them one by one",
-            )
+            text = f"the models have windows of different sizes, context and horizon: {sizes}"
+            raise DataError(text, "compare models of one size, or measure them one by one")
         return replace(cls.needs, window=next(iter(found.values())))
 
     @classmethod
@@ -211,10 +203,8 @@ class Forecasting(Task):
         assert examples.windows is not None
         wanted, found = grid_shape(source, inputs_of(source))[1], examples.windows.variables
         if len(found) != wanted:
-            raise DataError(
-                f"`{examples.name}` has {len(found)} series, the model takes {wanted}",
-                "give data with so many columns beside `date`",
-            )
+            text = f"`{examples.name}` has {len(found)} series, the model takes {wanted}"
+            raise DataError(text, "give data with so many columns beside `date`")
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         squares, sizes = [], []

@@ -41,17 +41,13 @@ class Perplexity(Task):
         # Tokens at the start of each window that are not predicted.
         self._context = len(self._start) or 1
         if reader.limit <= self._context:
-            raise DataError(
-                f"windows of {reader.limit} tokens leave nothing to predict",
-                f"give `--max-length` more than {self._context}",
-            )
+            hint = f"give `--max-length` more than {self._context}"
+            raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
         texts = [text for text in examples.texts[0] if text or pack == "newline"]
         self._rows = list(self._windows(texts))
         if not self._rows:
-            raise DataError(
-                f"the texts of `{examples.name}` have no tokens to predict",
-                "give longer texts, or name another column",
-            )
+            hint = "give longer texts, or name another column"
+            raise DataError(f"the texts of `{examples.name}` have no tokens to predict", hint)
         self._lengths = np.array([len(row["input_ids"]) - self._context for row in self._rows])
         self._bytes = sum(len(text.encode()) for text in texts)
         self.signature = signature(self._rows)

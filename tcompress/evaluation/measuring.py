@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import tcompress
-from tcompress.artifact.manifest import environment
+from tcompress.artifact.manifest import environment, record
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
@@ -26,7 +26,7 @@ from tcompress.evaluation.labelled_tasks import (
     VolumeClassification,
 )
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
-from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, store
+from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, same_measurement
 from tcompress.evaluation.statistics import Statistic
 from tcompress.evaluation.task_base import Task, TextReader
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
@@ -80,13 +80,14 @@ class _Measurement:
         notes = list(task.notes)
         if baseline is not None and own.signature != baseline.signature:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
+        # A folder in the hub's cache is not the user's to change.
+        stores = self.save and local_folder(name) is not None
         return ModelScores(
             name=name,
             metrics=tuple(metrics),
             unit=task.unit,
             per_second=task.units / seconds,
-            # A folder in the hub's cache is not the user's to change.
-            stored=self.save and local_folder(name) is not None and store(source.folder, metrics),
+            stored=stores and record(source.folder, "metrics", metrics, same_measurement),
             notes=tuple(notes),
             baseline=own,
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-from tcompress.artifact.manifest import Difference, Interval, Metric, read_manifest, write_manifest
+from tcompress.artifact.manifest import Difference, Interval, Metric
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
 
@@ -93,9 +92,6 @@ def _difference(index: int, own: Baseline, baseline: Baseline) -> Difference:
     )
 
 
-_SAME = ("task", "data_fingerprint", "split")  # of two measurements of which the newer is kept
-
-
 @dataclass(frozen=True)
 class ModelScores:
     """Numbers of one model."""
@@ -148,23 +144,10 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
     }
 
 
-def store(folder: Path, metrics: Sequence[Metric]) -> bool:
-    """Puts numbers into a model's manifest, in place of older ones; tells whether it could."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    new = {_identity(metric) for metric in metrics}
-    others = (metric for metric in manifest.metrics if _identity(metric) not in new)
-    manifest.metrics = [*others, *metrics]
-    try:
-        write_manifest(folder, manifest)
-    except OSError:  # models are often kept where they cannot be changed
-        return False
-    return True
-
-
-def _identity(metric: Metric) -> tuple[object, ...]:
-    return (metric.name, *(metric.protocol.get(name) for name in _SAME))
+def same_measurement(metric: Metric) -> tuple[object, ...]:
+    """Equal for two measurements of which a manifest keeps the newer one."""
+    names = ("task", "data_fingerprint", "split")
+    return (metric.name, *(metric.protocol.get(name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -222,21 +205,18 @@ def score_table(scores: Sequence[ModelScores]) -> Table:
     for label, item in zip(labels, scores, strict=True):
         for index, metric in enumerate(item.metrics):
             cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
-            cells += _comparison(metric) if compared else []
+            if compared:
+                found, ratio = metric.difference, ratio_of(metric)
+                cells += [
+                    f"{_number(found.value, '+')}{_range(found.interval, '+')}" if found else "",
+                    "" if ratio is None else f"{ratio:.3f} x",
+                ]
             cells.append("" if index else f"{item.per_second:,.1f}")
             table.add_row("" if index else label, *cells)
     for label, numbers in scores[0].metrics[0].protocol.get("naive", {}).items():
         for index, (name, value) in enumerate(numbers.items()):
             table.add_row("" if index else f"{label} (no model)", name, _number(value))
     return table
-
-
-def _comparison(metric: Metric) -> list[str]:
-    difference, ratio = metric.difference, ratio_of(metric)
-    if difference is None:
-        return ["", ""]
-    text = f"{_number(difference.value, '+')}{_range(difference.interval, '+')}"
-    return [text, "" if ratio is None else f"{ratio:.3f} x"]
 
 
 def _range(found: Interval | None, sign: str = "") -> str:

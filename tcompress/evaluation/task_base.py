@@ -64,32 +64,9 @@ class Runner:
 def checked(values: Tensor) -> Tensor:
     """Gives values back if all are finite, and fails otherwise."""
     if not torch.isfinite(values).all():
-        raise InputError(
-            "the model gives values that are not finite",
-            "measure in another dtype, such as `--dtype float32`, or repair the model",
-        )
+        hint = "measure in another dtype, such as `--dtype float32`, or repair the model"
+        raise InputError("the model gives values that are not finite", hint)
     return values
-
-
-@contextmanager
-def _measuring(model: PreTrainedModel, pad: int | None) -> Iterator[None]:
-    """Puts a model into evaluation mode without gradients, and back as it was.
-
-    Heads that read the last token are told which tokens are padding, if the config does not.
-    """
-    training = [module for module in model.modules() if module.training]
-    config: Any = model.config.get_text_config()
-    had = getattr(config, "pad_token_id", None)
-    config.pad_token_id = pad if had is None else had
-    model.eval()
-    try:
-        # Not inference mode: what a layer caches has to serve training too.
-        with torch.no_grad():
-            yield
-    finally:
-        config.pad_token_id = had
-        for module in training:
-            module.training = True
 
 
 _READ = ("input_ids", "attention_mask", "token_type_ids")
@@ -214,8 +191,19 @@ class Task(ABC):
     ) -> Sequence[Statistic]:
         """Measures a model, which stays in its mode; `advance` hears of inputs done."""
         size = batch_size or self.batch_size
-        with _measuring(model, None if self.max_length is None else self.reader.pad):
-            return self.run(Runner(model, size, device or model.device, advance))
+        training = [module for module in model.modules() if module.training]
+        config: Any = model.config.get_text_config()
+        had = getattr(config, "pad_token_id", None)
+        if had is None:  # heads that read the last token have to know which tokens are padding
+            config.pad_token_id = None if self.max_length is None else self.reader.pad
+        model.eval()
+        try:
+            with torch.no_grad():  # no inference mode: what a layer caches has to serve training
+                return self.run(Runner(model, size, device or model.device, advance))
+        finally:
+            config.pad_token_id = had
+            for module in training:
+                module.training = True
 
     def score(self, model: PreTrainedModel, batch_size: int | None = None) -> dict[str, float]:
         """Measures a model; gives plain numbers by name."""

@@ -32,13 +32,10 @@ def install_layers(
 ) -> dict[str, StructuredLinear | StructuredExperts]:
     """Replaces every planned layer by a structured one with empty tensors; returns them by name.
 
-    Args:
-        root: Model or block.
-        entries: Plans, owners of shared inputs before the layers that share them.
-        runtime_name: Gives the module path below `root` of a planned name, or None where the
-            model has no such layer (a plan may be read into a model without some heads).
-        factors: Shared factors that were made before; what these layers own is added.
-        **place: Dtype and device of the tensors.
+    Owners of shared inputs come before the layers that share them. `runtime_name` gives the module
+    path below `root` of a planned name, or None where a model without some heads has no such
+    layer. To `factors` that were made before, what these layers own is added. `place` is dtype and
+    device.
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors
@@ -282,10 +279,8 @@ def mix_tokens(
     """Mixes tokens by the replacement that an attention owns; there are no weights to return."""
     own: ReplacementModule = getattr(module, CHILD)
     if kwargs.get("cache") is not None:
-        raise DataError(
-            f"attention `{own.name}` cannot fill a paged cache",
-            "generate without continuous batching",
-        )
+        hint = "generate without continuous batching"
+        raise DataError(f"attention `{own.name}` cannot fill a paged cache", hint)
     causal, queries = own.layout.causal, query.shape[-2]
     # Masks of flash attention mean that the last keys belong to the queries.
     flash = "flash" in str(getattr(own.host_config, "_attn_implementation", ""))

@@ -83,23 +83,17 @@ def load_model(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> PreTrainedModel:
-    """Loads a model in evaluation mode.
+    """Loads a model in evaluation mode, by default with the dtype in which it is stored.
 
-    Args:
-        source: The model; opened with `converted=True` if it may be a converted one.
-        head: Head that it should have; a new one has random weights. None keeps the class.
-        dtype: Dtype to compute in; default as stored.
-        device: Where to put it.
-        **options: Passed to `from_pretrained`, such as `num_labels`.
+    A `head` that it has not gets random weights; without one the class stays. `options` go to
+    `from_pretrained`. A source that may be converted was opened with `converted=True`.
     """
     kind: Any = source.model_class
     if head is not None and not has_head(source, head):
         kind = _AUTO[head]
         if type(source.config) not in kind._model_mapping:
-            raise SourceError(
-                f"there is no `{head}` head for the model type `{source.config.model_type}`",
-                hint="choose another task, or a model of another family",
-            )
+            text = f"there is no `{head}` head for the model type `{source.config.model_type}`"
+            raise SourceError(text, "choose another task, or a model of another family")
     if source.seed is not None:
         model = draw_model(kind, source.config, source.seed)
         return model.to(device=device, dtype=dtype or torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from tcompress.artifact.manifest import Manifest, Speed, read_manifest, write_manifest
+from tcompress.artifact.manifest import Manifest, Speed, read_manifest, record
 from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
@@ -50,11 +50,8 @@ def bench(
 ) -> tuple[Bench, ...]:
     """Times models against dense ones: the one that is named, or that of each model's manifest.
 
-    With `save`, times are kept in the manifests, also what was measured before an error.
-
-    Raises:
-        InputError: A model cannot be found or run, the baseline takes other inputs, the compiler
-            does not work here, or weights are to be kept in compiled passes.
+    With `save`, times are kept in the manifests, also what was measured before an error. Models
+    that cannot be found or run, or take other inputs than the baseline, are an `InputError`.
     """
     settings = settings or BenchOptions()
     device, dtype = pick_device(settings.device), pick_dtype(settings.dtype)
@@ -138,26 +135,20 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
     """
     manifest = read_manifest(model.folder)
     if manifest is None:
-        raise InputError(
-            f"nothing says which dense model `{model.id}` is to be compared with",
-            "name it with `--against`",
-        )
+        text = f"nothing says which dense model `{model.id}` is to be compared with"
+        raise InputError(text, "name it with `--against`")
     if manifest.source.init == "random":  # what it computes does not matter for its time
         folder, seed = str(model.folder), manifest.source.seed
         dense = SourceModel.open(folder, trust_remote_code=trust, converted=True, seed=seed)
         return "dense, at random", dense
     name, place = manifest.source.id, _folder(manifest)
     if place is None:
-        raise InputError(
-            f"`{model.id}` was made from `{name}`, which is not on this machine",
-            "name it with `--against`: a folder, or a hub id to download",
-        )
+        hint = "name it with `--against`: a folder, or a hub id to download"
+        raise InputError(f"`{model.id}` was made from `{name}`, which is not on this machine", hint)
     source = open_checked(str(place), trust=trust)
     if source.store.fingerprint() != manifest.source.fingerprint:
-        raise InputError(
-            f"`{place}` no longer holds the weights that `{model.id}` was made from",
-            f"to compare all the same, say `--against {place}`",
-        )
+        text = f"`{place}` no longer holds the weights that `{model.id}` was made from"
+        raise InputError(text, f"to compare all the same, say `--against {place}`")
     return name, source
 
 
@@ -184,16 +175,7 @@ def save_speed(folder: Path, found: Iterable[Speed]) -> bool:
 
     Those of the same pass on the same machine are replaced.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    new = {_key(speed): speed for speed in found}
-    others = [speed for speed in manifest.speed if _key(speed) not in new]
-    try:
-        write_manifest(folder, manifest.model_copy(update={"speed": [*others, *new.values()]}))
-    except OSError:  # models are often kept where they cannot be changed
-        return False
-    return True
+    return record(folder, "speed", list({_key(speed): speed for speed in found}.values()), _key)
 
 
 def _key(speed: Speed) -> tuple[object, ...]:

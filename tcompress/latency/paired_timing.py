@@ -140,10 +140,8 @@ def _compiling(where: str, why: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = getattr(error, "inner_exception", error)  # what the backend raised
-        raise InputError(
-            f"`torch.compile` cannot run {where} ({type(cause).__name__}: {first_line(cause)})",
-            f"use `--mode eager`; {why}",
-        ) from error
+        text = f"`torch.compile` cannot run {where} ({type(cause).__name__}: {first_line(cause)})"
+        raise InputError(text, f"use `--mode eager`; {why}") from error
 
 
 @contextmanager

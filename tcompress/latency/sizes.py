@@ -86,10 +86,8 @@ class RandomInputs:
     def check(self, lengths: Sequence[int]) -> None:
         """Refuses lengths that the models have no positions for."""
         if self.longest is not None and max(lengths) > self.longest:
-            raise InputError(
-                f"length {max(lengths)} was asked for, the models have {self.longest} positions",
-                f"give `--length {self.longest}` or less",
-            )
+            text = f"length {max(lengths)} was asked for, the models have {self.longest} positions"
+            raise InputError(text, f"give `--length {self.longest}` or less")
 
     def fitting(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Keeps those lengths that the models have positions for; the longest possible if none."""

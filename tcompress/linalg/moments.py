@@ -121,10 +121,8 @@ class MomentSums:
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
         if not bool(torch.isfinite(self._sums).all()):
-            raise FitError(
-                "calibration activations hold NaN or infinity",
-                "repair the checkpoint, or convert this model without data: `--calib none`",
-            )
+            hint = "repair the checkpoint, or convert this model without data: `--calib none`"
+            raise FitError("calibration activations hold NaN or infinity", hint)
         shifts = self._means / self.rows
         means = shifts + self._centres.double()
         pairs = ((0, 0), (1, 0), (1, 1))

@@ -416,9 +416,6 @@ def _moments_of_blocks(users: Sequence[User], block: tuple[int, int], axis: int)
         if moment is None:
             moment = torch.eye(weight.shape[axis]).to(weight)
         own = _grid(moment, (width, width)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
-        rows, columns = weight.shape[0] // block[0], weight.shape[1] // block[1]
-        own = (
-            own[None].expand(rows, -1, -1, -1) if axis else own[:, None].expand(-1, columns, -1, -1)
-        )
-        found.append(own.flatten(0, 1))
+        count = weight.shape[1 - axis] // block[1 - axis]  # blocks that have each of them
+        found.append(own.repeat(count, 1, 1) if axis else own.repeat_interleave(count, 0))
     return torch.cat(found)

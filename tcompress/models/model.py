@@ -124,15 +124,11 @@ class SourceModel:
         converted: bool = False,
         seed: int | None = None,
     ) -> SourceModel:
-        """Open a model; its weights are checked but not read.
+        """Open a local folder, alias or hub id; weights are checked but not read.
 
-        Args:
-            name: Local folder, alias or hub id.
-            revision: Branch, tag or commit on the hub.
-            token: Access token for the hub.
-            trust_remote_code: Whether Python code that comes with the model may run.
-            converted: Whether tcompress may have converted it; it is described as the dense model.
-            seed: Seed of random weights; the path of a `config.json` is enough then.
+        On the hub `revision` is a branch, tag or commit. A model that tcompress may have
+        `converted` is described as the dense one. With the `seed` of random weights, the path of a
+        `config.json` is enough.
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
         raw = _read_config(folder)
@@ -284,14 +280,10 @@ def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
             continue
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
         if method in METHODS:
-            raise SourceError(
-                f"`{folder}` is already converted by tcompress",
-                hint="convert the original model again, with the new options",
-            )
-        raise SourceError(
-            f"`{folder}` is already quantised with `{method}`",
-            hint="give the model in full precision; quantise after converting if need be",
-        )
+            hint = "convert the original model again, with the new options"
+            raise SourceError(f"`{folder}` is already converted by tcompress", hint)
+        hint = "give the model in full precision; quantise after converting if need be"
+        raise SourceError(f"`{folder}` is already quantised with `{method}`", hint)
 
 
 def _load_config(
@@ -307,10 +299,8 @@ def _load_config(
             hint="read that code, then allow it with `--allow-remote-code`",
         )
     if not model_type and not raw.get("auto_map"):
-        raise SourceError(
-            f"`config.json` in `{folder}` has no `model_type`",
-            hint="save the model with `save_pretrained` of a recent Transformers",
-        )
+        hint = "save the model with `save_pretrained` of a recent Transformers"
+        raise SourceError(f"`config.json` in `{folder}` has no `model_type`", hint)
     if not known and not raw.get("auto_map"):
         raise SourceError(
             f"`{folder}` has the model type `{model_type}`, which Transformers "

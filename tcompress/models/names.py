@@ -102,10 +102,8 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
             "or run `hf auth login`",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(
-            f"`{repo}` has no revision `{revision}`",
-            hint="give a branch, a tag or a full commit hash, or leave the revision out",
-        )
+        hint = "give a branch, a tag or a full commit hash, or leave the revision out"
+        return SourceError(f"`{repo}` has no revision `{revision}`", hint)
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         return SourceError(
             f"there is no local folder and no model on the hub called `{repo}`",
@@ -123,10 +121,8 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
             hint="go online (is `HF_HUB_OFFLINE` set?) or give the path of a model folder"
             + (f"; {near}" if near else ""),
         )
-    return SourceError(
-        f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`",
-        hint="try again, or download the model by hand and give its folder",
-    )
+    text = f"downloading `{repo}` failed with `{type(error).__name__}: {first_line(error)}`"
+    return SourceError(text, "try again, or download the model by hand and give its folder")
 
 
 METHOD = "tcompress"  # our name among the quantisation methods of Transformers
@@ -204,10 +200,8 @@ def resolve(
     folder = path.parent if alone else local_folder(name)
     if folder is not None:
         if revision is not None:
-            raise SourceError(
-                f"revision `{revision}` was given, but `{name}` is a local folder",
-                hint="leave the revision out, or give the hub id of the model",
-            )
+            text = f"revision `{revision}` was given, but `{name}` is a local folder"
+            raise SourceError(text, "leave the revision out, or give the hub id of the model")
         return folder
     if not name.strip():
         raise SourceError(
@@ -373,18 +367,14 @@ def _module_folders(folder: Path) -> list[str]:
         modules: Any = json.loads(path.read_text(encoding="utf-8"))
         names = [str(module["path"]) for module in modules]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise SourceError(
-            f"`{path}` is no list of sentence-transformers modules",
-            hint="repair it, or delete it to convert the transformer alone",
-        ) from error
+        hint = "repair it, or delete it to convert the transformer alone"
+        raise SourceError(f"`{path}` is no list of sentence-transformers modules", hint) from error
     for name in names:
         parts = PurePosixPath(name).parts
         named_outside = name.startswith("/") or ".." in parts or "\\" in name or "\0" in name
         if named_outside or not _is_inside(folder / name, folder):
-            raise SourceError(
-                f"`{path}` names `{name}`, outside the folder",
-                hint="module folders must lie inside the model folder",
-            )
+            hint = "module folders must lie inside the model folder"
+            raise SourceError(f"`{path}` names `{name}`, outside the folder", hint)
     return [name for name in names if PurePosixPath(name).parts]  # else the folder itself
 
 

@@ -254,10 +254,8 @@ class WeightStore:
         where = _locate(shards, index, problems)
         if problems:
             many = f", {len(problems)} problems" if problems[1:] else ""
-            raise SourceError(
-                f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}",
-                hint="download or save the named files again",
-            )
+            text = f"the weights in `{folder}` cannot be used{many}:{after_colon(problems)}"
+            raise SourceError(text, "download or save the named files again")
         return cls(folder, shards, where)
 
     def renamed(self, names: Mapping[str, str]) -> WeightStore:
@@ -325,10 +323,8 @@ class WeightStore:
     def _info(self, key: str) -> TensorInfo:
         if key not in self._where:
             near = get_close_matches(key, self._where, n=3)
-            raise SourceError(
-                f"the checkpoint in `{self.folder}` has no tensor `{key}`",
-                hint=f"near names are {listed(near)}",
-            )
+            hint = f"near names are {listed(near)}"
+            raise SourceError(f"the checkpoint in `{self.folder}` has no tensor `{key}`", hint)
         return self._shards[self._where[key]].infos[self.name_inside(key)]
 
 

@@ -209,10 +209,8 @@ def _embeddings(said: Said, base: Mapping[str, Any] | None, typed: Given[Any]) -
         _options_of(name, "--embeddings")  # says which there are
         found = {"method": method}
     elif base is None:
-        raise RecipeError(
-            f"`{typed.name('embeddings', 'target')}` needs a method for the word embedding",
-            f"add {typed.ask('svd', 'embeddings', 'method')}",
-        )
+        text = f"`{typed.name('embeddings', 'target')}` needs a method for the word embedding"
+        raise RecipeError(text, f"add {typed.ask('svd', 'embeddings', 'method')}")
     else:  # in place of the recipe's rank
         found = {**base, "method": {k: v for k, v in base["method"].items() if k != "rank"}}
     if target is None and "rank" not in method:

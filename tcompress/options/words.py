@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -127,17 +127,13 @@ def _describe_type(fragment: Fragment, root: Fragment) -> str:
 
 def _bounds(fragment: Fragment) -> str:
     whole = fragment["type"] == "integer"
-    bounds = []
-    if "exclusiveMinimum" in fragment:
-        low = fragment["exclusiveMinimum"]
-        bounds.append(f"at least {low + 1}" if whole else f"greater than {low}")
-    if "minimum" in fragment:
-        bounds.append(f"at least {fragment['minimum']}")
-    if "exclusiveMaximum" in fragment:
-        high = fragment["exclusiveMaximum"]
-        bounds.append(f"at most {high - 1}" if whole else f"less than {high}")
-    if "maximum" in fragment:
-        bounds.append(f"at most {fragment['maximum']}")
+    words: dict[str, Callable[[Any], str]] = {
+        "exclusiveMinimum": lambda low: f"at least {low + 1}" if whole else f"greater than {low}",
+        "minimum": lambda low: f"at least {low}",
+        "exclusiveMaximum": lambda high: f"at most {high - 1}" if whole else f"less than {high}",
+        "maximum": lambda high: f"at most {high}",
+    }
+    bounds = [say(fragment[key]) for key, say in words.items() if key in fragment]
     return ", " + " and ".join(bounds) if bounds else ""
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from tcompress.artifact.manifest import Speed
 from tcompress.conversion.estimate import Estimate
-from tcompress.planning.entries import Left, Plan
+from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
 from tcompress.reporting.table_rows import (
@@ -35,26 +34,12 @@ _COLUMN = 26  # width that one model takes in a comparison
 _LABELS = 20
 
 
-def empty_table(title: str = "") -> Table:
-    """Makes a table in the style of all others."""
-    return Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-    )
-
-
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Lists times; a ratio above 1 means that the model is faster than the dense one."""
     machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
     several = len(machines) > 1
-    table = empty_table()
-    table.caption = "\n".join([*([] if several else machines), *speed_notes(speeds)]) or None
+    table = fmt.table()
+    table.caption = "\n".join([*([] if several else machines), *fmt.speed_notes(speeds)]) or None
     for name in ("batch", "length", "mode", *(("machine",) if several else ())):
         table.add_column(name, justify="right" if name in ("batch", "length") else "left")
     for name in ("time", "dense", "ratio", "tokens/s", "memory", "dense"):
@@ -65,40 +50,14 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             str(speed.length),
             speed.mode,
             *([fmt.machine_text(speed)] if several else []),
-            median_text(speed.milliseconds, speed.spread),
-            median_text(speed.baseline_milliseconds, speed.baseline_spread),
+            fmt.median_text(speed.milliseconds, speed.spread),
+            fmt.median_text(speed.baseline_milliseconds, speed.baseline_spread),
             fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
             f"{speed.tokens_per_second:,.0f}",
-            memory_text(speed.peak_bytes, speed.weight_bytes),
-            memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
+            fmt.memory_text(speed.peak_bytes, speed.weight_bytes),
+            fmt.memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
         )
     return table
-
-
-def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Says how times and memory are to be read."""
-    counted = [speed.weight_bytes is not None for speed in speeds]
-    spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
-    notes = {
-        "times are medians; ± is half the distance of the quartiles": any(spread),
-        "? the machine was busy: give more --repeats when it is not": any(noisy),
-        "memory is that of the weights and the peak of the pass on top": any(counted),
-        "(pass) memory is the peak of the pass alone, without weights": not all(counted),
-    }
-    return [note for note, holds in notes.items() if holds]
-
-
-def median_text(milliseconds: float, spread: float | None) -> str:
-    """Writes a time with its spread, such as `5.00 ms ±2%`."""
-    return fmt.milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
-
-
-def memory_text(peak: int | None, weights: int | None = None) -> str:
-    """Writes the memory of weights and pass; that of either may be unknown."""
-    if weights is None:
-        return "unknown" if peak is None else f"{fmt.bytes_text(peak)} (pass)"
-    suffix = " (weights)" if peak is None else ""
-    return fmt.bytes_text(weights + (peak or 0)) + suffix
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
@@ -113,16 +72,13 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             title = "" if alone else short_name(report, reports)
             parts.append(layer_table(report.layers, per_layer, title))
         if report.left and alone:
-            parts.append(_left_table(report.left))
+            parts.append(fmt.reason_table("left dense", report.left))
     for report in reports:
         name = "" if alone else f" of {short_name(report, reports)}"
         parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
     if rows := published(reports):
-        table = empty_table("published")
-        for name in ("row", "metric", "where", "comparable"):
-            table.add_column(name, overflow="fold")
-        for name in ("paper", "ours"):
-            table.add_column(name, justify="right")
+        names = ("row", "metric", "where", "comparable", "paper", "ours")
+        table = fmt.table(*names, right=names[4:], title="published")
         for row in rows:
             table.add_row(*row)
         parts.append(table)
@@ -155,7 +111,7 @@ def render_plan(
         layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
         parts.append(layer_table(layers))
     if plan.left:
-        parts.append(_left_table(plan.left))
+        parts.append(fmt.reason_table("left dense", plan.left))
     parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
     return Group(*parts)
 
@@ -172,8 +128,7 @@ class Comparison:
             yield self._table(self.reports[start : start + count])
 
     def _table(self, reports: Sequence[ModelReport]) -> Table:
-        table = empty_table()
-        table.add_column("")
+        table = fmt.table("")
         rows: list[dict[str, Row]] = []
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
@@ -197,10 +152,8 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
     """Lists layers with their most telling error; of many, those alike are one row."""
     one_by_one = per_layer or len(layers) <= MOST_LAYERS
     kind = next(iter(mean_errors(layers)), None)
-    table = empty_table(title)
-    table.add_column("block" if one_by_one else "layers", overflow="fold")
-    table.add_column("role")
-    table.add_column("structure", overflow="fold")
+    first = "block" if one_by_one else "layers"
+    table = fmt.table(first, "role", "structure", title=title)
     right = ["in → out", "params", "kept"]
     right += [] if kind is None else [fmt.error_name(kind).replace(" ", "\n")]
     for name in right:
@@ -220,32 +173,17 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
 
 def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
     first = group[0]
-    dense = sum(layer.parameters.dense for layer in group)
-    now = sum(layer.parameters.now for layer in group)
+    parameters = Amount.sum_of(layer.parameters for layer in group)
     widths = f"{first.in_features} → {first.out_features}"
     error = mean_errors(group).get(kind or "")
     return [
         first.role,
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
-        f"{now:,}",
-        f"{Amount.of(dense, now).kept:.1%}",
+        f"{parameters.now:,}",
+        f"{parameters.kept:.1%}",
         *([] if error is None else [fmt.error_text(error)]),
     ]
-
-
-def _left_table(left: Sequence[Left]) -> Table:
-    """Says how many layers stay dense for which reason."""
-    table = empty_table()
-    table.add_column("left dense", justify="right")
-    table.add_column("such as", overflow="fold")
-    table.add_column("because", overflow="fold")
-    reasons: dict[str, list[str]] = {}
-    for item in left:
-        reasons.setdefault(item.reason, []).append(item.name)
-    for reason, names in reasons.items():
-        table.add_row(str(len(names)), names[0], reason)
-    return table
 
 
 def _single(report: ModelReport) -> list[RenderableType]:
@@ -265,10 +203,7 @@ def _single(report: ModelReport) -> list[RenderableType]:
 
 
 def _amount_table(rows: Sequence[Row], dense: str, now: str) -> Table:
-    table = empty_table()
-    table.add_column("parameters")
-    for name in (dense, now, "kept"):
-        table.add_column(name, justify="right")
+    table = fmt.table("parameters", dense, now, "kept", right=(dense, now, "kept"))
     for row in rows:
         table.add_row(row.label, row.dense, row.value, row.kept)
     return table

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tcompress.artifact.manifest import Interval, Metric, Speed
     from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
     from tcompress.reporting.tree import LayerReport
@@ -20,6 +22,30 @@ _ERRORS = {
 }
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
+
+
+def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
+    """Makes an empty table with such headings; columns of those in `right` are aligned so."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title or None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    made.title_justify = made.caption_justify = "left"
+    made.title_style = made.header_style = "bold"
+    for name in names:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def reason_table(title: str, items: Iterable[Any]) -> Table:
+    """Says of how many layers, each with a name and a reason, the same reason holds."""
+    reasons: dict[str, list[str]] = {}
+    for item in items:
+        reasons.setdefault(item.reason, []).append(item.name)
+    made = table(title, "such as", "because", right=[title])
+    for reason, names in reasons.items():
+        made.add_row(str(len(names)), names[0], reason)
+    return made
 
 
 def error_name(kind: str) -> str:
@@ -176,6 +202,32 @@ def pass_text(speed: Speed) -> str:
     """Says which pass was timed, such as `batch 8, length 32, cpu, 2 threads, float32`."""
     mode = "" if speed.mode == "eager" else f"{speed.mode}, "
     return f"batch {speed.batch}, length {speed.length}, {mode}{machine_text(speed)}"
+
+
+def speed_notes(speeds: Sequence[Speed]) -> list[str]:
+    """Says how times and memory are to be read."""
+    counted = [speed.weight_bytes is not None for speed in speeds]
+    spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
+    notes = {
+        "times are medians; ± is half the distance of the quartiles": any(spread),
+        "? the machine was busy: give more --repeats when it is not": any(noisy),
+        "memory is that of the weights and the peak of the pass on top": any(counted),
+        "(pass) memory is the peak of the pass alone, without weights": not all(counted),
+    }
+    return [note for note, holds in notes.items() if holds]
+
+
+def median_text(milliseconds: float, spread: float | None) -> str:
+    """Writes a time with its spread, such as `5.00 ms ±2%`."""
+    return milliseconds_text(milliseconds) + ("" if spread is None else f" ±{spread / 2:.0%}")
+
+
+def memory_text(peak: int | None, weights: int | None = None) -> str:
+    """Writes the memory of weights and pass; that of either may be unknown."""
+    if weights is None:
+        return "unknown" if peak is None else f"{bytes_text(peak)} (pass)"
+    suffix = " (weights)" if peak is None else ""
+    return bytes_text(weights + (peak or 0)) + suffix
 
 
 def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from tcompress.errors import InputError
 from tcompress.files import check_file, unwritable, write_text
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import Dot, trade_off, training_charts
-from tcompress.reporting.console import median_text, memory_text, short_name, speed_notes
+from tcompress.reporting.console import short_name
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
@@ -282,23 +282,14 @@ def _template() -> Template:
 
     layout: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, undefined=StrictUndefined, **layout)
+    # Whatever writes a value, such as `bytes_text`, is a filter of that name: `bytes`.
+    texts = {name: write for name, write in vars(fmt).items() if name.endswith("_text")}
+    environment.filters |= {name.removesuffix("_text"): write for name, write in texts.items()}
     environment.filters |= {
-        "bytes": fmt.bytes_text,
-        "count": fmt.count_text,
-        "coverage": fmt.coverage_text,
-        "duration": fmt.time_text,
-        "error": fmt.error_text,
-        "interval": fmt.interval_text,
-        "machine": fmt.machine_text,
-        "memory": memory_text,
-        "median": median_text,
-        "notes": speed_notes,
+        "notes": fmt.speed_notes,
         "plain": _plain,
         "position": lambda items, item: items.index(item),
-        "ratio": fmt.ratio_text,
         "ratio_of": fmt.metric_ratio,
-        "signed": fmt.signed_text,
-        "value": fmt.value_text,
     }
     source = files("tcompress").joinpath("assets", "report.html.j2").read_text(encoding="utf-8")
     return environment.from_string(source)

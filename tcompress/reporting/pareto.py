@@ -8,14 +8,12 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tcompress.artifact.manifest import Interval, Metric, Speed
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.console import empty_table
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, unbeaten
 
 Front = Literal["size", "time"]
@@ -131,7 +129,7 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
         "seconds": lambda row: _optional(row.seconds, "{:,.1f}".format),
     }
     shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}
-    table = _table("model", right=tuple(shown))
+    table = fmt.table("model", *shown, right=tuple(shown))
     costs = [cost for cost in _MARKS if cost == "size" or found.timed]
     for row in found.rows:
         marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in costs)
@@ -144,7 +142,7 @@ def plan_table(
 ) -> RenderableType:
     """Renders what conversions would do, and names and reasons of those that cannot be planned."""
     names = ("kept", "parameters", "bytes", "left dense", "peak memory", "conversion")
-    table = _table("model", right=names)
+    table = fmt.table("model", *names, right=names)
     for name, plan, costs in planned:
         table.add_row(
             name,
@@ -192,16 +190,9 @@ def _legend(found: FrontReport) -> list[RenderableType]:
 
 def _stopped(stopped: Sequence[tuple[str, str]]) -> list[RenderableType]:
     """Says why models are missing: the first of several reasons; the JSON has all of them."""
-    table = _table("not done", "because")
+    table = fmt.table("not done", "because")
     for name, reason in stopped:
         lines = reason.splitlines()
         more = [f"  and {len(lines) - 2} more"] if len(lines) > 2 else []
         table.add_row(name, "\n".join([*lines[:2], *more]))
     return [table] if stopped else []
-
-
-def _table(*names: str, right: Sequence[str] = ()) -> Table:
-    table = empty_table()
-    for name in (*names, *right):
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table

@@ -10,8 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.roles.families import Block, Layer, Part, Refusal, Roles, supported_families
-    from tcompress.roles.find import Attention, attentions_of, find_roles
+    from tcompress.roles.families import (
+        Attention,
+        Block,
+        Layer,
+        Part,
+        Refusal,
+        Roles,
+        supported_families,
+    )
+    from tcompress.roles.find import attentions_of, find_roles
 
 __all__ = [
     "Attention",
@@ -25,7 +33,7 @@ __all__ = [
     "supported_families",
 ]
 
-_HOMES = dict.fromkeys(("Attention", "attentions_of", "find_roles"), "find")
+_HOMES = {"attentions_of": "find", "find_roles": "find"}
 
 
 def __getattr__(name: str) -> Any:

@@ -109,6 +109,32 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class BaseAttention:
+    """What a self-attention does, whichever model it is part of."""
+
+    heads: int  # of queries
+    key_heads: int  # of keys and values; a divisor of `heads`
+    head_dim: int  # width of one head
+    causal: bool = False  # whether a token sees only itself and those before it
+    window: int | None = None  # how far a token sees, if it does not see all
+    biased: bool = False  # whether a bias of positions is added to its scores
+    tokens: int | None = None  # of every input, if their number is fixed
+    grid: tuple[int, ...] = ()  # on which the last tokens sit
+    special: int = 0  # tokens before the grid, such as a class token
+    longest: int | None = None  # most tokens of an input, if there is a limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(BaseAttention):
+    """The self-attention of one block."""
+
+    name: str  # module path in the running model
+    block: str  # module path of its block
+    layers: Mapping[str, Layer]  # its projections by role; a fused one stands under `qkv`
+    reason: str | None = None  # why nothing can replace it, if nothing can
+
+
+@dataclass(frozen=True)
 class Roles:
     """What can be compressed in a model."""
 

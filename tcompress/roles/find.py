@@ -18,6 +18,7 @@ from tcompress.roles.families import (
     FAMILIES,
     GROUP_OF_ROLE,
     REFUSED_MODULES,
+    Attention,
     Block,
     Layer,
     Part,
@@ -90,10 +91,8 @@ def find_roles(model: nn.Module) -> Roles:
     family = _family(model) or type(model).__name__
     sites = tuple(_sites(model, "", family, getattr(model, "config", None)))
     if family in FAMILIES and not sites:
-        raise InputError(
-            f"no transformer block was found in this `{type(model).__name__}`",
-            "give the whole model, with its blocks in a ModuleList",
-        )
+        hint = "give the whole model, with its blocks in a ModuleList"
+        raise InputError(f"no transformer block was found in this `{type(model).__name__}`", hint)
     paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     shared = (module for module, count in paths.items() if count > 1)
     reasons = dict.fromkeys(shared, "several blocks share it") | direct_uses(model)
@@ -277,26 +276,6 @@ def text_positions(model: nn.Module, limit: int) -> int:
 # Tokens before the grid, by family of image and video models.
 _SPECIAL: dict[str, int] = {"vit": 1, "deit": 2, "clip_vision_model": 1}
 _SPECIAL |= dict.fromkeys(("siglip_vision_model", "videomae", "tcompress_grid"), 0)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The self-attention of one block."""
-
-    name: str  # module path in the running model
-    block: str  # module path of its block
-    layers: Mapping[str, Layer]  # its projections by role; a fused one stands under `qkv`
-    heads: int  # number of query heads
-    key_heads: int  # number of heads of keys and values
-    head_dim: int  # width of one head
-    causal: bool  # whether a token sees only itself and those before it
-    window: int | None  # how far a token sees, if it does not see all
-    biased: bool  # whether a bias of positions is added to its scores
-    tokens: int | None  # number of tokens of every input, if it is fixed
-    grid: tuple[int, ...]  # sizes of the grid on which the last of them sit; empty without one
-    special: int  # number of tokens before the grid
-    longest: int | None  # most tokens of an input, if there is a limit
-    reason: str | None = None  # why nothing can replace it, if nothing can
 
 
 def attentions_of(model: nn.Module, roles: Roles) -> tuple[Attention, ...]:

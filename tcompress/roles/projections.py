@@ -270,10 +270,8 @@ def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
     found = next((shape for shape in shapes if shape.role == role), None)
     if found is None:
         wanted = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}[role]
-        raise InputError(
-            f"the experts `{path}` have no 3-D parameter `{wanted}`",
-            "convert the checkpoint with a transformers release that stacks the experts",
-        )
+        hint = "convert the checkpoint with a transformers release that stacks the experts"
+        raise InputError(f"the experts `{path}` have no 3-D parameter `{wanted}`", hint)
     return found
 
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tcompress.structures.base import (
+    SIDES,
     Layout,
     LooksUp,
     Shapes,
-    Side,
     decoded,
     encoded,
     shared_of,
@@ -66,7 +66,8 @@ def macs_of(layout: Layout, tokens: int) -> Macs:
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.empty(tokens, layout.in_features, device="meta")
-    into, out = (_operator(layout, side, x) for side in ("in", "out"))
+    transforms = (transform_of(layout, side) for side in SIDES)
+    into, out = (None if t is None else t.build(_empty(t.shapes), x) for t in transforms)
     tensors = _all_tensors(layout)
     # With gradients a structure may take another way.
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -104,8 +105,3 @@ def _empty(shapes: Shapes) -> dict[str, Tensor]:
     import torch
 
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-
-
-def _operator(layout: Layout, side: Side, like: Tensor) -> object:
-    transform = transform_of(layout, side)
-    return None if transform is None else transform.build(_empty(transform.shapes), like)

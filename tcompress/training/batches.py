@@ -56,10 +56,8 @@ class LengthBatches(Sampler[list[int]]):
         self.lengths = np.asarray(lengths)
         whole = min(batch_size * processes, len(lengths) // processes * processes)
         if not whole:
-            raise DataError(
-                f"there are {len(lengths)} examples for {processes} processes",
-                hint="give more data, or start fewer processes",
-            )
+            hint = "give more data, or start fewer processes"
+            raise DataError(f"there are {len(lengths)} examples for {processes} processes", hint)
         self.whole, self.processes, self.seed, self.epoch = whole, processes, seed, 0
         # Accelerate reads it to share batches out.
         self.batch_size = whole // processes

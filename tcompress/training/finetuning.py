@@ -30,7 +30,13 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import Workplace, check_output, identity_of, partial_folder
+from tcompress.artifact.workplace import (
+    Workplace,
+    check_apart,
+    check_output,
+    identity_of,
+    partial_folder,
+)
 from tcompress.errors import InputError, first_line, listed
 from tcompress.files import write_text
 from tcompress.hf.opening import Reopened, differs, pick_device, unloadable
@@ -39,7 +45,7 @@ from tcompress.models.names import CARD, carry_files, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
-from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
 from tcompress.training.setup import Setup, blocks_first, set_up
 from tcompress.training.teacher import find_teacher
@@ -98,13 +104,13 @@ def finetune(
         if not Path(model).exists():
             check_output(output, force=force)  # before a long download
         model = open_checked(model, token=token)
-    _check_apart(output, model, "model")
+    check_apart(output, model.folder, "the model's own folder")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
     if teacher is not None:
-        _check_apart(output, teacher, "teacher")
+        check_apart(output, teacher.folder, "the teacher's own folder")
     setup = set_up(model, teacher, options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,29 +147,18 @@ class _Run:
                 if place is not None:
                     place.discard()
             else:
-                if not self.accelerator.is_main_process:
+                if place is None:  # this process has nothing to say
                     progress, say = Silent(), lambda text: None
-                facts = self._train(checkpoints, place, progress, say)
+                else:
+                    best = sum(value.nbytes for value in self.setup.trained.values())
+                    place.need(self.source.store.total_bytes + best)
+                facts = self._train(Loop(self.setup, self.accelerator, checkpoints, progress, say))
+                if place is not None:
+                    self._write(place.model, facts)
+                    place.publish(force=self.force)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
         return Finetuned(self.output, facts, resumed)
-
-    def _train(
-        self, checkpoints: Checkpoints, place: Workplace | None, progress: Progress, say: Say
-    ) -> TrainingFacts:
-        if place is not None:
-            best = sum(value.nbytes for value in self.setup.trained.values())
-            place.need(self.source.store.total_bytes + best)
-        loop = Loop(self.setup, self.accelerator, checkpoints, progress, say)
-        self.accelerator.init_trackers("tcompress")
-        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
-        with FloatAttention() if low else nullcontext():
-            state = loop.run()
-        facts = self._facts(state, loop.validated)
-        if place is not None:
-            self._write(place.model, facts)
-            place.publish(force=self.force)
-        return facts
 
     def _workplace(self) -> AbstractContextManager[Workplace | None]:
         """Opens the working folder in the main process; bad input leaves nothing behind."""
@@ -191,8 +186,13 @@ class _Run:
 
         return place.working(keeps)
 
-    def _facts(self, state: RunState, validated: str) -> TrainingFacts:
+    def _train(self, loop: Loop) -> TrainingFacts:
+        """Trains, and records the run."""
         setup, options = self.setup, self.setup.options
+        self.accelerator.init_trackers("tcompress")
+        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
+        with FloatAttention() if low else nullcontext():
+            state = loop.run()
         assert state.best is not None  # a run begins and ends with a validation
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -207,7 +207,7 @@ class _Run:
             settings=options.model_dump(mode="json", exclude_defaults=True),
             steps=state.step,
             seconds=round(state.seconds, 2),
-            validation=validated,
+            validation=loop.validated,
             environment={
                 **environment(),
                 "device": name,
@@ -227,7 +227,25 @@ class _Run:
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         carry_files(self.source.folder, self.source.auxiliary_files(), folder)
-        manifest = self._manifest(facts)
+        manifest = self.manifest or Manifest(
+            source=SourceFacts(
+                id=self.source.id,
+                revision=self.source.revision,
+                fingerprint=store.fingerprint(),
+                bytes=store.total_bytes,
+            ),
+            recipe={},
+            plan=Plan(layers=(), source=self.source.id, method="dense"),
+            calibration=CalibrationFacts(name="none"),
+            fit={},
+            checksums={},
+            seconds=0.0,
+            environment=environment(),
+        )
+        # Numbers that were measured before belong to other weights.
+        training = [*manifest.training, facts]
+        changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
+        manifest = manifest.model_copy(update=changes)
         write_text(folder / CARD, model_card(manifest))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
@@ -239,38 +257,6 @@ class _Run:
                 found = written.tensor(name)
             if not torch.equal(found, weights[name].cpu()):
                 raise differs(name, "its values are others")
-
-    def _manifest(self, facts: TrainingFacts) -> Manifest:
-        before = self.manifest
-        if before is None:
-            before = Manifest(
-                source=SourceFacts(
-                    id=self.source.id,
-                    revision=self.source.revision,
-                    fingerprint=self.source.store.fingerprint(),
-                    bytes=self.source.store.total_bytes,
-                ),
-                recipe={},
-                plan=Plan(layers=(), source=self.source.id, method="dense"),
-                calibration=CalibrationFacts(name="none"),
-                fit={},
-                checksums={},
-                seconds=0.0,
-                environment=environment(),
-            )
-        # Numbers that were measured before belong to other weights.
-        training = [*before.training, facts]
-        changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
-        return before.model_copy(update=changes)
-
-
-def _check_apart(output: Path, model: SourceModel, what: str) -> None:
-    place, folder = output.resolve(), model.folder.resolve()
-    if place == folder or place in folder.parents:
-        raise InputError(
-            f"output `{output}` is the {what}'s own folder, or contains it",
-            "choose another folder with `-o`",
-        )
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
@@ -298,17 +284,13 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
             ),
         )
     except ValueError as error:
-        raise InputError(
-            f"accelerate cannot do this: {first_line(error)}",
-            "choose another `--mixed-precision`, `--track` or `--device`",
-        ) from error
+        hint = "choose another `--mixed-precision`, `--track` or `--device`"
+        raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error
     if precision == "fp16" and made.device.type == "cpu":
         hint = "choose `--mixed-precision bf16`, or `no`"
         raise InputError("mixed precision in float16 needs a GPU", hint)
     absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
     if absent:
-        raise InputError(
-            f"the loggers {listed(sorted(absent))} are not installed",
-            f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out",
-        )
+        hint = f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out"
+        raise InputError(f"the loggers {listed(sorted(absent))} are not installed", hint)
     return made

@@ -241,10 +241,8 @@ def _objective_weights(
     if teacher is not None:
         return names
     if blocks_first(options):
-        raise InputError(
-            "the stage `blocks` needs a teacher, whose states blocks are trained on",
-            "add `--teacher MODEL`, or leave `stage` and `block_steps` out",
-        )
+        text = "the stage `blocks` needs a teacher, whose states blocks are trained on"
+        raise InputError(text, "add `--teacher MODEL`, or leave `stage` and `block_steps` out")
     lonely = ", ".join(f"`{name}`" for name in names if OBJECTIVES[name].needs_teacher)
     if lonely:
         raise InputError(f"{lonely} need a teacher, but there is none", "add `--teacher MODEL`")

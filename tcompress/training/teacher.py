@@ -55,10 +55,8 @@ def blocks_to_imitate(
         return list(depth.target_blocks)
     if not asked:
         if own > others:
-            raise InputError(
-                f"the model has {own} blocks, but its teacher only {others}",
-                "give a teacher with at least as many blocks",
-            )
+            hint = "give a teacher with at least as many blocks"
+            raise InputError(f"the model has {own} blocks, but its teacher only {others}", hint)
         return [(index + 1) * others // own - 1 for index in range(own)]
     wrong = [index for index in asked if not 0 <= index < others]
     if len(asked) != own or wrong or list(asked) != sorted(asked):
@@ -91,7 +89,5 @@ def check_length(teacher: SourceModel, longest: int) -> None:
     """Compares the tokens of the longest text with the positions that the teacher has."""
     limit = longest_text(teacher, inputs_of(teacher))
     if limit is not None and longest > limit:
-        raise InputError(
-            f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}",
-            f"shorten them: `--max-length {limit}`",
-        )
+        text = f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}"
+        raise InputError(text, f"shorten them: `--max-length {limit}`")

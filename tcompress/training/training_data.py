@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from tcompress.data.examples import (
     by_name,
     check_columns,
     doubts,
+    hash_of,
     label_names,
     load_examples,
 )
@@ -92,37 +93,27 @@ class _Reader:
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
             self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
-        if task is not None:
-            self._check_task(task.needs)
+        needs = Needs() if task is None else task.needs
+        wanted = SERIES if needs.window else VOLUMES if needs.volume else None
+        if task is not None and self.inputs.grid != wanted:
+            what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
+            text = f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}"
+            raise DataError(text, "choose another task, or a model for this one")
 
     def _check_inputs(self) -> None:
         inputs, how = self.inputs, "train it with its own scripts"
-        if inputs.audio:
-            what = "sound"
-        elif inputs.image and frames_of(self.source.config):
-            what = "clips"
-        elif inputs.image and inputs.text:
+        clips = inputs.image and frames_of(self.source.config)
+        what = "sound" if inputs.audio else "clips" if clips else ""
+        if inputs.image and inputs.text and not what:
             what = "texts and pictures together"
             how = "train its towers alone, or with their own scripts"
-        else:
-            return
-        raise DataError(
-            f"`{self.model}` takes {what}, which cannot be trained on yet",
-            f"{how}: a converted model is an ordinary model",
-        )
-
-    def _check_task(self, needs: Needs) -> None:
-        wanted = SERIES if needs.window is not None else VOLUMES if needs.volume else None
-        if self.inputs.grid != wanted:
-            what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
-            raise DataError(
-                f"`{self.model}` reads {what[self.inputs.grid]}, its task {what[wanted]}",
-                hint="choose another task, or a model for this one",
-            )
+        if what:
+            hint = f"{how}: a converted model is an ordinary model"
+            raise DataError(f"`{self.model}` takes {what}, which cannot be trained on yet", hint)
 
     def training(self) -> list[Examples]:
-        options = self.options
-        return [self._read(name, options.split, options.samples) for name in options.source]
+        how = self.options.split, self.options.samples
+        return [self._read(name, *how) for name in self.options.source]
 
     def validation(self, found: Examples) -> Examples | None:
         """Reads what is to be validated on, if it is named or the file has a part for it."""
@@ -162,12 +153,11 @@ class _Reader:
         """Reads texts, or pictures."""
         if name == "builtin":
             if self.encoder is None:
-                raise DataError(
-                    "there are no built-in pictures to train on",
-                    hint="give pictures with `--data`: a folder, a file or a hub id",
-                )
+                hint = "give pictures with `--data`: a folder, a file or a hub id"
+                raise DataError("there are no built-in pictures to train on", hint)
             texts = calibration.builtin_texts()[:samples]
-            return Examples("builtin text", "train", _fingerprint(texts), (texts,))
+            digest = hash_of(map(str.encode, texts)).hexdigest()
+            return Examples("builtin text", "train", digest, (texts,))
         kind: Kind = "text" if self.encoder else "image"
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
@@ -176,7 +166,9 @@ class _Reader:
             check_columns(table, kinds_of(table), given)
             chosen = columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
             items = list(draw_cells(table, chosen, samples, self.seed))
-        made = Examples(f"{table.label}:{','.join(chosen)}", split, _fingerprint(items))
+        contents = (item.encode() if isinstance(item, str) else item for item in items)
+        digest = hash_of(contents).hexdigest()
+        made = Examples(f"{table.label}:{','.join(chosen)}", split, digest)
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))
         return replace(made, images=tuple(cast(list[bytes], items)))
@@ -185,10 +177,8 @@ class _Reader:
         """Writes examples as the model's inputs; for the purpose there must be some."""
         encoded = self._encoded(examples) if len(examples) else None
         if encoded is None or not len(encoded):
-            raise DataError(
-                f"`{examples.name}` leaves nothing to {purpose}",
-                hint="give more data, or other columns",
-            )
+            hint = "give more data, or other columns"
+            raise DataError(f"`{examples.name}` leaves nothing to {purpose}", hint)
         return encoded
 
     def _encoded(self, examples: Examples) -> Encoded:
@@ -222,10 +212,8 @@ class _Reader:
         elif not pairs:
             found = [rows for rows in found if all(rows)]
         if not all(all(rows) for rows in found):
-            raise DataError(
-                f"`{examples.name}` has texts without any token",
-                hint="remove rows with empty texts",
-            )
+            hint = "remove rows with empty texts"
+            raise DataError(f"`{examples.name}` has texts without any token", hint)
         return Encoded.of(found, labels)
 
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
@@ -249,18 +237,10 @@ class _Reader:
 
     def _check_shape(self, examples: Examples) -> None:
         """Compares volumes, or the variables of a series, with the model."""
-        if examples.windows is not None:
-            found = (examples.windows.context, len(examples.windows.variables))
-        elif examples.volumes is not None:
-            found = (1, *examples.volumes.shape[1:])
-        else:
-            return
-        wanted = grid_shape(self.source, self.inputs)
-        if found != wanted:
-            raise DataError(
-                f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}",
-                hint="give data of that shape, or a model for this one",
-            )
+        found = examples.shape
+        if found is not None and found != (wanted := grid_shape(self.source, self.inputs)):
+            text = f"`{examples.name}` has inputs of shape {found}, the model takes {wanted}"
+            raise DataError(text, "give data of that shape, or a model for this one")
 
     def _windows(self, encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> Encoded:
         """Texts one after another, cut into windows of equal length."""
@@ -280,10 +260,8 @@ class _Reader:
     def _masked(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         tokenizer = encoder.tokenizer
         if tokenizer.mask_token_id is None:
-            raise DataError(
-                f"the tokenizer in `{encoder.place}` has no mask token",
-                hint="choose the task `causal-lm`, or another model",
-            )
+            hint = "choose the task `causal-lm`, or another model"
+            raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
         special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
         words = encoder.vocabulary or len(tokenizer)
         rows = [row for row in encoder.encode(examples.texts[0]) if row]
@@ -294,14 +272,6 @@ class _Reader:
             return [{**rows[place], **chosen}]
 
         return Encoded([len(row["input_ids"]) for row in rows], read)
-
-
-def _fingerprint(items: Iterable[str | bytes]) -> str:
-    digest = hashlib.sha256()
-    for item in items:
-        content = item.encode() if isinstance(item, str) else item
-        digest.update(f"{len(content)} ".encode() + content)
-    return digest.hexdigest()
 
 
 def _joined(parts: Sequence[Examples]) -> Examples:
@@ -340,10 +310,8 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:
-        raise DataError(
-            f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not",
-            hint="give data sets with the same classes",
-        )
+        text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
+        raise DataError(text, "give data sets with the same classes")
     if held.classes == train.classes or held.targets is None:
         return held
     places = [train.classes.index(name) for name in held.classes]
@@ -392,10 +360,8 @@ def head_options(
         _check_labels(data.name, len(data.classes), source.config.num_labels, "classes")
         return {}
     if len(data.classes) == 1:
-        raise DataError(
-            f"`{data.name}` has one class, `{data.classes[0]}`: there is nothing to tell apart",
-            "name another label column, or give data with all classes",
-        )
+        text = f"`{data.name}` has one class, `{data.classes[0]}`: there is nothing to tell apart"
+        raise DataError(text, "name another label column, or give data with all classes")
     if teacher is not None and has_head(teacher, task.head):
         _number_like(data, teacher)
     names = dict(enumerate(data.classes))
@@ -405,10 +371,8 @@ def head_options(
 
 def _check_labels(name: str, found: int, head: int, what: str) -> None:
     if found != head:
-        raise DataError(
-            f"`{name}` has {found} {what}, but the model's head has {head} labels",
-            hint="give data that the head was made for, or a model without head",
-        )
+        text = f"`{name}` has {found} {what}, but the model's head has {head} labels"
+        raise DataError(text, "give data that the head was made for, or a model without head")
 
 
 def _number_like(data: Data, model: SourceModel) -> None:

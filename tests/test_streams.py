@@ -90,19 +90,6 @@ def _started(model: nn.Module) -> Stream:
     return stream
 
 
-def test_a_call_shows_its_block_and_arguments() -> None:
-    stream = _started(_Chain((1, 0)))
-    assert stream.call.block == "h.1"
-    assert torch.equal(stream.call.args[0], torch.ones(2, 4))
-    assert stream.call.kwargs == {}
-    stream.answer(torch.zeros(2, 4))
-    assert stream.call.block == "h.0"
-    assert torch.equal(stream.call.args[0], torch.zeros(2, 4))
-    stream.answer(torch.zeros(2, 4))
-    assert stream.call is None
-    stream.close()
-
-
 def test_gradients_are_off_in_streams() -> None:
     stream = _started(_Chain((0, 1)))
     stream.answer(stream.call.args[0] * 1.0)

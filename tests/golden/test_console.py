@@ -56,13 +56,6 @@ def test_one_model(reports: dict[str, ModelReport], golden: Golden) -> None:
     assert set(shown(render([older])).splitlines()) < set(found.splitlines())
 
 
-def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
-    lines = shown(render([reports["dense"]])).splitlines()
-    assert lines[:2] == ["gpt2", "gpt2 · dense"]
-    assert lines[4] == " all blocks         17,088   17,088  100.0%"
-    assert len(lines) == 10
-
-
 def test_models_side_by_side(reports: dict[str, ModelReport], golden: Golden) -> None:
     both = [reports["dense"], reports["small"]]
     found = shown(render(both, per_layer=True))

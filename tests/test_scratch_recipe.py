@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     PreTrainedModel,
 )
@@ -32,7 +33,7 @@ from tests.support.cli import run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer
 from tests.support.scratch import BERT, LPROD, architecture, scratch
-from tests.support.typed import settings_of
+from tests.support.typed import conversion, settings_of
 
 RECIPE = """\
 recipe_version: 1
@@ -101,13 +102,11 @@ def test_its_folder_is_gone_when_nothing_needs_it() -> None:
     assert not folder.exists()
 
 
-def test_the_class_without_a_head_is_the_default() -> None:
-    assert open_architecture(architecture(**{"class": None}), 0).model_class is BertModel
-
-
-def test_the_key_of_a_config_file_names_the_class_too() -> None:
-    said = architecture(**{"class": None}, architectures=["BertForMaskedLM"])
-    assert open_architecture(said, 0).model_class.__name__ == "BertForMaskedLM"
+@pytest.mark.parametrize(
+    ("said", "kind"), [({}, BertModel), ({"architectures": ["BertForMaskedLM"]}, BertForMaskedLM)]
+)
+def test_the_class_is_that_of_a_config_file_or_has_no_head(said: Any, kind: type) -> None:
+    assert open_architecture(architecture(**{"class": None}, **said), 0).model_class is kind
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
@@ -214,25 +213,18 @@ def test_texts_without_words_are_refused(tmp_path: Path) -> None:
         word_tokenizer(Words(words=_text_file(tmp_path, [" ", " "]), size=100))
 
 
-def _options(**given: Any) -> Convert:
-    from tests.support.typed import conversion
-
-    return conversion(given)
-
-
 def test_options_become_a_conversion() -> None:
-    plain = _options(init="random")
+    plain = conversion({"init": "random"})
     assert (plain.init, plain.method, plain.seed) == ("random", None, 0)
-    made = _options(init="random", method="lprod", p=2, seed=4, positions="linear", norm="tensor")
+    forms = {"positions": "linear", "norm": "tensor"}
+    made = conversion({"init": "random", "method": "lprod", "p": 2, "seed": 4, **forms})
     assert (made.seed, made.method.p, made.positions, made.norm) == (4, 2, "linear", "tensor")
     assert made.calibration.source == "none"
-    assert _options(init="random", p=2).method.name == "lprod"
-    assert _options(method="lprod", seed=4).seed == 0  # that of the calibration
+    assert conversion({"init": "random", "p": 2}).method.name == "lprod"
+    assert conversion({"method": "lprod", "seed": 4}).seed == 0  # that of the calibration
 
 
 def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
-    from tests.support.typed import conversion
-
     text = "recipe_version: 1\nconvert: {method: {name: lprod}, calibration: {source: builtin}}\n"
     made = conversion({"init": "random"}, parse_recipe(text, "a"))
     assert (made.init, made.calibration.source) == ("random", "none")

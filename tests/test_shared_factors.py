@@ -210,25 +210,17 @@ def _inputs_alone(own: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.grid)])
-def test_both_walks_measure_the_same_inputs(family: str, tmp_path: Path) -> None:
+def test_both_walks_measure_the_same_inputs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The survey's moments and those of the walk without gradients lead to the same factors."""
     made = []
-    for surveyed in (True, False):
-        folder = tmp_path / str(surveyed)
-        patch = pytest.MonkeyPatch()
-        if surveyed:  # as if it had not looked at outputs
-            patch.setattr(FitWorkplace, "moments", _inputs_alone(FitWorkplace.moments))
-        with patch.context():
-            made.append(
-                make(
-                    family,
-                    folder,
-                    aware=True,
-                    allocation="loss" if surveyed else "uniform",
-                    **METHODS["layers"],
-                )
-            )
-        patch.undo()
+    for allocation in ("loss", "uniform"):
+        options = {"allocation": allocation, **METHODS["layers"]}
+        with monkeypatch.context() as patch:
+            if allocation == "loss":  # as if the survey had not looked at outputs
+                patch.setattr(FitWorkplace, "moments", _inputs_alone(FitWorkplace.moments))
+            made.append(make(family, tmp_path / allocation, aware=True, **options))
     one, two = (outputs(item.load(), item.inputs()) for item in made)
     assert distance(one, two) <= 1e-4
 

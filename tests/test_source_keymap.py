@@ -133,17 +133,6 @@ def test_stored_names_are_found_without_the_checkpoint_and_across_heads() -> Non
     assert bare.runtime_name("classifier") is None
 
 
-def test_experts_are_merged_in_the_order_of_their_numbers(saved: Saved) -> None:
-    source = SourceModel.open(str(saved("mixtral")[0]))
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    sources = source.keymap.sources(name)
-    assert len(sources.keys) == 22
-    prefix = "model.layers.0.block_sparse_moe.experts"
-    assert {f"{prefix}.10.w1.weight", f"{prefix}.2.w3.weight"} <= set(sources.keys)
-    last = torch.cat([source.store.tensor(f"{prefix}.10.w{part}.weight") for part in (1, 3)])
-    assert torch.equal(read_parameter(source.store, source.keymap, name)[10], last)
-
-
 def test_only_the_tensors_of_one_parameter_are_read(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:

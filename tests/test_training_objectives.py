@@ -54,11 +54,6 @@ def _divergence(own: Tensor, wanted: Tensor) -> Tensor:
     return (p * (p / q).log()).sum()
 
 
-def _relations(rows: Tensor, count: int) -> Tensor:
-    """Logits of the last of `count` tokens."""
-    return rows[:count] @ rows[count - 1] / rows.shape[-1] ** 0.5
-
-
 def _embedding(seen: Observed, row: int) -> Tensor:
     mean = seen.output.last_hidden_state[row, : LENGTHS[row]].mean(0)
     return mean / mean.norm()
@@ -91,14 +86,9 @@ def _plainly(case: str, student: Observed, teacher: Observed) -> Tensor:
                 part = slice(head * size, (head + 1) * size)
                 own, wanted = (s.projections[role][row, :, part] for s in (student, teacher))
                 for token in range(length):
-                    if case == "attention causal":
-                        lost = _divergence(
-                            _relations(own, token + 1), _relations(wanted, token + 1)
-                        )
-                    else:
-                        scores = [side[:length] @ side[token] / size**0.5 for side in (own, wanted)]
-                        lost = _divergence(*scores)
-                    total = total + lost
+                    seen = token + 1 if case == "attention causal" else length
+                    scores = [side[:seen] @ side[token] / size**0.5 for side in (own, wanted)]
+                    total = total + _divergence(*scores)
     return total / (2 * HEADS)
 
 

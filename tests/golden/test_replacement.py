@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import tcompress
 from tests.support.golden import Golden
 
 
@@ -34,6 +35,19 @@ def test_a_difference_is_shown_with_what_to_do(golden: Golden, update: Golden) -
         "If this is meant: pytest tests/golden --update-golden, then look at `git diff`.",
     ]  # fmt: skip
     assert "+one" in _refusal(golden.text, "new.txt", "one")
+
+
+def test_what_varies_is_masked(update: Golden, tmp_path: Path) -> None:
+    said = f"in `{Path.cwd()}/a`, 12.3 s, 2026-01-02T03:04:05+00:00, by tcompress "
+    update.text("a.txt", said + tcompress.__version__)
+    assert (tmp_path / "a.txt").read_text() == (
+        "in `<here>/a`, <seconds> s, <time>, by tcompress <version>\n"
+    )
+    varying = {"seconds": 0.5, "environment": {"torch": "2"}, "mine": 1}
+    update.document("a.json", varying, hide={"mine"})
+    assert (tmp_path / "a.json").read_text() == (
+        '{"seconds": "<seconds>", "environment": {"torch": "<environment>"}, "mine": "<mine>"}\n'
+    )
 
 
 def test_floats_may_differ_in_their_last_digits(golden: Golden, update: Golden) -> None:

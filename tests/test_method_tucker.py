@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tcompress.linalg.moments import fit_lowrank
 from tcompress.models import SourceModel
-from tcompress.options import Convert, find_recipe, parse_recipe
+from tcompress.options import find_recipe, parse_recipe
 from tcompress.options.steps import Architecture
 from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.entries import Plan
@@ -259,17 +259,6 @@ def test_what_does_not_fit_a_block_stands_alone(sources: Callable[[str], SourceM
     alone = {entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of}
     assert {"k", "v"} <= alone
     assert "q" not in alone
-
-
-def test_predicted_loss_sizes_weights_that_share_nothing_only() -> None:
-    def made(**method: Any) -> Convert:
-        return Convert.model_validate({"method": {"name": "tucker", **method}, "target": 0.3})
-
-    assert (made().by_loss, made().measures_sensitivity) == (True, True)
-    assert (made(share="layers").by_loss, made(share="layers").measures_sensitivity) == (
-        False,
-        True,
-    )
 
 
 # ---------------------------------------------------------------- the published arrangement

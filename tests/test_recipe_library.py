@@ -102,13 +102,9 @@ def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
 # The generated reference and JSON schema of recipes
 
 
-def objects() -> list[dict[str, Any]]:
-    schema = json_schema()
-    return [schema, *schema["$defs"].values()]
-
-
 def test_objects_of_the_schema_are_closed_and_every_key_is_described() -> None:
-    for item in objects():
+    schema = json_schema()
+    for item in (schema, *schema["$defs"].values()):
         # Configurations of models have whatever keys their family has.
         assert item["additionalProperties"] is (item["title"] == "Architecture")
         assert set(item.get("required", ())) <= set(item["properties"])

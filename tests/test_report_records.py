@@ -24,11 +24,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> ModelReport:
     return report_of(converted("gpt2", tmp_path_factory.mktemp("models")).folder, 16)
 
 
-def full(bare: ModelReport) -> ModelReport:
-    records = {"metrics": (metric(),), "training": (training(),), "speed": (speed(),)}
-    return bare.model_copy(update=records)
-
-
 def test_the_manifest_is_in_the_report(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     manifest = record(folder, metrics=[metric()], training=[training()], speed=[speed()])

@@ -267,22 +267,14 @@ def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
-def test_saved_without_its_head(
-    family: str, with_head: Callable[[str], Made], tmp_path: Path
+@pytest.mark.parametrize("added", [False, True])
+def test_saved_without_its_head_or_with_one_added(
+    family: str, added: bool, with_head: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    made = with_head(family)
-    base = AutoModel.from_pretrained(made.folder)
-    base.save_pretrained(tmp_path / "base")
-    Artifact.open(tmp_path / "base")
-    again = _load_exactly(AutoModel, tmp_path / "base")
-    assert distance(outputs(base, made.inputs()), outputs(again, made.inputs())) == 0
-
-
-@pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
-def test_saved_with_a_head_added(family: str, tmp_path: Path) -> None:
-    made = _base_alone(family, tmp_path)
-    model = HEADS[family].from_pretrained(made.folder)
-    model.save_pretrained(tmp_path / "whole")
-    Artifact.open(tmp_path / "whole")
-    again = _load_exactly(HEADS[family], tmp_path / "whole")
+    made = _base_alone(family, tmp_path) if added else with_head(family)
+    kind = HEADS[family] if added else AutoModel
+    model = kind.from_pretrained(made.folder)
+    model.save_pretrained(tmp_path / "again")
+    Artifact.open(tmp_path / "again")
+    again = _load_exactly(kind, tmp_path / "again")
     assert distance(outputs(model, made.inputs()), outputs(again, made.inputs())) == 0

@@ -31,7 +31,7 @@ from tcompress.training.finetuning import finetune
 from tcompress.training.setup import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
-from tests.support.model_folders import model_folder, save_tokenizer
+from tests.support.model_folders import model_folder, save_tokenizer, text_file
 from tests.support.scratch import BERT, LPROD, architecture, scratch
 from tests.support.typed import conversion, settings_of
 
@@ -170,14 +170,8 @@ def test_registered_classes_are_found(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------- words
-def _text_file(folder: Path, lines: list[str]) -> str:
-    path = folder / "texts.txt"
-    path.write_text("\n".join(lines))
-    return str(path)
-
-
 def test_the_most_frequent_words_are_kept(tmp_path: Path) -> None:
-    file = _text_file(tmp_path, ["The cat. THE cat!", "the dog?", "one ému"])
+    file = text_file(tmp_path / "t.txt", ["The cat. THE cat!", "the dog?", "one ému"])
     made = word_tokenizer(Words(words=file, size=9))
     vocabulary = made.get_vocab()
     assert [made.convert_ids_to_tokens(i) for i in range(5)] == [
@@ -190,7 +184,8 @@ def test_the_most_frequent_words_are_kept(tmp_path: Path) -> None:
 
 
 def test_it_is_an_ordinary_tokenizer(tmp_path: Path) -> None:
-    made = word_tokenizer(Words(words=_text_file(tmp_path, ["a cat", "a dog"]), size=100))
+    file = text_file(tmp_path / "t.txt", ["a cat", "a dog"])
+    made = word_tokenizer(Words(words=file, size=100))
     made.save_pretrained(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     batch = again(["A cat", "dog"], ["a", "cat cat"], padding=True, return_tensors="pt")
@@ -210,7 +205,7 @@ def test_columns_are_read_as_elsewhere(tmp_path: Path) -> None:
 
 def test_texts_without_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        word_tokenizer(Words(words=_text_file(tmp_path, [" ", " "]), size=100))
+        word_tokenizer(Words(words=text_file(tmp_path / "t.txt", [" ", " "]), size=100))
 
 
 def test_options_become_a_conversion() -> None:

@@ -199,7 +199,7 @@ LENGTHS = {
     "llama": ((8, 5), ()),
     "opt": ((8, 5), ()),  # flattens what its feed-forward layers read
     "mixtral": ((8, 5), ()),
-    "clip": ((8, 5), ()),
+    "clip, as long as its pictures": ((17, 5), ()),
     "t5": ((8, 5), (6, 8)),
     "bart": ((8, 5), (8, 6)),
     "whisper": ((), (8, 6)),

@@ -338,16 +338,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @some_cases
-def test_state_dict_round_trip(case: Case) -> None:
-    layer, other = (make_layer(case.layout(), bias=True, seed=seed) for seed in (0, 1))
-    x = randn(5, case.inputs)
-    with torch.no_grad():
-        other(x)  # what is cached must not survive
-        other.load_state_dict(layer.state_dict())
-        assert_close(other(x), layer(x), rtol=0, atol=0)
-
-
-@some_cases
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_of_layers_that_share_an_input(case: Case, how: str) -> None:
     x, model = randn(5, case.inputs), nn.ModuleDict()

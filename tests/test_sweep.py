@@ -144,11 +144,6 @@ def test_without_task_and_data_weights_tell() -> None:
     assert [row.front for row in found.front.rows] == [("size",)] * 3
 
 
-def test_healed_models_need_a_task() -> None:
-    with pytest.raises(RecipeError, match="trained models cannot be compared without a task"):
-        run(recipe(evaluate=[], finetune=HEAL))
-
-
 # What is not done again
 @pytest.fixture
 def counting(quick: None, monkeypatch: pytest.MonkeyPatch) -> Counting:  # noqa: F811

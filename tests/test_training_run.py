@@ -21,6 +21,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.errors import DataError, TrainingError, WriteError
 from tcompress.reporting.model_report import report_of
 from tcompress.training.losses import Losses
+from tests.support.conversions import outputs
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -74,16 +75,10 @@ def test_healing_lowers_the_loss(family: str, tmp_path: Path) -> None:
     read = tokens(sentences(20), padding=True, return_tensors="pt")
     inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
     wanted, before, after = (
-        _states(path, inputs) for path in (tmp_path / family, folder, done.folder)
+        outputs(AutoModel.from_pretrained(path), inputs)[0][inputs["attention_mask"].bool()]
+        for path in (tmp_path / family, folder, done.folder)
     )
     assert (after - wanted).norm() < 0.9 * (before - wanted).norm()
-
-
-def _states(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    model = AutoModel.from_pretrained(folder)
-    with torch.no_grad():
-        states: torch.Tensor = model(**inputs).last_hidden_state
-    return states * inputs["attention_mask"][..., None]
 
 
 def test_everything_that_is_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_layout
+from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Layout, Site, Target, structure
 from tcompress.structures.capabilities import macs_of
 from tcompress.structures.tt import TTLayout, TTSpec
@@ -126,6 +127,15 @@ def test_gradients_make_contracting_dearer() -> None:
 @pytest.fixture(scope="module")
 def bert(sources: Callable[[str], SourceModel]) -> SourceModel:
     return sources("bert")
+
+
+def test_reports_count_a_pass_of_the_stated_length(bert: SourceModel) -> None:
+    plan = make_plan(recipe(method={"name": "tt", "rank": 2, "apply": "rebuild"}), bert)
+    entry = plan.layers[0]
+    for length in (1, 7, 100):
+        once, each = 2 * 32 * 32, 32 * 32
+        assert layer_report(entry, length=length).macs.now == -(-(once + each * length) // length)
+    assert all("tt 8x4 to 4x8" in layer_report(item).structure for item in plan.layers[:4])
 
 
 def test_a_rank_leaves_the_rest_of_a_target_to_a_low_rank_term(bert: SourceModel) -> None:

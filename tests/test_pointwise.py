@@ -10,16 +10,17 @@ from transformers import (
     AutoModel,
     PreTrainedConfig,
     PreTrainedModel,
+    SqueezeBertConfig,
+    SqueezeBertModel,
 )
 
 from tcompress import api
 from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.options import Convert
 from tcompress.roles import find_roles
 from tcompress.roles.projections import is_pointwise
 from tcompress.structures.modules.linear import PointwiseConvolution, channels_last
-from tests.support.depth import drawn
-from tests.support.tiny import TINY, TinyModel
 
 KERNELS = [
     nn.Conv1d(8, 6, 1),
@@ -130,24 +131,32 @@ def test_stages_with_strides_convert_load_and_export(method: str, tmp_path: Path
         torch.testing.assert_close(plain(x), got, rtol=1e-4, atol=1e-5)
 
 
-GROUPS = {f"{name}_groups": 1 for name in ("q", "k", "v", "post_attention", "intermediate")}
-TEXTS = TinyModel(
-    "SqueezeBertConfig",
-    "SqueezeBertModel",
-    {**TINY["bert"].options, **GROUPS, "embedding_size": 32, "output_groups": 1},
-)
-"""A text model whose layers are all convolutions."""
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text model whose layers are all convolutions."""
+    groups = {f"{name}_groups": 1 for name in ("q", "k", "v", "post_attention", "intermediate")}
+    config = SqueezeBertConfig(
+        vocab_size=100, embedding_size=32, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=64, output_groups=1, **groups,
+    )  # fmt: skip
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("texts")
-    TEXTS.build().save_pretrained(folder)
+    SqueezeBertModel(config).save_pretrained(folder)
     return folder
 
 
+def _batches() -> CalibrationData:
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(3):
+        tokens = torch.randint(0, 100, (4, 12), generator=generator)
+        mask = (torch.arange(12) < torch.tensor([12, 9, 5, 12])[:, None]).long()
+        batches.append({"input_ids": tokens, "attention_mask": mask})
+    return CalibrationData(batches, [2], "tiny", 12, 144, "squeezebert")
+
+
 def test_data_reach_them_by_channels_without_padding(texts: Path, tmp_path: Path) -> None:
-    data = drawn(TEXTS)
+    data = _batches()
     recipe = {"method": {"name": "svd"}, "target": 0.3, "allocation": "uniform"}
     recipe["calibration"] = {"source": "builtin", "output_moments": False, "damping": 0.0}
     made = convert(str(texts), Convert.model_validate(recipe), tmp_path / "small", data=data)
@@ -172,9 +181,7 @@ def test_data_reach_them_by_channels_without_padding(texts: Path, tmp_path: Path
 @pytest.mark.parametrize("method", ["lprod", "tt", "auto"])
 def test_other_fits_with_data(method: str, texts: Path, tmp_path: Path) -> None:
     recipe = {"method": {"name": method}, "target": 0.5, "calibration": {"source": "builtin"}}
-    made = convert(
-        str(texts), Convert.model_validate(recipe), tmp_path / "small", data=drawn(TEXTS)
-    )
+    made = convert(str(texts), Convert.model_validate(recipe), tmp_path / "small", data=_batches())
     assert {entry.kind for entry in made.manifest.plan.layers} == {"pointwise"}
     for name, errors in made.manifest.fit.items():
         if "attention.value" in name:  # queries and keys matter only as far as scores change

@@ -177,10 +177,8 @@ def test_the_regularised_kernel_written_out() -> None:
 @pytest.mark.parametrize(
     ("spec", "host", "reason"),
     [
-        (KroneckerSpec(), TEXT, "give `grid`, or for text `fold`"),
         (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
-        (KroneckerSpec(fold=3), CASES["hot-image"][1], "on a grid of 2 x 3 already"),
         (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
         (KroneckerSpec(fold=4), BaseAttention(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
         (

@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
@@ -41,11 +40,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
 
 
-def _result(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Logits, or whatever else stands first in what a model returns."""
-    return outputs(model, inputs)[0]
-
-
 OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tcompress_grid")
 
 
@@ -61,16 +55,16 @@ def test_what_is_saved_loads_and_computes_the_same(
     own = [module for module in model.modules() if isinstance(module, ReplacementModule)]
     assert len(own) == len(made.plan.attention) >= 1
     inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
-    first = _result(model, inputs)
+    first = outputs(model, inputs)[0]
     assert torch.isfinite(first).all()
     again = tmp_path / "again"
     model.save_pretrained(again)
     other = type(model).from_pretrained(again).eval()
-    assert torch.equal(_result(other, inputs), first)
+    assert torch.equal(outputs(other, inputs)[0], first)
     stored = made.plan.attention[0].tensor_shapes
     assert {key: tuple(Artifact.open(again).store.shape(key)) for key in stored} == stored
     dense = shop.source(family)
-    before = _result(type(model).from_pretrained(dense).eval(), inputs)
+    before = outputs(type(model).from_pretrained(dense).eval(), inputs)[0]
     exact = name in ("tam", "memory")  # begins as the host's own attention
     assert torch.allclose(first, before, atol=1e-4) == exact
 
@@ -95,12 +89,12 @@ def test_padding_changes_nothing_in_a_model(name: str, shop: Workshop) -> None:
             if f".{CHILD}." in path:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
     inputs = FAMILIES["bert"].inputs(batch=2, length=12, seed=3)
-    together = _result(model, inputs)
+    together = outputs(model, inputs)[0]
     for index, length in enumerate((12, 9)):
         assert int(inputs["attention_mask"][index].sum()) == length
         alone = {key: value[index : index + 1, :length] for key, value in inputs.items()}
         torch.testing.assert_close(
-            _result(model, alone)[0], together[index, :length], atol=1e-5, rtol=0
+            outputs(model, alone)[0][0], together[index, :length], atol=1e-5, rtol=0
         )
 
 
@@ -111,12 +105,12 @@ def test_masks_of_both_implementations_mean_the_same(
 ) -> None:
     made = shop.hosted(family, "tga")
     inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
-    right = _result(made.load()[0], inputs)
+    right = outputs(made.load()[0], inputs)[0]
     chosen, _ = made.load(attn_implementation=implementation)
     valid = inputs["attention_mask"].bool()
-    torch.testing.assert_close(_result(chosen, inputs)[valid], right[valid])
+    torch.testing.assert_close(outputs(chosen, inputs)[0][valid], right[valid])
     chosen.set_attn_implementation("eager" if implementation == "sdpa" else "sdpa")
-    torch.testing.assert_close(_result(chosen, inputs)[valid], right[valid])
+    torch.testing.assert_close(outputs(chosen, inputs)[0][valid], right[valid])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +121,7 @@ def test_decoders_never_look_ahead(family: str, name: str, shop: Workshop) -> No
     ids = FAMILIES[family].inputs(batch=1, length=8, seed=1)["input_ids"]
     other = ids.clone()
     other[:, -1] = (other[:, -1] + 1) % 90 + 4
-    before, after = _result(model, {"input_ids": ids}), _result(model, {"input_ids": other})
+    before, after = outputs(model, {"input_ids": ids})[0], outputs(model, {"input_ids": other})[0]
     assert torch.equal(before[:, :-1], after[:, :-1])
     assert not torch.equal(before[:, -1], after[:, -1])
 
@@ -153,7 +147,7 @@ def test_generating_with_a_cache_gives_the_same(
 def test_a_pickled_model_runs_in_another_process(shop: Workshop, tmp_path: Path) -> None:
     model, _ = shop.hosted("bert", "tga").load()
     inputs = FAMILIES["bert"].inputs(batch=2, length=8, seed=1)
-    torch.save((model, inputs, _result(model, inputs)), tmp_path / "whole.pt")
+    torch.save((model, inputs, outputs(model, inputs)[0]), tmp_path / "whole.pt")
     code = (
         "import sys, torch, tcompress\n"
         "model, inputs, wanted = torch.load(sys.argv[1], weights_only=False)\n"

@@ -132,13 +132,12 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report_of(tmp_path / "qwen3_moe").parameters.total.kept == 1.0
 
 
-TT = {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}}
 MACS_OF: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "dct": {},
     "fitted": {"method": FITTED},
     "svd": {"method": {"name": "svd"}, "target": 0.5},
-    "tt": TT,
+    "tt": {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}},
 }
 COUNTED = {"llama": ("dense", "fitted", "tt"), "gpt2": ("dct",), "phi3": ("fitted",)}
 COUNTED["t5"] = ("dense", "svd")

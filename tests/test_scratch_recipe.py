@@ -22,7 +22,7 @@ from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import DataError, InputError, RecipeError, SourceError
 from tcompress.latency.benchmark import bench
 from tcompress.models.store import WeightStore
-from tcompress.options import Bench, Convert, Finetune, dump_recipe, parse_recipe
+from tcompress.options import Bench, Convert, Finetune, parse_recipe
 from tcompress.options.steps import Words
 from tcompress.own_models.architecture import open_architecture, word_tokenizer
 from tcompress.pipeline import run_recipe
@@ -50,13 +50,6 @@ convert:
 paper:
 - {row: Std, metric: accuracy, value: 91.4, source: Table 8, why: fewer rows}
 """
-
-
-def test_a_recipe_comes_back_as_it_was() -> None:
-    recipe = parse_recipe(RECIPE, "a")
-    assert recipe.architecture.sizes == {"hidden_size": 32, "num_labels": 4}
-    assert parse_recipe(dump_recipe(recipe), "b") == recipe
-    assert "class: BertForSequenceClassification" in dump_recipe(recipe)
 
 
 def test_without_a_word_on_data_there_is_none() -> None:

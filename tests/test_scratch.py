@@ -272,8 +272,10 @@ def test_seeds_decide_the_structures_too(tmp_path: Path) -> None:
     keys = [key for key in stored[0].keys() if "tc_" in key]  # noqa: SIM118 - not a mapping
     assert keys
     for key in keys:
-        assert torch.equal(stored[0].tensor(key), stored[1].tensor(key))
-        assert not torch.equal(stored[0].tensor(key), stored[2].tensor(key))
+        one, same, other = (store.tensor(key) for store in stored)
+        assert torch.equal(one, same)
+        # They differ in more than their size, which follows the dense weights.
+        assert not torch.allclose(one / one.norm(), other / other.norm())
 
 
 @pytest.mark.parametrize("budget", [{"target": 0.5}, {"target_params": 15_000}])

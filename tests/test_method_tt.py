@@ -1,7 +1,6 @@
 """What the methods `tt` and `qtt` promise: sizes, errors, plans, costs."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,13 +98,6 @@ def test_layouts_are_described(layout: TTLayout, text: str) -> None:
 
 
 # ---------------------------------------------------------------- work
-def test_what_is_done_once_per_pass_is_shared_out_among_tokens() -> None:
-    layout = layout_of(16, 24, rank=6, apply="rebuild")
-    assert macs_of(layout, 10).apply == 6 * 16 * 24 + 10 * 16 * 24
-    contracted = layout_of(16, 24, rank=6, apply="contract")
-    assert macs_of(contracted, 10).apply == 10 * macs_of(contracted, 1).apply
-
-
 def test_auto_is_one_of_the_two_ways_at_every_count() -> None:
     auto, contract, rebuild = (
         layout_of(768, 768, rank=96, apply=way) for way in ("auto", "contract", "rebuild")
@@ -133,8 +125,8 @@ def test_gradients_make_contracting_dearer() -> None:
 
 
 @pytest.fixture(scope="module")
-def bert(tiny: Callable[[str], Path]) -> SourceModel:
-    return SourceModel.open(str(tiny("bert")))
+def bert(sources: Callable[[str], SourceModel]) -> SourceModel:
+    return sources("bert")
 
 
 def test_reports_count_a_pass_of_the_stated_length(bert: SourceModel) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from transformers import BertConfig, BertForMaskedLM
 
 from tcompress.linalg.moments import fit_lowrank
 from tcompress.models import SourceModel
-from tcompress.options import Convert, find_recipe, parse_recipe
+from tcompress.options import find_recipe, parse_recipe
+from tcompress.options.steps import Architecture
+from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_parts
@@ -23,7 +23,6 @@ from tcompress.structures import Site, Target, structure
 from tcompress.structures.tucker import TuckerLayout, TuckerSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn
-from tests.support.tiny import build
 
 KIND = structure("tucker")
 
@@ -185,8 +184,8 @@ def test_data_matter_to_a_bank() -> None:
 
 # ---------------------------------------------------------------- plans
 @pytest.fixture(scope="module")
-def bert(tiny: Callable[[str], Path]) -> SourceModel:
-    return SourceModel.open(str(tiny("bert")))
+def bert(sources: Callable[[str], SourceModel]) -> SourceModel:
+    return sources("bert")
 
 
 def planned(source: SourceModel, share: str, target: float | None = 0.4, **changes: Any) -> Plan:
@@ -246,44 +245,30 @@ def test_layers_that_are_kept_pay_for_no_bank(bert: SourceModel) -> None:
     assert sizes["q"] < sizes["k"]
 
 
-def test_banks_end_with_a_stack_of_blocks(tmp_path: Path) -> None:
-    build("t5").save_pretrained(tmp_path)
-    plan = planned(SourceModel.open(str(tmp_path)), "model")
+def test_banks_end_with_a_stack_of_blocks(sources: Callable[[str], SourceModel]) -> None:
+    plan = planned(sources("t5"), "model")
     owners = {owner.partition(".")[0] for owner in users(plan)}
     assert owners == {"encoder", "decoder"}
     for entry in plan.layers:
         assert all(owner.startswith(entry.name.split(".")[0]) for owner in entry.bank_of.values())
 
 
-def test_what_does_not_fit_a_block_stands_alone(tmp_path: Path) -> None:
+def test_what_does_not_fit_a_block_stands_alone(sources: Callable[[str], SourceModel]) -> None:
     """Keys and values that heads share are narrower than the model."""
-    build("llama").save_pretrained(tmp_path)
-    plan = planned(SourceModel.open(str(tmp_path)), "model")
+    plan = planned(sources("llama"), "model")
     alone = {entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of}
     assert {"k", "v"} <= alone
     assert "q" not in alone
 
 
-def test_predicted_loss_sizes_weights_that_share_nothing_only() -> None:
-    def made(**method: Any) -> Convert:
-        return Convert.model_validate({"method": {"name": "tucker", **method}, "target": 0.3})
-
-    assert (made().by_loss, made().measures_sensitivity) == (True, True)
-    assert (made(share="layers").by_loss, made(share="layers").measures_sensitivity) == (
-        False,
-        True,
-    )
-
-
 # ---------------------------------------------------------------- the published arrangement
-def test_the_arrangement_of_bert_base(tmp_path: Path) -> None:
+def test_the_arrangement_of_bert_base() -> None:
     """144 blocks of 768 x 768 over 72 cores: 11,217,024 weights, known from the config alone."""
     text, name = find_recipe("encoder/bert-tucker-model")
     convert = parse_recipe(text, name).convert
     assert convert is not None
-    with torch.device("meta"):
-        model = BertForMaskedLM(BertConfig())
-    plan = make_plan(convert, _on_paper(model, tmp_path))
+    bert = Architecture.model_validate({"model_type": "bert", "class": "BertForMaskedLM"})
+    plan = make_plan(convert, open_architecture(bert, 0))
     assert len(plan.layers) == 72
     layouts = [entry.parts[0].terms[0] for entry in plan.layers]
     assert {(item.cores, item.ranks, item.block, item.blocks) for item in layouts} == {
@@ -293,27 +278,3 @@ def test_the_arrangement_of_bert_base(tmp_path: Path) -> None:
     assert plan.structured_rewritten == 72 * 384 * 384 + 2 * 768 * 384 + 144 * 72
     assert plan.dense_rewritten == 144 * 768 * 768
     assert sum(len(entry.own_factors) for entry in plan.layers) == 1
-
-
-def _on_paper(model: torch.nn.Module, folder: Path) -> SourceModel:
-    """A model of which a file says the shapes: it is long, but holds nothing."""
-    import json
-
-    header, end = {}, 0
-    for key, tensor in model.state_dict().items():
-        size = 4 * tensor.numel()
-        header[key] = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    text = json.dumps(header).encode()
-    model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["BertForMaskedLM"]
-    (folder / "config.json").write_text(json.dumps(config))
-    return SourceModel.open(str(folder))

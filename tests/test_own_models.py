@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tcompress.conversion.converter import convert
-from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, InputError
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.own_models.configs import TCompressGridConfig, TCompressTextConfig
 from tcompress.own_models.grid import (
     TCompressGridForForecasting,
@@ -26,6 +25,8 @@ from tcompress.own_models.text import TCompressTextForSequenceClassification
 from tcompress.own_models.text import turned as turned_by
 from tcompress.planning.planner import make_plan
 from tcompress.roles import attentions_of, find_roles
+from tests.support.converted import recipe
+from tests.support.depth import drawn
 from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build
 
@@ -68,12 +69,8 @@ def test_parameters_of_attention_at_the_papers_sizes(tmp_path: Path) -> None:
         TCompressTextConfig(vocab_size=50, hidden_size=64)
     )
     wide.save_pretrained(tmp_path)
-    recipe = {
-        "attention": {"name": "tga"},
-        "method": {"name": "qtt"},
-        "calibration": {"source": "none"},
-    }
-    plan = make_plan(Convert.model_validate(recipe), SourceModel.open(str(tmp_path)))
+    chosen = recipe(attention={"name": "tga"}, method={"name": "qtt"})
+    plan = make_plan(chosen, SourceModel.open(str(tmp_path)))
     assert [layer.role for layer in plan.layers] == ["k", "v", "o"]
     assert plan.structured_rewritten == 276
 
@@ -159,6 +156,9 @@ def test_a_patch_of_several_variables_forecasts_each() -> None:
     assert float(out.loss) == pytest.approx(float(out.prediction_outputs.square().mean()))
 
 
+PLANE = {"input_size": (4, 4), "patch_size": (2, 2)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -171,6 +171,11 @@ def test_a_patch_of_several_variables_forecasts_each() -> None:
         (
             {"stem": "convolution", "input_size": (4,) * 4, "patch_size": (2,) * 4},
             "halves up to 3 axes",
+        ),
+        ({"positions": "sinus"}, "`positions: sinus` is not known"),
+        *(
+            ({**PLANE, "positions": "rotary", "rotary_axes": axes}, "cannot rotate heads")
+            for axes in ([2], [0, 0], [], [-1])
         ),
     ],
 )
@@ -299,33 +304,17 @@ def test_rotary_scores_depend_on_distances_along_the_rotated_axes(
 
 def test_rotary_hosts_have_no_tables_and_convert_on_data(tmp_path: Path) -> None:
     tiny = TINY["tcompress_grid-series"]
-    sizes = {**tiny.options, "positions": "rotary", "rotary_axes": [1]}
-    model = TCompressGridForForecasting(TCompressGridConfig(**sizes)).eval()
+    tiny = replace(tiny, options={**tiny.options, "positions": "rotary", "rotary_axes": [1]})
+    model: Any = tiny.build()
     assert not list(model.model.embeddings.positions.parameters())
     model.save_pretrained(tmp_path / "dense")
-    data = [tiny.inputs(batch=4, length=0, seed=s) for s in range(3)]
-    recipe = {
-        "attention": {"name": "hot", "kernel": "smreg", "pool": "sum"},
-        "method": {"name": "svd", "rank": 4},
-    }
-    given = CalibrationData(
-        name="drawn", batches=data, holdout=[2], samples=12, tokens=12, fingerprint="0"
+    chosen = recipe(
+        attention={"name": "hot", "kernel": "smreg", "pool": "sum"},
+        method={"name": "svd", "rank": 4},
+        calibration={"source": "builtin"},
     )
-    done = convert(
-        str(tmp_path / "dense"), Convert.model_validate(recipe), tmp_path / "out", data=given
-    )
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=drawn(tiny))
     loaded = TCompressGridForForecasting.from_pretrained(done.folder).eval()
     with torch.no_grad():
-        assert torch.isfinite(
-            loaded(**tiny.inputs(batch=2, length=0, seed=5)).prediction_outputs
-        ).all()
-
-
-@pytest.mark.parametrize("axes", [[2], [0, 0], [], [-1]])
-def test_axes_that_cannot_be_rotated_are_refused(axes: list[int]) -> None:
-    with pytest.raises(InputError, match="cannot rotate heads"):
-        TCompressGridConfig(
-            input_size=[4, 4], patch_size=[2, 2], positions="rotary", rotary_axes=axes
-        )
-    with pytest.raises(InputError, match="`positions: sinus` is not known"):
-        TCompressGridConfig(positions="sinus")
+        found = loaded(**tiny.inputs(batch=2, length=0, seed=5)).prediction_outputs
+    assert torch.isfinite(found).all()

@@ -52,10 +52,23 @@ def test_no_weight_is_read(
         assert sum(e.dense_parameters for e in plan.layers) == plan.dense_rewritten
         assert sum(e.parameters for e in plan.layers) == plan.structured_rewritten
         assert plan.dense_rewritten <= plan.block_parameters < plan.parameters
+        assert _covered(plan) == plan.parameters
+        assert plan.coverage.rewritten == plan.dense_rewritten
+        assert all(item.name and item.parameters for item in plan.coverage.left)
         assert 0 < plan.kept < 1
         assert all(layer.macs(10) > 0 for layer in plan.layers)
         assert Plan.model_validate_json(plan.model_dump_json()) == plan
         assert parse_plan(quantization_section(plan.layers)).layers == plan.layers
+
+
+def _covered(plan: Plan) -> int:
+    """The sum of the parts that a plan accounts for, in which every parameter is once."""
+    own = plan.coverage
+    assert own is not None
+    kept = own.embeddings + own.norms + sum(item.parameters for item in own.left)
+    total: int = own.rewritten + own.replaced + own.dropped + kept
+    assert total == own.total
+    return total
 
 
 def test_a_plan_cannot_be_changed(planned: Planned) -> None:
@@ -87,18 +100,14 @@ KEPT = [
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "mixtral"])
-def test_names_of_planned_layers_can_be_used_in_recipes(family: str, planned: Planned) -> None:
+def test_names_in_plans_can_be_used_in_recipes(family: str, planned: Planned) -> None:
+    """Those of layers that are planned, and of those that are left dense."""
     plan = planned(family)
     names = {layer.name for layer in plan.layers if layer.block == plan.layers[0].block}
     kept = planned(family, keep=sorted(names))
     assert {layer.name for layer in kept.layers} == {layer.name for layer in plan.layers} - names
-
-
-@pytest.mark.parametrize("family", ["bert", "vit", "mixtral"])
-def test_names_of_layers_left_dense_can_be_used_in_recipes(family: str, planned: Planned) -> None:
-    plan = planned(family, keep=["q"])
-    left = [item.name for item in plan.left if item.role]
-    assert planned(family, keep=left).layers == plan.layers
+    left = [item.name for item in kept.left if item.role]
+    assert planned(family, keep=left).layers == kept.layers
 
 
 @pytest.mark.parametrize(("family", "patterns", "wanted"), KEPT)
@@ -293,20 +302,6 @@ def test_the_default_transform_depends_on_data(source: str, wanted: str, planned
     assert {layer.parts[0].terms[0].transform for layer in plan.layers} == {wanted}
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_every_parameter_is_covered_once(
-    family: str, sources: Callable[[str], SourceModel], planned: Planned
-) -> None:
-    own = planned(family, "svd").coverage
-    assert own is not None
-    kept = own.embeddings + own.norms + sum(item.parameters for item in own.left)
-    assert own.rewritten + own.replaced + own.dropped + kept == own.total
-    model = sources(family).meta_model()
-    assert own.total == sum(item.numel() for item in model.parameters())
-    assert own.rewritten == planned(family, "svd").dense_rewritten
-    assert all(item.name and item.parameters for item in own.left)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "parts"),
     [
@@ -331,10 +326,8 @@ def test_what_a_plan_covers(
 ) -> None:
     plan = planned(family, "svd", **changes)
     own = plan.coverage
-    assert own is not None
+    assert _covered(plan) == plan.parameters
     assert {name: getattr(own, name) for name in parts} == parts
-    kept = own.embeddings + own.norms + sum(item.parameters for item in own.left)
-    assert own.rewritten + own.replaced + own.dropped + kept == own.total == plan.parameters
     assert own.replaced == sum(e.parameters for a in plan.attention for e in a.unused)
     # Nobody is warned of what he asked for.
     assert not [note for note in plan.warnings if "outside embeddings" in note]
@@ -429,11 +422,12 @@ def test_targets_are_kept_where_not_all_layers_share_an_input(
         assert kept <= 0.4
 
 
-def _shares(plan: Plan) -> dict[str, tuple[int, str | None]]:
-    """Readers and owner of every layer's input in the first block."""
+def _shares(plan: Plan, block: str | None = None) -> dict[str, tuple[int, str | None]]:
+    """Readers and owner of every layer's input in a block, by default the first."""
     return {
-        role: (layer.readers, layer.input_of and short_name(layer.input_of))
-        for role, layer in by_role(plan).items()
+        layer.role: (layer.readers, layer.input_of and short_name(layer.input_of))
+        for layer in plan.layers
+        if layer.block == (block or plan.layers[0].block)
     }
 
 
@@ -455,12 +449,7 @@ def test_factors_without_a_transform_share_nothing(planned: Planned) -> None:
 
 
 def test_cross_attention_shares_the_encoders_states(planned: Planned) -> None:
-    plan = planned("bart")
-    shares = {
-        layer.role: (layer.readers, layer.input_of and short_name(layer.input_of))
-        for layer in plan.layers
-        if layer.block == "model.decoder.layers.0"
-    }
+    shares = _shares(planned("bart"), "model.decoder.layers.0")
     assert shares["q"] == (3, None)
     assert shares["cross_q"] == (1, None)
     assert {shares["cross_k"], shares["cross_v"]} in (

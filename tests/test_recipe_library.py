@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import tcompress.options
 from tcompress.errors import InputError
 from tcompress.models import ALIASES
 from tcompress.options import (
@@ -18,13 +17,11 @@ from tcompress.options import (
     find_recipe,
     json_schema,
     library,
-    method_names,
     parse_recipe,
     recipe_names,
     recipe_text,
 )
 from tcompress.options.words import describe
-from tcompress.reporting.reference import reference_markdown
 from tests.support.cli import run
 from tests.support.tiny import build
 
@@ -59,18 +56,14 @@ def test_names_are_the_files_at_any_depth() -> None:
 def test_installed_recipes_lie_inside_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(library, "files", lambda name: tmp_path / name)
+    assert recipe_names() == ()
     deep = tmp_path / "tcompress" / "assets" / "recipes" / "a" / "b"
     deep.mkdir(parents=True)
     (deep / "c.yaml").write_text("text")
     (deep / "README.md").write_text("no recipe")
-    monkeypatch.setattr(library, "files", lambda name: tmp_path / name)
     assert recipe_names() == ("a/b/c",)
     assert recipe_text("a/b/c") == "text"
-
-
-def test_package_without_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "files", lambda name: tmp_path / name)
-    assert recipe_names() == ()
 
 
 def test_find_by_name_with_or_without_suffix() -> None:
@@ -88,13 +81,10 @@ def test_file_wins_over_shipped_recipe(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_recipe(str(mine)) == ("mine", str(mine))
 
 
-def test_copy_to_a_file_in_a_new_folder(tmp_path: Path) -> None:
+def test_copy_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
     target = tmp_path / "new" / "my.yaml"
     assert copy_recipe("vision/vit-lprod", target) == target
     assert target.read_text("utf-8") == recipe_text("vision/vit-lprod")
-
-
-def test_copy_into_a_folder(tmp_path: Path) -> None:
     assert copy_recipe("vision/vit-lprod", tmp_path) == tmp_path / "vit-lprod.yaml"
 
 
@@ -112,27 +102,14 @@ def test_copy_to_where_nothing_can_be_written(tmp_path: Path) -> None:
 # The generated reference and JSON schema of recipes
 
 
-def objects() -> list[dict[str, Any]]:
-    schema = json_schema()
-    return [schema, *schema["$defs"].values()]
-
-
 def test_objects_of_the_schema_are_closed_and_every_key_is_described() -> None:
-    for item in objects():
+    schema = json_schema()
+    for item in (schema, *schema["$defs"].values()):
         # Configurations of models have whatever keys their family has.
         assert item["additionalProperties"] is (item["title"] == "Architecture")
         assert set(item.get("required", ())) <= set(item["properties"])
         assert item["description"]
         assert [name for name, key in item["properties"].items() if not key["description"]] == []
-
-
-def test_reference_has_every_key_once() -> None:
-    page = reference_markdown()
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(len(item["properties"]) for item in objects())
-    assert {row.replace("\\|", "").count("|") for row in rows} == {5}
-    for name in method_names():
-        assert f"`{name}`" in page
 
 
 @pytest.mark.parametrize(
@@ -155,11 +132,6 @@ def test_reference_has_every_key_once() -> None:
 )
 def test_words_for_types_that_future_keys_may_have(fragment: dict[str, Any], words: str) -> None:
     assert describe(fragment, {}) == words
-
-
-def test_package_exports_what_it_names() -> None:
-    for name in tcompress.options.__all__:
-        assert getattr(tcompress.options, name) is not None
 
 
 # Variants of recipes: named changes

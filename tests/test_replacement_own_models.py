@@ -3,23 +3,22 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.conversion.converter import convert
-from tcompress.data.calibration import CalibrationData
 from tcompress.errors import ArtifactError, InputError, PlanError
 from tcompress.exports import export_dense
 from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
+from tests.support.conversions import calibration, outputs
 from tests.support.own_models import (
     FAMILIES,
     HOSTS,
@@ -41,15 +40,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
 
 
-def _output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        outputs = model(**inputs)
-    for name in ("logits", "logits_per_image", "last_hidden_state", "prediction_outputs"):
-        if outputs.get(name) is not None:
-            return outputs[name]
-    raise AssertionError(outputs.keys())
-
-
 OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tcompress_grid")
 
 
@@ -65,16 +55,16 @@ def test_what_is_saved_loads_and_computes_the_same(
     own = [module for module in model.modules() if isinstance(module, ReplacementModule)]
     assert len(own) == len(made.plan.attention) >= 1
     inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
-    first = _output(model, inputs)
+    first = outputs(model, inputs)[0]
     assert torch.isfinite(first).all()
     again = tmp_path / "again"
     model.save_pretrained(again)
     other = type(model).from_pretrained(again).eval()
-    assert torch.equal(_output(other, inputs), first)
+    assert torch.equal(outputs(other, inputs)[0], first)
     stored = made.plan.attention[0].tensor_shapes
     assert {key: tuple(Artifact.open(again).store.shape(key)) for key in stored} == stored
     dense = shop.source(family)
-    before = _output(type(model).from_pretrained(dense).eval(), inputs)
+    before = outputs(type(model).from_pretrained(dense).eval(), inputs)[0]
     exact = name in ("tam", "memory")  # begins as the host's own attention
     assert torch.allclose(first, before, atol=1e-4) == exact
 
@@ -99,12 +89,12 @@ def test_padding_changes_nothing_in_a_model(name: str, shop: Workshop) -> None:
             if f".{CHILD}." in path:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
     inputs = FAMILIES["bert"].inputs(batch=2, length=12, seed=3)
-    together = _output(model, inputs)
+    together = outputs(model, inputs)[0]
     for index, length in enumerate((12, 9)):
         assert int(inputs["attention_mask"][index].sum()) == length
         alone = {key: value[index : index + 1, :length] for key, value in inputs.items()}
         torch.testing.assert_close(
-            _output(model, alone)[0], together[index, :length], atol=1e-5, rtol=0
+            outputs(model, alone)[0][0], together[index, :length], atol=1e-5, rtol=0
         )
 
 
@@ -115,12 +105,12 @@ def test_masks_of_both_implementations_mean_the_same(
 ) -> None:
     made = shop.hosted(family, "tga")
     inputs = FAMILIES[family].inputs(batch=2, length=8, seed=1)
-    right = _output(made.load()[0], inputs)
+    right = outputs(made.load()[0], inputs)[0]
     chosen, _ = made.load(attn_implementation=implementation)
     valid = inputs["attention_mask"].bool()
-    torch.testing.assert_close(_output(chosen, inputs)[valid], right[valid])
+    torch.testing.assert_close(outputs(chosen, inputs)[0][valid], right[valid])
     chosen.set_attn_implementation("eager" if implementation == "sdpa" else "sdpa")
-    torch.testing.assert_close(_output(chosen, inputs)[valid], right[valid])
+    torch.testing.assert_close(outputs(chosen, inputs)[0][valid], right[valid])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +121,7 @@ def test_decoders_never_look_ahead(family: str, name: str, shop: Workshop) -> No
     ids = FAMILIES[family].inputs(batch=1, length=8, seed=1)["input_ids"]
     other = ids.clone()
     other[:, -1] = (other[:, -1] + 1) % 90 + 4
-    before, after = _output(model, {"input_ids": ids}), _output(model, {"input_ids": other})
+    before, after = outputs(model, {"input_ids": ids})[0], outputs(model, {"input_ids": other})[0]
     assert torch.equal(before[:, :-1], after[:, :-1])
     assert not torch.equal(before[:, -1], after[:, -1])
 
@@ -157,7 +147,7 @@ def test_generating_with_a_cache_gives_the_same(
 def test_a_pickled_model_runs_in_another_process(shop: Workshop, tmp_path: Path) -> None:
     model, _ = shop.hosted("bert", "tga").load()
     inputs = FAMILIES["bert"].inputs(batch=2, length=8, seed=1)
-    torch.save((model, inputs, _output(model, inputs)), tmp_path / "whole.pt")
+    torch.save((model, inputs, outputs(model, inputs)[0]), tmp_path / "whole.pt")
     code = (
         "import sys, torch, tcompress\n"
         "model, inputs, wanted = torch.load(sys.argv[1], weights_only=False)\n"
@@ -228,10 +218,7 @@ def test_both_axes_combine_and_layers_make_up_for_the_mechanism(
 ) -> None:
     folder = shop.source("vit")
     recipe = recipe_for("hot", method={"name": "svd", "rank": 8})
-    batches = [FAMILIES["vit"].inputs(batch=8, length=0, seed=s) for s in range(8)]
-    data = CalibrationData(
-        name="drawn", batches=batches, holdout=[7], samples=64, tokens=64 * 17, fingerprint="0"
-    )
+    data = calibration("vit", 16)
     errors = {}
     for aware in (False, True):
         source = {"source": "builtin" if aware else "none"}
@@ -253,10 +240,7 @@ def test_a_small_core_keeps_the_scores_that_matter(
 ) -> None:
     """Of the same rank, factors from data lose less of held-out scores than those from weights."""
     folder = shop.source("bert")
-    batches = [FAMILIES["bert"].inputs(batch=8, length=12, seed=s) for s in range(4)]
-    data = CalibrationData(
-        name="drawn", batches=batches, holdout=[3], samples=32, tokens=384, fingerprint="0"
-    )
+    data = calibration("bert", 12)
     dense = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval().bert
     own = dense.encoder.layer[0].attention.self
     inputs = FAMILIES["bert"].inputs(batch=8, length=12, seed=9)
@@ -273,10 +257,9 @@ def test_a_small_core_keeps_the_scores_that_matter(
 
     errors = [lost(torch.eye(8, 4), torch.eye(8, 4))]
     extra = {"method": {"name": "svd", "rank": 8}} if layers else {}
-    for calibration in ("none", "builtin"):
-        recipe = recipe_for("tucker", calibration={"source": calibration}, **extra)
-        given = data if calibration == "builtin" else None
-        done = convert(str(folder), recipe, tmp_path / calibration, data=given)
+    for source, given in (("none", None), ("builtin", data)):
+        recipe = recipe_for("tucker", calibration={"source": source}, **extra)
+        done = convert(str(folder), recipe, tmp_path / source, data=given)
         prefix = f"{done.manifest.plan.attention[0].name}.{CHILD}."
         store = Artifact.open(done.folder).store
         errors.append(lost(*(store.tensor(f"{prefix}factor_{side}") for side in "qk")))

@@ -239,14 +239,6 @@ def test_tables_have_headers_and_scroll_alone(bare: ModelReport) -> None:
     assert all(found["tabindex"] == "0" and found["aria-label"] for found in regions)
 
 
-def test_the_file_is_replaced(bare: ModelReport, tmp_path: Path) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-    assert write_html([bare], target) == target
-    assert target.read_text(encoding="utf-8") == render_html([bare])
-    assert list(tmp_path.iterdir()) == [target]
-
-
 def test_the_old_file_survives_a_failure(
     bare: ModelReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,11 +248,14 @@ def test_the_old_file_survives_a_failure(
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(DiskError, match=r"there is no space for .*report.html`: .* are free"):
-        write_html([bare], target)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full_disk)
+        with pytest.raises(DiskError, match=r"there is no space for .*report.html`: .* are free"):
+            write_html([bare], target)
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+    assert write_html([bare], target) == target
+    assert target.read_text(encoding="utf-8") == render_html([bare])
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import render_html
 from tcompress.reporting.table_rows import healed_text, published, rows_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, metric_key
-from tests.support.cli import run, shown
+from tests.support.cli import shown
 from tests.support.converted import converted
 from tests.support.records import metric, record, record_dense, speed, training
 
@@ -22,11 +22,6 @@ from tests.support.records import metric, record, record_dense, speed, training
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> ModelReport:
     return report_of(converted("gpt2", tmp_path_factory.mktemp("models")).folder, 16)
-
-
-def full(bare: ModelReport) -> ModelReport:
-    records = {"metrics": (metric(),), "training": (training(),), "speed": (speed(),)}
-    return bare.model_copy(update=records)
 
 
 def test_the_manifest_is_in_the_report(tmp_path: Path) -> None:
@@ -158,8 +153,3 @@ def test_the_page_has_them(bare: ModelReport) -> None:
     assert "Published numbers" in page
     assert '<td class="number">90.76</td><td class="number">85.00</td>' in page
     assert "Published numbers" not in render_html([bare])
-
-
-def test_a_number_of_another_model_is_said_so_in_a_recipe() -> None:
-    shown = run("recipes", "show", "scratch/ag-news-lprod").out
-    assert "ours: false" in shown.split('row: "Std, d=256"')[1].split("row:")[0]

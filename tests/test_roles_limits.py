@@ -164,16 +164,6 @@ def test_unknown_model_is_scanned_by_structure() -> None:
     assert roles.warnings[0].startswith("family `_Scanned` has no table of roles")
 
 
-def test_unknown_transformers_family_is_scanned() -> None:
-    options: dict[str, Any] = {
-        "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
-    }  # fmt: skip
-    roles = find_roles(transformers.PatchTSTModel(transformers.PatchTSTConfig(**options)))
-    assert roles.family == "patchtst"
-    assert [len(block.layers) for block in roles.blocks] == [6, 6]
-    assert len({layer.group for layer in roles.layers}) == 12
-
-
 def test_model_without_blocks_is_reported() -> None:
     roles = find_roles(nn.Sequential(nn.Linear(2, 2)))
     assert roles.blocks == ()

@@ -1,14 +1,15 @@
 """Every family and every structure: convert, load, compare with a dense model, save, load."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -53,7 +54,7 @@ def _pairs() -> list[tuple[str, str, bool]]:
 
 
 PAIRS = _pairs()
-GRID = [(f, o, a) for f in TINY for o in OPTIONS for a in (False, True) if (f, o, a) not in PAIRS]
+ROWS = list(product(TINY, OPTIONS, (False, True)))
 
 
 def test_the_default_pairs_cover_all() -> None:
@@ -70,11 +71,8 @@ def _load_exactly(kind: type, folder: Path) -> nn.Module:
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
+    files = (load_file(path) for path in folder.glob("*.safetensors"))
+    return {key: tensor for file in files for key, tensor in file.items()}
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
@@ -103,8 +101,9 @@ def _check_errors(made: Made, model: nn.Module) -> None:
         assert float(missed.square().sum() / wanted.square().sum()) < 0.9, name
 
 
-def _check_round_trip(family: str, option: str, aware: bool, folder: Path) -> None:
-    made = make(family, folder, option, aware=aware)
+@pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
+def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
+    made = make(family, tmp_path, option, aware=aware)
     model = _load_exactly(type(made.dense), made.folder)
     assert len(structured(model)) == len(made.plan.layers) > 0
     found = outputs(model, made.inputs())
@@ -117,21 +116,10 @@ def _check_round_trip(family: str, option: str, aware: bool, folder: Path) -> No
     if not aware:
         _check_errors(made, model)
     verify_files(made.folder)
-    model.save_pretrained(folder / "again")
-    again = _load_exactly(type(made.dense), folder / "again")
+    model.save_pretrained(tmp_path / "again")
+    again = _load_exactly(type(made.dense), tmp_path / "again")
     assert distance(found, outputs(again, made.inputs())) <= 1e-6
-    Artifact.open(folder / "again")
-
-
-@pytest.mark.parametrize(("family", "option", "aware"), PAIRS)
-def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
-    _check_round_trip(family, option, aware, tmp_path)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(("family", "option", "aware"), GRID)
-def test_round_trip_of_the_rest(family: str, option: str, aware: bool, tmp_path: Path) -> None:
-    _check_round_trip(family, option, aware, tmp_path)
+    Artifact.open(tmp_path / "again")
 
 
 def _first_outputs(
@@ -173,35 +161,19 @@ def test_reported_errors_are_those_of_the_loaded_model(family: str, tmp_path: Pa
     small, data = made.load(), calibration(family)
     keymap = SourceModel.open(str(made.source)).keymap
     layers = {keymap.runtime_name(entry.name): entry for entry in made.plan.layers}
-    kept: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
-    for index in {0, 1, 2}.difference(data.holdout):
-        batch = data.batches[index]
+    rows: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for index, batch in enumerate(data.batches):
+        kind = "held_out" if index in data.holdout else "calibration"
         one, two = (_first_outputs(model, layers, batch) for model in (made.dense, small))
         for name, entry in layers.items():
-            rows = _real_rows(batch, entry)
-            kept[name].append((one[name][rows], two[name][rows]))
-    for name, entry in layers.items():
-        y, z = (torch.cat(parts) for parts in zip(*kept[name], strict=True))
-        spread = y - y.mean(0) if entry.bias else y
+            real = _real_rows(batch, entry)
+            rows[kind, name].append((one[name][real], two[name][real]))
+    for (kind, name), found in rows.items():
+        y, z = (torch.cat(parts) for parts in zip(*found, strict=True))
+        spread = y - y.mean(0) if layers[name].bias else y
         error = float((y - z).square().sum() / spread.square().sum())
-        reported = made.converted.manifest.fit[f"{entry.name}.weight"]["calibration"]
-        assert reported == pytest.approx(error, rel=1e-3), name
-
-
-def test_reported_held_out_errors_are_those_of_the_loaded_model(tmp_path: Path) -> None:
-    made = make("bert", tmp_path, aware=True)
-    small, data = made.load(), calibration("bert")
-    keymap = SourceModel.open(str(made.source)).keymap
-    batch = data.batches[data.holdout[0]]
-    for entry in made.plan.layers:
-        name = keymap.runtime_name(entry.name) or ""
-        rows = _real_rows(batch, entry)
-        one, two = (
-            _first_outputs(model, [name], batch)[name][rows] for model in (made.dense, small)
-        )
-        error = float((one - two).square().sum() / (one - one.mean(0)).square().sum())
-        reported = made.converted.manifest.fit[f"{entry.name}.weight"]["held_out"]
-        assert reported == pytest.approx(error, rel=1e-3), entry.name
+        reported = made.converted.manifest.fit[f"{layers[name].name}.weight"][kind]
+        assert reported == pytest.approx(error, rel=1e-3), (kind, name)
 
 
 def _assert_filled(model: nn.Module, made: Made) -> None:
@@ -295,22 +267,14 @@ def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
-def test_saved_without_its_head(
-    family: str, with_head: Callable[[str], Made], tmp_path: Path
+@pytest.mark.parametrize("added", [False, True])
+def test_saved_without_its_head_or_with_one_added(
+    family: str, added: bool, with_head: Callable[[str], Made], tmp_path: Path
 ) -> None:
-    made = with_head(family)
-    base = AutoModel.from_pretrained(made.folder)
-    base.save_pretrained(tmp_path / "base")
-    Artifact.open(tmp_path / "base")
-    again = _load_exactly(AutoModel, tmp_path / "base")
-    assert distance(outputs(base, made.inputs()), outputs(again, made.inputs())) == 0
-
-
-@pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
-def test_saved_with_a_head_added(family: str, tmp_path: Path) -> None:
-    made = _base_alone(family, tmp_path)
-    model = HEADS[family].from_pretrained(made.folder)
-    model.save_pretrained(tmp_path / "whole")
-    Artifact.open(tmp_path / "whole")
-    again = _load_exactly(HEADS[family], tmp_path / "whole")
+    made = _base_alone(family, tmp_path) if added else with_head(family)
+    kind = HEADS[family] if added else AutoModel
+    model = kind.from_pretrained(made.folder)
+    model.save_pretrained(tmp_path / "again")
+    Artifact.open(tmp_path / "again")
+    again = _load_exactly(kind, tmp_path / "again")
     assert distance(outputs(model, made.inputs()), outputs(again, made.inputs())) == 0

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.attention.module import ReplacementModule
-from tcompress.conversion.start import generator_of, scaled
+from tcompress.conversion.start import scaled
 from tcompress.errors import SourceError
 from tcompress.models import SourceModel
 from tcompress.models.keymap import read_parameter
@@ -102,13 +102,6 @@ def test_a_weight_is_linear_in_each_tensor_that_is_scaled(case: Case) -> None:
     nothing = scaled(drawn, 0.0)
     assert not dense_of(layout, {**nothing, **bank}, operators).any()
     assert sum(bool(tensor.any()) for tensor in nothing.values()) == len(nothing) - 1
-
-
-def test_generators_depend_on_names_alone() -> None:
-    one, two = (torch.rand(1, generator=generator_of(0, name)) for name in ("a", "b"))
-    assert not torch.equal(one, two)
-    assert torch.equal(one, torch.rand(1, generator=generator_of(0, "a")))
-    assert not torch.equal(one, torch.rand(1, generator=generator_of(1, "a")))
 
 
 FAMILIES = ("bert", "gpt2", "mixtral", "phi3", "t5", "vit")
@@ -279,8 +272,10 @@ def test_seeds_decide_the_structures_too(tmp_path: Path) -> None:
     keys = [key for key in stored[0].keys() if "tc_" in key]  # noqa: SIM118 - not a mapping
     assert keys
     for key in keys:
-        assert torch.equal(stored[0].tensor(key), stored[1].tensor(key))
-        assert not torch.equal(stored[0].tensor(key), stored[2].tensor(key))
+        one, same, other = (store.tensor(key) for store in stored)
+        assert torch.equal(one, same)
+        # They differ in more than their size, which follows the dense weights.
+        assert not torch.allclose(one / one.norm(), other / other.norm())
 
 
 @pytest.mark.parametrize("budget", [{"target": 0.5}, {"target_params": 15_000}])

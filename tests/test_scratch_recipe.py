@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     BertModel,
     PreTrainedModel,
 )
@@ -21,7 +22,7 @@ from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import DataError, InputError, RecipeError, SourceError
 from tcompress.latency.benchmark import bench
 from tcompress.models.store import WeightStore
-from tcompress.options import Bench, Convert, Finetune, dump_recipe, parse_recipe
+from tcompress.options import Bench, Convert, Finetune, parse_recipe
 from tcompress.options.steps import Words
 from tcompress.own_models.architecture import open_architecture, word_tokenizer
 from tcompress.pipeline import run_recipe
@@ -30,9 +31,9 @@ from tcompress.training.finetuning import finetune
 from tcompress.training.setup import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
-from tests.support.model_folders import model_folder, save_tokenizer
+from tests.support.model_folders import model_folder, save_tokenizer, text_file
 from tests.support.scratch import BERT, LPROD, architecture, scratch
-from tests.support.typed import settings_of
+from tests.support.typed import conversion, settings_of
 
 RECIPE = """\
 recipe_version: 1
@@ -49,13 +50,6 @@ convert:
 paper:
 - {row: Std, metric: accuracy, value: 91.4, source: Table 8, why: fewer rows}
 """
-
-
-def test_a_recipe_comes_back_as_it_was() -> None:
-    recipe = parse_recipe(RECIPE, "a")
-    assert recipe.architecture.sizes == {"hidden_size": 32, "num_labels": 4}
-    assert parse_recipe(dump_recipe(recipe), "b") == recipe
-    assert "class: BertForSequenceClassification" in dump_recipe(recipe)
 
 
 def test_without_a_word_on_data_there_is_none() -> None:
@@ -101,13 +95,11 @@ def test_its_folder_is_gone_when_nothing_needs_it() -> None:
     assert not folder.exists()
 
 
-def test_the_class_without_a_head_is_the_default() -> None:
-    assert open_architecture(architecture(**{"class": None}), 0).model_class is BertModel
-
-
-def test_the_key_of_a_config_file_names_the_class_too() -> None:
-    said = architecture(**{"class": None}, architectures=["BertForMaskedLM"])
-    assert open_architecture(said, 0).model_class.__name__ == "BertForMaskedLM"
+@pytest.mark.parametrize(
+    ("said", "kind"), [({}, BertModel), ({"architectures": ["BertForMaskedLM"]}, BertForMaskedLM)]
+)
+def test_the_class_is_that_of_a_config_file_or_has_no_head(said: Any, kind: type) -> None:
+    assert open_architecture(architecture(**{"class": None}, **said), 0).model_class is kind
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
@@ -171,14 +163,8 @@ def test_registered_classes_are_found(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------- words
-def _text_file(folder: Path, lines: list[str]) -> str:
-    path = folder / "texts.txt"
-    path.write_text("\n".join(lines))
-    return str(path)
-
-
 def test_the_most_frequent_words_are_kept(tmp_path: Path) -> None:
-    file = _text_file(tmp_path, ["The cat. THE cat!", "the dog?", "one ému"])
+    file = text_file(tmp_path / "t.txt", ["The cat. THE cat!", "the dog?", "one ému"])
     made = word_tokenizer(Words(words=file, size=9))
     vocabulary = made.get_vocab()
     assert [made.convert_ids_to_tokens(i) for i in range(5)] == [
@@ -191,7 +177,8 @@ def test_the_most_frequent_words_are_kept(tmp_path: Path) -> None:
 
 
 def test_it_is_an_ordinary_tokenizer(tmp_path: Path) -> None:
-    made = word_tokenizer(Words(words=_text_file(tmp_path, ["a cat", "a dog"]), size=100))
+    file = text_file(tmp_path / "t.txt", ["a cat", "a dog"])
+    made = word_tokenizer(Words(words=file, size=100))
     made.save_pretrained(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     batch = again(["A cat", "dog"], ["a", "cat cat"], padding=True, return_tensors="pt")
@@ -211,28 +198,21 @@ def test_columns_are_read_as_elsewhere(tmp_path: Path) -> None:
 
 def test_texts_without_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        word_tokenizer(Words(words=_text_file(tmp_path, [" ", " "]), size=100))
-
-
-def _options(**given: Any) -> Convert:
-    from tests.support.typed import conversion
-
-    return conversion(given)
+        word_tokenizer(Words(words=text_file(tmp_path / "t.txt", [" ", " "]), size=100))
 
 
 def test_options_become_a_conversion() -> None:
-    plain = _options(init="random")
+    plain = conversion({"init": "random"})
     assert (plain.init, plain.method, plain.seed) == ("random", None, 0)
-    made = _options(init="random", method="lprod", p=2, seed=4, positions="linear", norm="tensor")
+    forms = {"positions": "linear", "norm": "tensor"}
+    made = conversion({"init": "random", "method": "lprod", "p": 2, "seed": 4, **forms})
     assert (made.seed, made.method.p, made.positions, made.norm) == (4, 2, "linear", "tensor")
     assert made.calibration.source == "none"
-    assert _options(init="random", p=2).method.name == "lprod"
-    assert _options(method="lprod", seed=4).seed == 0  # that of the calibration
+    assert conversion({"init": "random", "p": 2}).method.name == "lprod"
+    assert conversion({"method": "lprod", "seed": 4}).seed == 0  # that of the calibration
 
 
 def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
-    from tests.support.typed import conversion
-
     text = "recipe_version: 1\nconvert: {method: {name: lprod}, calibration: {source: builtin}}\n"
     made = conversion({"init": "random"}, parse_recipe(text, "a"))
     assert (made.init, made.calibration.source) == ("random", "none")

@@ -133,17 +133,6 @@ def test_stored_names_are_found_without_the_checkpoint_and_across_heads() -> Non
     assert bare.runtime_name("classifier") is None
 
 
-def test_experts_are_merged_in_the_order_of_their_numbers(saved: Saved) -> None:
-    source = SourceModel.open(str(saved("mixtral")[0]))
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    sources = source.keymap.sources(name)
-    assert len(sources.keys) == 22
-    prefix = "model.layers.0.block_sparse_moe.experts"
-    assert {f"{prefix}.10.w1.weight", f"{prefix}.2.w3.weight"} <= set(sources.keys)
-    last = torch.cat([source.store.tensor(f"{prefix}.10.w{part}.weight") for part in (1, 3)])
-    assert torch.equal(read_parameter(source.store, source.keymap, name)[10], last)
-
-
 def test_only_the_tensors_of_one_parameter_are_read(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,16 +171,11 @@ def test_experts_that_are_stored_merged_are_read(
 
 
 def test_a_fused_tensor_is_taken_apart(saved: Saved) -> None:
+    """Who rewrites one part must store the others."""
     keys = SourceModel.open(str(saved("nomic_bert")[0])).keymap
-    stored = "encoder.layers.0.attn.Wqkv.weight"
-    for part in ("q", "k", "v"):
-        assert keys.sources(f"layers.0.self_attn.{part}_proj.weight").keys == (stored,)
-
-
-def test_what_is_fused_with_rewritten_layers_is_found(saved: Saved) -> None:
-    keys = SourceModel.open(str(saved("nomic_bert")[0])).keymap
-    one, rest = "layers.0.self_attn.q_proj.weight", ("k", "v")
-    names = [f"layers.0.self_attn.{part}_proj.weight" for part in rest]
+    one, *names = (f"layers.0.self_attn.{part}_proj.weight" for part in ("q", "k", "v"))
+    for name in (one, *names):
+        assert keys.sources(name).keys == ("encoder.layers.0.attn.Wqkv.weight",)
     assert keys.apart([one]) == {f"encoder.{name}": name for name in names}
     assert keys.apart([one, *names]) == {}
     assert keys.apart(["layers.0.self_attn.o_proj.weight"]) == {}
@@ -238,13 +222,6 @@ def test_of_two_keys_for_one_parameter_the_first_counts(saved: Saved) -> None:
     assert keys.unmatched == ("pooler.dense.bias",)
 
 
-def test_stored_names_of_modules_lead_back(saved: Saved) -> None:
-    keys = SourceModel.open(str(saved("mixtral")[0])).keymap
-    assert keys.runtime_name("nothing.at_all") is None
-    stored = "model.layers.0.block_sparse_moe.experts"
-    assert keys.runtime_name(stored) == "model.layers.0.mlp.experts"
-
-
 def test_a_parameter_that_the_checkpoint_lacks_is_named(saved: Saved) -> None:
     store, keys = map_as(saved("bert")[0], "BertModel")
     assert keys.missing == ("pooler.dense.weight", "pooler.dense.bias")
@@ -273,20 +250,19 @@ def test_a_shape_that_the_config_does_not_give_is_refused(saved: Saved, tmp_path
     )
 
 
-def test_experts_of_unequal_shape_are_refused(saved: Saved, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((32, 63), "`{name}` cannot be made of"), (None, "has no tensor `{key}`")],
+)
+def test_experts_that_make_no_stack_are_refused(
+    shape: tuple[int, int] | None, message: str, saved: Saved, tmp_path: Path
+) -> None:
     keys = SourceModel.open(str(saved("mixtral")[0])).keymap
     name = "model.layers.0.mlp.experts.down_proj"
-    tensors = {key: torch.ones(32, 64) for key in keys.sources(name).keys}
-    tensors[keys.sources(name).keys[3]] = torch.ones(32, 63)
+    key, *others = keys.sources(name).keys
+    tensors = {other: torch.ones(32, 64) for other in others}
+    if shape is not None:
+        tensors[key] = torch.ones(shape)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=f"`{name}` cannot be made of"):
-        read_parameter(WeightStore.open(tmp_path), keys, name)
-
-
-def test_an_expert_that_cannot_be_read_is_named(saved: Saved, tmp_path: Path) -> None:
-    keys = SourceModel.open(str(saved("mixtral")[0])).keymap
-    name = "model.layers.0.mlp.experts.down_proj"
-    first, *others = keys.sources(name).keys
-    save_file({key: torch.ones(32, 64) for key in others}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=f"has no tensor `{first}`"):
+    with pytest.raises(SourceError, match=message.format(name=name, key=key)):
         read_parameter(WeightStore.open(tmp_path), keys, name)

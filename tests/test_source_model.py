@@ -51,16 +51,6 @@ def refusal(folder: Path, **options: Any) -> SourceError:
     return caught.value
 
 
-def test_a_local_model_is_opened(folder: Path) -> None:
-    model = SourceModel.open(str(folder))
-    assert model.id == str(folder)
-    assert model.revision is None
-    assert model.folder == folder
-    assert model.model_class is transformers.BertModel
-    assert model.config.hidden_size == 32
-    assert model.keymap is model.keymap
-
-
 def test_meta_models_are_new_and_have_the_type_of_the_config(folder: Path) -> None:
     edit_config(folder, dtype="bfloat16")
     model = SourceModel.open(str(folder))
@@ -71,6 +61,7 @@ def test_meta_models_are_new_and_have_the_type_of_the_config(folder: Path) -> No
     assert {parameter.dtype for parameter in first.parameters()} == {torch.bfloat16}
     assert not first.training
     assert model.config.to_dict() == before
+    assert model.keymap is model.keymap
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -237,46 +228,50 @@ def test_other_kinds_of_folders_are_recognised(folder: Path, file: str, hint: st
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is no valid JSON"), ("[]", "holds a list, expected an object")]
+    ("text", "message"),
+    [
+        ("{", "is no valid JSON"),
+        ("[]", "holds a list, expected an object"),
+        ('{"model_type": "bert", "hidden_size": "many"}', "the configuration in `{folder}` cannot"),
+    ],
 )
 def test_a_config_of_another_form_is_refused(folder: Path, text: str, message: str) -> None:
     (folder / "config.json").write_text(text)
-    assert message in refusal(folder).message
+    assert message.format(folder=folder) in refusal(folder).message
+
+
+TAKEN = "`{folder}` is already quantised with "
 
 
 @pytest.mark.parametrize(
-    ("quantised", "message"),
+    ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "is already quantised with `gptq`"),
-        ({"quantization_config": {"bits": 4}}, "is already quantised with `unknown`"),
-        ({"compression_config": {"quant_method": "fp8"}}, "is already quantised with `fp8`"),
-        (
-            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
-            "is already quantised with `awq`",
-        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, TAKEN + "`gptq`"),
+        ({"quantization_config": {"bits": 4}}, TAKEN + "`unknown`"),
+        ({"compression_config": {"quant_method": "fp8"}}, TAKEN + "`fp8`"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, TAKEN + "`awq`"),
         (
             {"quantization_config": {"quant_method": "tcompress"}},
-            "is already converted by tcompress",
+            "`{folder}` is already converted by tcompress",
+        ),
+        (
+            {"model_type": "tcompress_test_none"},
+            "`{folder}` has the model type `tcompress_test_none`, which Transformers "
+            f"{transformers.__version__} does not know",
+        ),
+        ({"model_type": None}, "`config.json` in `{folder}` has no `model_type`"),
+        (
+            {"model_type": "blip_text_model", "architectures": ["Own"]},
+            "`config.json` in `{folder}` names no model class that Transformers has "
+            "(architectures ['Own'], model type `blip_text_model`)",
         ),
     ],
 )
-def test_a_quantised_model_is_refused(
-    folder: Path, quantised: dict[str, Any], message: str
+def test_a_config_that_cannot_be_used_is_refused(
+    folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    edit_config(folder, **quantised)
-    assert refusal(folder).message == f"`{folder}` {message}"
-
-
-def test_an_unknown_model_type_is_refused(folder: Path) -> None:
-    edit_config(folder, model_type="tcompress_test_none")
-    error = refusal(folder)
-    assert "has the model type `tcompress_test_none`, which Transformers" in error.message
-    assert "does not know" in error.message
-
-
-def test_a_config_without_model_type_is_refused(folder: Path) -> None:
-    edit_config(folder, model_type=None)
-    assert refusal(folder).message == f"`config.json` in `{folder}` has no `model_type`"
+    edit_config(folder, **changes)
+    assert refusal(folder).message == message.format(folder=folder)
 
 
 def test_large_numbers_that_count_no_layers_are_taken() -> None:
@@ -285,20 +280,6 @@ def test_large_numbers_that_count_no_layers_are_taken() -> None:
     for wrong in ({"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 10**9}}):
         with pytest.raises(ValueError, match="expected at most 10,000"):
             check_counts(wrong)
-
-
-def test_a_config_that_contradicts_itself_is_refused(folder: Path) -> None:
-    edit_config(folder, hidden_size="many")
-    assert f"the configuration in `{folder}` cannot be read" in refusal(folder).message
-
-
-def test_a_config_without_any_model_class_is_refused(folder: Path) -> None:
-    config = {"model_type": "blip_text_model", "architectures": ["Own"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert refusal(folder).message == (
-        f"`config.json` in `{folder}` names no model class that Transformers has "
-        "(architectures ['Own'], model type `blip_text_model`)"
-    )
 
 
 def own_code(folder: Path, model_type: str) -> None:

@@ -123,30 +123,31 @@ def test_a_gguf_file_leads_to_no_second_refusal(hub: Hub, name: str) -> None:
     assert caught.value.hint.startswith("a GGUF file holds weights that are quantised")
 
 
-def test_an_unknown_name_gets_the_nearest_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, errors.RepositoryNotFoundError)
+NEAREST = "that is `google-bert/bert-base-uncased`; a private model needs a token"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "hint"),
+    [
+        ("bert-bse", errors.RepositoryNotFoundError, f"did you mean `bert-base`, {NEAREST}"),
+        (
+            "google/bert-base-uncasd",
+            errors.RepositoryNotFoundError,
+            f"did you mean `bert-base-uncased`, {NEAREST}",
+        ),
+        ("zzzz@9", errors.HFValidationError, "give a folder, an alias or a hub id such as"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_one(
+    name: str, kind: type[Exception], hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, kind)
     with pytest.raises(SourceError) as caught:
-        resolve("bert-bse")
+        resolve(name)
     assert caught.value.message == (
-        "there is no local folder and no model on the hub called `bert-bse`"
+        f"there is no local folder and no model on the hub called `{name}`"
     )
-    assert caught.value.hint == (
-        "did you mean `bert-base`, that is `google-bert/bert-base-uncased`; "
-        "a private model needs a token"
-    )
-
-
-def test_an_unknown_hub_id_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, errors.RepositoryNotFoundError)
-    with pytest.raises(SourceError, match=r"that is `google-bert/bert-base-uncased`"):
-        resolve("google/bert-base-uncasd")
-
-
-def test_a_name_like_nothing_gets_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, errors.HFValidationError)
-    with pytest.raises(SourceError) as caught:
-        resolve("zzzz@9")
-    assert str(caught.value.hint).startswith("give a folder, an alias or a hub id such as")
+    assert str(caught.value.hint).startswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -90,19 +90,6 @@ def _started(model: nn.Module) -> Stream:
     return stream
 
 
-def test_a_call_shows_its_block_and_arguments() -> None:
-    stream = _started(_Chain((1, 0)))
-    assert stream.call.block == "h.1"
-    assert torch.equal(stream.call.args[0], torch.ones(2, 4))
-    assert stream.call.kwargs == {}
-    stream.answer(torch.zeros(2, 4))
-    assert stream.call.block == "h.0"
-    assert torch.equal(stream.call.args[0], torch.zeros(2, 4))
-    stream.answer(torch.zeros(2, 4))
-    assert stream.call is None
-    stream.close()
-
-
 def test_gradients_are_off_in_streams() -> None:
     stream = _started(_Chain((0, 1)))
     stream.answer(stream.call.args[0] * 1.0)
@@ -212,7 +199,7 @@ LENGTHS = {
     "llama": ((8, 5), ()),
     "opt": ((8, 5), ()),  # flattens what its feed-forward layers read
     "mixtral": ((8, 5), ()),
-    "clip": ((8, 5), ()),
+    "clip, as long as its pictures": ((17, 5), ()),
     "t5": ((8, 5), (6, 8)),
     "bart": ((8, 5), (8, 6)),
     "whisper": ((), (8, 6)),
@@ -243,7 +230,7 @@ def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed:
     return batch, singles
 
 
-RARER = ("llama", "clip", "bart", "whisper")
+RARER = ("llama", "bart", "whisper")
 
 
 @pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
@@ -276,38 +263,6 @@ def _assert_close(entry: LayerPlan, found: Moments | None, wanted: Moments | Non
 
 
 MASK = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
-DECODER = {"decoder_attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1]])}
-
-
-@pytest.mark.parametrize(
-    ("batch", "block", "role", "wanted"),
-    [
-        (MASK, "layers.0", "q", "attention_mask"),
-        (MASK | DECODER, "encoder.block.0", "q", "attention_mask"),
-        (MASK | DECODER, "decoder.block.0", "q", "decoder_attention_mask"),
-        (MASK | DECODER, "decoder.block.0", "cross_q", "decoder_attention_mask"),
-        (MASK | DECODER, "decoder.block.0", "cross_k", "attention_mask"),
-        (MASK | DECODER, "decoder.block.0", "cross_v", "attention_mask"),
-        (MASK | DECODER, "decoder.block.0", "down", "decoder_attention_mask"),
-        (MASK, "model.decoder.layers.0", "q", "attention_mask"),  # OPT: a decoder and no encoder
-        (MASK, "vision_model.encoder.layers.0", "q", None),
-        (DECODER, "model.encoder.layers.0", "q", None),  # no mask belongs to the encoder
-        (DECODER, "model.decoder.layers.0", "cross_k", None),
-        ({}, "layers.0", "q", None),
-    ],
-)
-@pytest.mark.parametrize("flat", [False, True])
-def test_token_rows(
-    batch: dict[str, Tensor], block: str, role: str, wanted: str | None, flat: bool
-) -> None:
-    x = torch.arange(24.0).reshape(6, 4) if flat else torch.arange(24.0).reshape(2, 3, 4)
-    rows, mask = token_rows(x, batch, block, role)
-    assert torch.equal(rows, torch.arange(24.0).reshape(6, 4))
-    if wanted is None:
-        assert mask is None
-    else:
-        assert mask is not None
-        assert torch.equal(mask, batch[wanted].flatten().bool())
 
 
 def test_a_mask_of_another_shape_is_not_taken() -> None:

@@ -89,11 +89,6 @@ def test_gradients_equal_those_of_the_dense_reference(case: Case) -> None:
         assert_close(ours, theirs)
 
 
-@every_case
-def test_gradients_are_derivatives(case: Case) -> None:
-    assert torch.autograd.gradcheck(*_function_of(case), fast_mode=True)
-
-
 SECOND_ORDER = {"wide", "dct-in", "dft-in", "learned-out", "fitted-in", "fitted-out"}
 
 
@@ -153,11 +148,6 @@ def test_strided_and_expanded_inputs(case: Case) -> None:
     assert_close(layer(strided[:, None].expand(5, 2, -1))[:, 1], strided @ weight.T)
 
 
-def test_no_bias_unless_asked_for() -> None:
-    for case in all_cases():
-        assert make_layer(case.layout()).bias is None
-
-
 # ---------------------------------------------------------------- sizes and cost
 @every_case
 def test_sizes_equal_what_is_stored(case: Case) -> None:
@@ -208,18 +198,13 @@ def _plan(layer: StructuredLinear) -> LayerPlan:
 def test_meta_device(case: Case) -> None:
     layout = case.layout()
     real = {name: t.shape for name, t in make_layer(layout).state_dict().items()}
+    x = torch.empty(2, 3, case.inputs, dtype=torch.float64, device="meta")
     with torch.device("meta"):
         built = make_layer(layout)
     for layer in (built, make_layer(layout, device="meta")):
         assert all(tensor.is_meta for tensor in layer.state_dict().values())
         assert {name: t.shape for name, t in layer.state_dict().items()} == real
-
-
-@some_cases
-def test_meta_device_forward(case: Case) -> None:
-    layer = make_layer(case.layout(), device="meta")
-    x = torch.empty(2, 3, case.inputs, dtype=torch.float64, device="meta")
-    assert layer(x).shape == (2, 3, case.outputs)
+        assert layer(x).shape == (2, 3, case.outputs)
 
 
 @pytest.mark.parametrize(
@@ -350,16 +335,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     "deepcopy": copy.deepcopy,
 }
-
-
-@some_cases
-def test_state_dict_round_trip(case: Case) -> None:
-    layer, other = (make_layer(case.layout(), bias=True, seed=seed) for seed in (0, 1))
-    x = randn(5, case.inputs)
-    with torch.no_grad():
-        other(x)  # what is cached must not survive
-        other.load_state_dict(layer.state_dict())
-        assert_close(other(x), layer(x), rtol=0, atol=0)
 
 
 @some_cases

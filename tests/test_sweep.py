@@ -144,12 +144,14 @@ def test_without_task_and_data_weights_tell() -> None:
     assert [row.front for row in found.front.rows] == [("size",)] * 3
 
 
-def test_healed_models_need_a_task() -> None:
-    with pytest.raises(RecipeError, match="trained models cannot be compared without a task"):
-        run(recipe(evaluate=[], finetune=HEAL))
-
-
 # What is not done again
+@pytest.fixture
+def counting(quick: None, monkeypatch: pytest.MonkeyPatch) -> Counting:  # noqa: F811
+    """What is done after a sweep of one cell, `svd-50`."""
+    run(recipe(targets=[0.5]))
+    return Counting(monkeypatch)
+
+
 @pytest.mark.usefixtures("quick")
 def test_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     counting, told = Counting(monkeypatch), []
@@ -161,20 +163,14 @@ def test_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.to_json() == first.to_json()
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.grid
-def test_new_cells_alone_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
+def test_new_cells_alone_are_done(counting: Counting) -> None:
     found = run(recipe(targets=[0.5, 0.25]))
     assert counting.since() == ["convert", "evaluate"]
     assert [row.name for row in found.front.rows] == ["dense", "svd-50", "svd-25"]
 
 
-@pytest.mark.usefixtures("quick")
-def test_changed_measurement_keeps_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
+def test_changed_measurement_keeps_models(counting: Counting) -> None:
     less = recipe(targets=[0.5], evaluate=[{**STS, "limit": 20}])
     assert run(less).dense.metrics[0].protocol["examples"] == 20
     assert counting.since() == ["evaluate", "evaluate"]
@@ -185,30 +181,21 @@ def test_changed_measurement_keeps_models(monkeypatch: pytest.MonkeyPatch) -> No
     assert counting.since() == []
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.grid
-def test_changed_data_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
+def test_changed_data_are_noticed(counting: Counting) -> None:
     agreeable_pairs(Path("pairs.jsonl"), Path("bert"), 40)
-    counting = Counting(monkeypatch)
     assert run(recipe(targets=[0.5])).dense.metrics[0].protocol["examples"] == 40
     assert counting.since() == ["evaluate", "evaluate"]
 
 
-@pytest.mark.usefixtures("quick")
-def test_changed_conversion_does_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
+def test_changed_conversion_does_all_of_it_again(counting: Counting) -> None:
     found = run(recipe(targets=[0.5], convert={"keep": ["down"]}))
     assert counting.since() == ["convert", "evaluate"]
     assert found.front.rows[1].left == 1
     assert found.cells[0].reports[0].left
 
 
-@pytest.mark.usefixtures("quick")
-def test_healing_keeps_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
+def test_healing_keeps_the_conversion(counting: Counting) -> None:
     found = run(recipe(targets=[0.5], finetune=HEAL))
     assert counting.since() == ["finetune", "evaluate"]
     row = found.front.rows[1]
@@ -222,11 +209,8 @@ def test_healing_keeps_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.name for path in Path("out").glob("svd*")) == ["svd-50", "svd-50-healed"]
 
 
-@pytest.mark.usefixtures("quick")
-def test_times_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_taken_once(counting: Counting) -> None:
     bench = {"batch": [1], "length": [8], "repeats": 1}
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
     found = run(recipe(targets=[0.5], bench=bench))
     assert counting.since() == ["bench"]
     dense, small = found.front.rows
@@ -254,11 +238,8 @@ def test_models_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("out/svd-50/config.json").is_file()
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.grid
-def test_force_does_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(recipe(targets=[0.5]))
-    counting = Counting(monkeypatch)
+def test_force_does_everything_again(counting: Counting) -> None:
     run(recipe(targets=[0.5]), force=True)
     assert counting.since() == ["evaluate", "convert", "evaluate"]
 

@@ -99,12 +99,6 @@ def test_model_that_cannot_be_measured_does_not_stop_others(
     assert [row.name for row in found.front.rows] == ["dense", "svd-25"]
 
 
-def test_data_that_cannot_be_read_stop_before_any_conversion() -> None:
-    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
-        run(recipe(evaluate=[{**STS, "data": "nowhere.jsonl"}]))
-    assert not list(Path("out").glob("svd*"))
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("threshold", "missed"), tiered([("0.0x", False), ("2x", True)], lambda row: row[1])

@@ -10,6 +10,7 @@ import torch
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
+from tcompress.training.finetuning import Finetuned
 from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import classifier
@@ -24,18 +25,16 @@ def _load(model: Path, task: str | None, **data: Any) -> Data:
     return load_data(SourceModel.open(str(model)), settings(data=data).data, chosen, 0)
 
 
+def _taught(model: Path, task: str, data: dict[str, Any], **more: Any) -> Finetuned:
+    """Trains a model on labels alone."""
+    options = {"task": task, "teacher": "none", "data": data, "learning_rate": 3e-3, **more}
+    return train(model, model.with_name("out"), **options)
+
+
 def test_a_classifier_of_volumes_learns(tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid", tmp_path / "model")
     data = {"source": [str(volume_file(tmp_path / "v.parquet", 60))], "holdout": 0.3}
-    done = train(
-        model,
-        tmp_path / "out",
-        task="volume-classification",
-        teacher="none",
-        data=data,
-        steps=40,
-        learning_rate=3e-3,
-    )
+    done = _taught(model, "volume-classification", data, steps=40)
     assert done.facts.validation == "auc"
     assert done.facts.best > 0.95
     assert done.facts.curve[-1].loss < 0.7 * done.facts.curve[1].loss  # type: ignore[operator]
@@ -46,16 +45,7 @@ def test_a_converted_forecaster_learns(name: str, tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid-series", tmp_path / "model")
     convert(str(model), recipe_for(name), tmp_path / "small")
     data = {"source": [str(series_file(tmp_path / "s.csv"))], "validation_samples": 20}
-    done = train(
-        tmp_path / "small",
-        tmp_path / "out",
-        task="forecasting",
-        teacher="none",
-        data=data,
-        steps=60,
-        evaluate_every=20,
-        learning_rate=3e-3,
-    )
+    done = _taught(tmp_path / "small", "forecasting", data, steps=60, evaluate_every=20)
     assert done.facts.validation == "mae"
     assert done.facts.best < 0.6 * float(done.facts.curve[0].validation or 0)
 

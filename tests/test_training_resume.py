@@ -2,8 +2,11 @@
 
 import errno
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from safetensors import SafetensorError
@@ -195,79 +198,59 @@ def test_an_output_that_appears_meanwhile(place: Path, tmp_path: Path) -> None:
     assert train(model, output, **options).resumed
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+CHECKPOINT = "the checkpoint of step 4 cannot be written ("
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("function", "call", "error", "said", "kept"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed writing"),
-        SafetensorError("Error while serializing: I/O error: No space left on device"),
+        ("accelerate.Accelerator.save_state", 1, FULL, CHECKPOINT, 2),
+        (
+            "accelerate.Accelerator.save_state",
+            1,
+            RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed"),
+            CHECKPOINT,
+            2,
+        ),
+        (
+            "tcompress.training.checkpoints.save_file",
+            2,
+            SafetensorError("Error while serializing: I/O error: No space left on device"),
+            "the best weights cannot be written (",
+            4,
+        ),
+        ("tcompress.training.finetuning.write_manifest", 0, FULL, "there is no space for", 10),
     ],
 )
-def test_full_disk_at_a_checkpoint(
+def test_full_disk(
+    function: str,
+    call: int,
     error: Exception,
+    said: str,
+    kept: int,
     place: Path,
     whole: Callable[[str], Finetuned],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The checkpoint before is still there, and the run goes on from it."""
-    from accelerate import Accelerator
-
     model, options = _run("heal", place)
-    inner, calls = Accelerator.save_state, iter(range(99))
+    inner, calls = resolve_name(function), count()
 
-    def full(self: Accelerator, folder: str) -> None:
-        inner(self, folder)
-        if next(calls) == 1:
+    def full(*args: object) -> None:
+        inner(*args)
+        if next(calls) == call:
             raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "save_state", full)
-        with pytest.raises(TrainingError) as failed:
-            train(model, tmp_path / "out", **options)
-    assert failed.value.message.startswith("the checkpoint of step 4 cannot be written (")
-    assert "free some disk space and run the same command again" in (failed.value.hint or "")
-    kept = partial_folder(tmp_path / "out") / "checkpoints"
-    assert [path.name for path in kept.glob("step-*")] == ["step-00000002"]
-    again = train(model, tmp_path / "out", **options)
-    assert again.resumed
-    _assert_same(again, whole("heal"))
-
-
-def test_full_disk_at_the_best_weights(
-    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tcompress.training import checkpoints
-
-    model, options = _run("heal", place)
-    inner, calls = checkpoints.save_file, iter(range(99))
-
-    def full(tensors: Any, path: Path) -> None:
-        if next(calls) == 2:
-            path.write_bytes(b"half")
-            raise SafetensorError("I/O error: No space left on device")
-        inner(tensors, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "save_file", full)
-        with pytest.raises(TrainingError, match="the best weights cannot be written"):
-            train(model, tmp_path / "out", **options)
-    assert not list(partial_folder(tmp_path / "out").rglob("*.tmp"))
-    _assert_same(train(model, tmp_path / "out", **options), whole("heal"))
-
-
-def test_full_disk_at_the_end(
-    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    model, options = _run("heal", place)
-    with monkeypatch.context() as patch:
-        patch.setattr("tcompress.training.finetuning.write_manifest", full)
-        with pytest.raises(DiskError, match="there is no space for"):
-            train(model, tmp_path / "out", **options)
+    with patch(function, full), pytest.raises((TrainingError, DiskError)) as failed:
+        train(model, tmp_path / "out", **options)
+    assert failed.value.message.startswith(said)
+    for words in ("free some disk space", "run the same command again"):
+        assert words in (failed.value.hint or "")
     assert not (tmp_path / "out").exists()
+    work = partial_folder(tmp_path / "out")
+    assert not list(work.rglob("*.tmp"))
+    assert [path.name for path in work.glob("checkpoints/step-*")] == [f"step-{kept:08}"]
     again = train(model, tmp_path / "out", **options)
     assert again.resumed
     _assert_same(again, whole("heal"))

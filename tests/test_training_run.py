@@ -4,14 +4,14 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -21,6 +21,7 @@ from tcompress.artifact.reader import verify_files
 from tcompress.errors import DataError, TrainingError, WriteError
 from tcompress.reporting.model_report import report_of
 from tcompress.training.losses import Losses
+from tests.support.conversions import outputs
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -29,7 +30,7 @@ from tests.support.evaluation import (
     pairs_file,
     rows_file,
 )
-from tests.support.model_folders import save_tokenizer, sentences
+from tests.support.model_folders import sentences
 from tests.support.records import metric, speed
 from tests.support.tiny import TINY
 from tests.support.training import (
@@ -49,6 +50,16 @@ def _validations(done: Any) -> list[float]:
     return [point.validation for point in done.facts.curve]
 
 
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _rows(folder: Path, classes: Sequence[Any] = (0, 1)) -> dict[str, Any]:
+    """Settings of a run that learns to tell classes of sentences apart."""
+    rows = labelled_file(folder / "rows.jsonl", classes=classes)
+    return {"task": "classification", "data": {"source": [str(rows)]}}
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_healing_lowers_the_loss(family: str, tmp_path: Path) -> None:
     folder = small(family, tmp_path)
@@ -64,20 +75,14 @@ def test_healing_lowers_the_loss(family: str, tmp_path: Path) -> None:
     read = tokens(sentences(20), padding=True, return_tensors="pt")
     inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
     wanted, before, after = (
-        _states(path, inputs) for path in (tmp_path / family, folder, done.folder)
+        outputs(AutoModel.from_pretrained(path), inputs)[0][inputs["attention_mask"].bool()]
+        for path in (tmp_path / family, folder, done.folder)
     )
     assert (after - wanted).norm() < 0.9 * (before - wanted).norm()
 
 
-def _states(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    model = AutoModel.from_pretrained(folder)
-    with torch.no_grad():
-        states: torch.Tensor = model(**inputs).last_hidden_state
-    return states * inputs["attention_mask"][..., None]
-
-
 def test_everything_that_is_written(tmp_path: Path) -> None:
-    folder = small_encoder(tmp_path)
+    folder = small_encoder(tmp_path, pooling={"pooling_mode": "cls"})
     (folder / "notes.json").write_text("{}")
     manifest = read_manifest(folder)
     measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
@@ -85,6 +90,14 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3)
     verify_files(done.folder)
     assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
+    companions = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+    )
+    for path in companions:
+        assert (done.folder / path).read_bytes() == (folder / path).read_bytes()
     written = read_manifest(done.folder)
     assert written.training == [done.facts]
     # Numbers of other weights are gone; times do not depend on weights.
@@ -110,24 +123,6 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
-def test_companions_are_carried(tmp_path: Path) -> None:
-    folder = small_encoder(tmp_path, pooling={"pooling_mode": "cls"})
-    done = train(folder, tmp_path / "out", data=texts(tmp_path))
-    for path in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "modules.json",
-        "1_Pooling/config.json",
-    ):
-        assert (done.folder / path).read_bytes() == (folder / path).read_bytes()
-
-
-def _stored(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        names = file.keys()
-        return {name: (file.get_tensor(name).dtype, file.get_tensor(name).shape) for name in names}
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"), [("bert", "float32"), ("llama", "float16"), ("bert", "bfloat16")]
 )
@@ -138,7 +133,11 @@ def test_what_is_stored_stays_as_it_was(family: str, dtype: str, tmp_path: Path)
     dense.save_pretrained(tmp_path / family)
     folder = small(family, tmp_path, dtype=dtype)
     done = train(folder, tmp_path / "out", data=texts(tmp_path), steps=2)
-    assert _stored(done.folder) == _stored(folder)
+    stored, wanted = (
+        {name: (item.dtype, item.shape) for name, item in _tensors(path).items()}
+        for path in (done.folder, folder)
+    )
+    assert stored == wanted
     before, after = (json.loads((p / "config.json").read_text()) for p in (folder, done.folder))
     assert {name: after.get(name) for name in before} == before
     assert weights(done.folder) != weights(folder)
@@ -159,19 +158,13 @@ def test_only_what_should_be_is_trained(tmp_path: Path) -> None:
     assert any("embeddings" in name for name in changed["all"])
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        names = file.keys()
-        return {name: file.get_tensor(name) for name in names}
-
-
 @pytest.mark.parametrize("task", ["sts", "classification", "regression"])
 def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
     folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
-    path = pairs_file(tmp_path / "rows.jsonl")
+    options = {"task": task, "data": {"source": [str(pairs_file(tmp_path / "rows.jsonl"))]}}
     if task == "classification":
-        path = labelled_file(path, classes=("no", "yes"))
-    done = train(folder, tmp_path / "out", task=task, data={"source": [str(path)]})
+        options = _rows(tmp_path, ("no", "yes"))
+    done = train(folder, tmp_path / "out", **options)
     manifest = read_manifest(done.folder)
     assert (manifest.plan.method, manifest.plan.layers) == ("dense", ())
     assert manifest.training == [done.facts]
@@ -187,7 +180,7 @@ def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
         model = AutoModelForSequenceClassification.from_pretrained(done.folder)
         assert model.config.id2label == {0: "no", 1: "yes"}
     # It can be trained again, and the record goes on.
-    again = train(done.folder, tmp_path / "again", task=task, data={"source": [str(path)]})
+    again = train(done.folder, tmp_path / "again", **options)
     facts = read_manifest(again.folder)
     assert facts.training == [done.facts, again.facts]
     assert facts.source == manifest.source
@@ -212,8 +205,7 @@ def test_a_task_is_learnt(tmp_path: Path) -> None:
 def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
     """The names of its layers get a prefix."""
     folder = small_encoder(tmp_path)
-    path = labelled_file(tmp_path / "rows.jsonl", classes=("a", "b", "c"))
-    done = train(folder, tmp_path / "out", task="classification", data={"source": [str(path)]})
+    done = train(folder, tmp_path / "out", **_rows(tmp_path, "abc"))
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
     verify_files(done.folder)
     model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -231,14 +223,11 @@ def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
 
 def test_a_classifier_is_healed_with_its_logits(tmp_path: Path) -> None:
     folder = small_classifier(tmp_path, ("a", "b", "c"))
-    path = labelled_file(tmp_path / "rows.jsonl", classes=("c", "b", "a"))
     options = {"steps": 12, "learning_rate": 3e-3, "evaluate_every": 6}
     healed = train(folder, tmp_path / "out", data=texts(tmp_path), **options)
     assert healed.facts.objectives == {"hidden": 1.0, "logits": 1.0}
     assert _validations(healed)[-1] < _validations(healed)[0]
-    taught = train(
-        folder, tmp_path / "taught", task="classification", data={"source": [str(path)]}, **options
-    )
+    taught = train(folder, tmp_path / "taught", **_rows(tmp_path, "cba"), **options)
     assert taught.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
     assert AutoModel.from_pretrained(taught.folder)
 
@@ -247,11 +236,7 @@ def test_a_model_without_head_learns_from_a_classifier(tmp_path: Path) -> None:
     """Its new head gets the teacher's order of the classes."""
     folder = small_encoder(tmp_path)
     teacher = classifier(tmp_path / "teacher", ("b", "a"))
-    path = labelled_file(tmp_path / "rows.jsonl", classes=("a", "b"))
-    done = train(
-        folder, tmp_path / "out", task="classification", teacher=str(teacher),
-        data={"source": [str(path)]},
-    )  # fmt: skip
+    done = train(folder, tmp_path / "out", teacher=str(teacher), **_rows(tmp_path, "ab"))
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
     model = AutoModelForSequenceClassification.from_pretrained(done.folder)
     assert model.config.id2label == {0: "b", 1: "a"}
@@ -260,21 +245,29 @@ def test_a_model_without_head_learns_from_a_classifier(tmp_path: Path) -> None:
 def test_a_task_of_another_kind_than_the_teacher(tmp_path: Path) -> None:
     """A masked language model gives a classifier no logits to imitate."""
     folder = small("bert", tmp_path)
-    path = labelled_file(tmp_path / "rows.jsonl")
-    done = train(folder, tmp_path / "out", task="classification", data={"source": [str(path)]})
+    done = train(folder, tmp_path / "out", **_rows(tmp_path))
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
 
 
-def test_fewer_blocks_than_the_teacher(tmp_path: Path) -> None:
-    dense = headed("bert", tmp_path / "deep", "BertModel", num_hidden_layers=4)
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        ({}, {"teacher_blocks": (1, 3)}, {"teacher_blocks": (0, 3)}),  # of the teacher's four
+        # Blocks are trained alone for a quarter of the steps.
+        ({"stage": "blocks"}, {"block_steps": 1}, {"stage": "blocks", "block_steps": 2}),
+    ],
+)
+def test_what_options_mean_by_default(
+    one: dict[str, Any], same: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
     student = encoder(tmp_path / "bert")
-    options = {"teacher": str(dense), "objectives": {"hidden": 1}, "data": texts(tmp_path)}
-    by_default, same, other = (
-        curve(train(student, tmp_path / f"out{index}", teacher_blocks=blocks, **options))
-        for index, blocks in enumerate(((), (1, 3), (0, 3)))
+    teacher = headed("bert", tmp_path / "deep", "BertModel", num_hidden_layers=4)
+    options = {"teacher": str(teacher), "objectives": {"hidden": 1}, "data": texts(tmp_path)}
+    first, again, third = (
+        curve(train(student, tmp_path / f"out{index}", **options, **more))
+        for index, more in enumerate((one, same, other))
     )
-    assert by_default == same
-    assert by_default != other
+    assert first == again != third
 
 
 def test_blocks_first_then_all_together(tmp_path: Path) -> None:
@@ -286,31 +279,9 @@ def test_blocks_first_then_all_together(tmp_path: Path) -> None:
     assert curve(done) != curve(train(folder, tmp_path / "plain", **options))
 
 
-def test_gradients_of_pieces_add_up_to_those_of_the_whole(tmp_path: Path) -> None:
-    folder, data = small_encoder(tmp_path), texts(tmp_path)
-    options = {"data": data, "steps": 4, "batch_size": 6, "evaluate_every": 2}
-    whole, pieces = (
-        train(folder, tmp_path / f"out{count}", accumulate=count, **options) for count in (1, 4)
-    )
-    assert _validations(pieces) == pytest.approx(_validations(whole), rel=1e-5)
-
-
-def test_the_stage_of_blocks_is_a_quarter_of_the_steps(tmp_path: Path) -> None:
-    folder, data = small_encoder(tmp_path), texts(tmp_path)
-    options = {"data": data, "steps": 8, "evaluate_every": 2}
-    stage, given, longer = (
-        curve(train(folder, tmp_path / f"out{index}", **options, **more))
-        for index, more in enumerate(
-            ({"stage": "blocks"}, {"block_steps": 2}, {"stage": "blocks", "block_steps": 4})
-        )
-    )
-    assert stage == given != longer
-
-
 def test_a_decoder_without_padding_token_learns_a_task(tmp_path: Path) -> None:
     folder = headed("gpt2", tmp_path / "gpt2", "GPT2Model", pad_token_id=None)
-    data = {"source": [str(labelled_file(tmp_path / "rows.jsonl"))], "max_length": 16}
-    done = train(folder, tmp_path / "out", task="classification", data=data, steps=2)
+    done = train(folder, tmp_path / "out", **_rows(tmp_path), steps=2)
     model = AutoModelForSequenceClassification.from_pretrained(done.folder)
     tokens = AutoTokenizer.from_pretrained(folder)
     assert model.config.pad_token_id is not None
@@ -348,7 +319,7 @@ def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
     ]
     assert [done.facts.environment["precision"] for done in found] == ["no", "bf16"]
     assert_close(_validations(found[0]), _validations(found[1]), rtol=0.05, atol=0.01)
-    assert {kind for kind, _ in _stored(found[1].folder).values()} == {torch.float32}
+    assert {item.dtype for item in _tensors(found[1].folder).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("objectives", [{"logits": 1.0}, {"hidden": 1.0}])
@@ -378,15 +349,7 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_was_moved_trains_without_its_teacher(tmp_path: Path) -> None:
     folder = small_classifier(tmp_path)
     shutil.rmtree(tmp_path / "bert")
-    path = labelled_file(tmp_path / "rows.jsonl")
-    save_tokenizer(folder)
-    done = train(
-        folder,
-        tmp_path / "out",
-        teacher="none",
-        task="classification",
-        data={"source": [str(path)]},
-    )
+    done = train(folder, tmp_path / "out", teacher="none", **_rows(tmp_path))
     assert done.facts.teacher is None
     assert done.facts.objectives == {"task": 1.0}
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tcompress.errors import TrainingError
 from tcompress.progress import Silent
 from tcompress.training import loop
 from tcompress.training.loop import Stopping
-from tcompress.training.losses import is_out_of_memory, pieces
+from tcompress.training.losses import is_out_of_memory
 from tcompress.training.objectives import Observed, Observer
 from tcompress.training.setup import (
     HEALING_RATE,
@@ -169,40 +169,33 @@ def test_a_limit_of_time_ends_slow_runs_too(
     assert done.facts.curve[-1].step == done.facts.steps
 
 
-def test_pieces() -> None:
-    batch = {"input_ids": torch.arange(10)[:, None], "labels": torch.arange(5)}
-    found = [piece["labels"].tolist() for piece in pieces(batch, 2)]
-    assert found == [[0, 1, 2], [3, 4]]
-    assert [len(piece["input_ids"]) for piece in pieces(batch, 2)] == [6, 4]
-    assert len(list(pieces(batch, 99))) == 5
+TERMS = {"hidden": 1.0, "logits": 0.5, "attention": 2.0}
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "mixtral"])
-def test_gradients_do_not_depend_on_pieces(family: str, tmp_path: Path) -> None:
-    losses = losses_of(small(family, tmp_path), data=texts(tmp_path), objectives=_terms(family))
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("bert", {"objectives": {**TERMS, "embedding": 1.0}}),
+        ("gpt2", {"objectives": TERMS}),
+        ("mixtral", {"objectives": TERMS}),
+        ("pairs of texts", {"task": "sts"}),
+    ],
+)
+def test_gradients_do_not_depend_on_pieces(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    if "task" in options:
+        folder, data = small_encoder(tmp_path), {"source": [str(pairs_file(tmp_path / "p.jsonl"))]}
+    else:
+        folder, data = small(family, tmp_path), texts(tmp_path)
+    losses = losses_of(folder, data=data, **options)
     batch = batch_of(losses, 6)
     value = losses.gradients(batch, 1, alone=False)
     wanted = gradients(losses.setup.model)
-    for parts in (2, 4, 6):
+    for parts in (2, 3, 4, 6):
         losses.setup.model.zero_grad()
         assert losses.gradients(batch, parts, alone=False) == pytest.approx(value, rel=1e-5)
         assert_close(gradients(losses.setup.model), wanted, rtol=1e-3, atol=1e-6)
-
-
-def _terms(family: str) -> dict[str, float]:
-    terms = {"hidden": 1.0, "logits": 0.5, "attention": 2.0}
-    return terms if family != "bert" else {**terms, "embedding": 1.0}
-
-
-def test_gradients_of_pairs_do_not_depend_on_pieces(tmp_path: Path) -> None:
-    data = {"source": [str(pairs_file(tmp_path / "pairs.jsonl", 20))]}
-    losses = losses_of(small_encoder(tmp_path), data=data, task="sts")
-    batch = batch_of(losses, 6)
-    value = losses.gradients(batch, 1, alone=False)
-    wanted = gradients(losses.setup.model)
-    losses.setup.model.zero_grad()
-    assert losses.gradients(batch, 3, alone=False) == pytest.approx(value, rel=1e-5)
-    assert_close(gradients(losses.setup.model), wanted, rtol=1e-3, atol=1e-6)
 
 
 def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
@@ -244,10 +237,10 @@ def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = small_encoder(tmp_path)
-    memory_for(0, monkeypatch)
+    folder, tried = small_encoder(tmp_path), memory_for(0, monkeypatch)
     with pytest.raises(TrainingError) as failed:
-        train(folder, tmp_path / "out", data=texts(tmp_path))
+        train(folder, tmp_path / "out", data=texts(tmp_path), accumulate=2)
+    assert tried == [4, 2, 1]
     assert failed.value.message == "memory ran out at step 1 with 1 examples at a time"
     assert "--max-length" in (failed.value.hint or "")
     assert "--gradient-checkpointing" in (failed.value.hint or "")
@@ -286,16 +279,12 @@ def test_ctrl_c_is_heard_between_steps() -> None:
 
 
 def test_other_threads_do_not_hear_signals() -> None:
-    heard: list[bool] = []
-
-    def work() -> None:
+    def work() -> bool:
         with Stopping(lambda text: None) as stopping:
-            heard.append(stopping.asked)
+            return stopping.asked
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert heard == [False]
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(work).result()
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart", "deberta-v2", "vit"])

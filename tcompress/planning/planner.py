@@ -38,89 +38,6 @@ from tcompress.structures.base import (
 )
 from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
-
-def covered(plan: Plan, source: SourceModel) -> Plan:
-    """Counts what becomes of all parameters, each once; tied ones are one."""
-    model = source.keymap.model
-    names: dict[Tensor, list[str]] = {}  # by their identity
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    runtime = source.keymap.runtime_name
-    rewritten = {_runtime(source, entry) for entry in plan.entries}
-    layers = [layer.name for entry in plan.attention for layer in entry.unused]
-    unused = {runtime(name) or name for name in layers}
-    modules = model.named_modules(remove_duplicate=False)
-    tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
-    reasons = {item.name: (item.role, item.reason) for item in plan.left}
-    every = [name for own in names.values() for name in own]
-    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
-    steps = [name.split(".") for name in known]
-    above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
-    counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
-    dense: dict[tuple[str, str], int] = {}
-    for tensor, own in names.items():
-        size = tensor.numel()
-        if rewritten.intersection(own):
-            counts["rewritten"] += size
-        elif any(_module(name) in unused for name in own):
-            counts["replaced"] += size
-        elif any(name in tables or _is_table(name) for name in own):
-            counts["embeddings"] += size
-        elif tensor.ndim < 2 or own[0].endswith("bias"):
-            counts["norms"] += size
-        else:
-            why = (reasons.get(name) or reasons.get(_module(name)) for name in own)
-            role, reason = next((item for item in why if item), ("", ""))
-            label = role or _label(own[0], above)
-            dense[label, reason] = dense.get((label, reason), 0) + size
-    listed = sorted(dense.items(), key=lambda item: -item[1])
-    left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    total = sum(tensor.numel() for tensor in names)
-    return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
-
-
-def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
-    """Warns where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
-    own = plan.coverage
-    assert own is not None
-    layers = min(own.rewritten, plan.dense_rewritten)
-    outside = own.total - own.dropped - own.embeddings - (own.rewritten - layers)
-    forced = [item for item in own.left if item.reason not in chosen]
-    reached = layers + own.replaced + sum(i.parameters for i in own.left if i.reason in chosen)
-    if 2 * reached < outside and forced:
-        most = forced[0]
-        yield (
-            f"only {reached / outside:.0%} of the parameters outside embeddings can be rewritten; "
-            f"the largest part that stays dense is `{most.name}` ({most.parameters:,} parameters)"
-            + (f": {most.reason}" if most.reason else ", outside the blocks")
-        )
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _is_table(name: str) -> bool:
-    """Whether a parameter that is no module's weight is a table, such as one of positions."""
-    leaf = name.rpartition(".")[2]
-    return any(word in leaf for word in ("embed", "position", "token"))
-
-
-def _numbered(name: str) -> bool:
-    return any(step.isdecimal() for step in name.split("."))
-
-
-def _label(name: str, above: Collection[str]) -> str:
-    """What people call a parameter: its module in a block, else the largest module around it."""
-    steps = _module(name).split(".") if name.endswith(".weight") else name.split(".")
-    if not _numbered(name):
-        for depth in range(1, len(steps)):
-            if ".".join(steps[:depth]) not in above:
-                steps = steps[:depth]
-                break
-    return next((step for step in reversed(steps) if step and not step.isdecimal()), name)
-
-
 Place = tuple[str, str]
 """Weight name in the checkpoint, and name of the output split."""
 
@@ -499,3 +416,88 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
         f"none of {len(planner.left)} layers can be rewritten:\n{lines}",
         "; ".join(sorted(planner.hints)) or "choose another p or rank",
     )
+
+
+# What becomes of all parameters, each counted once.
+
+
+def covered(plan: Plan, source: SourceModel) -> Plan:
+    """Counts what becomes of all parameters, each once; tied ones are one."""
+    model = source.keymap.model
+    names: dict[Tensor, list[str]] = {}  # by their identity
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    runtime = source.keymap.runtime_name
+    rewritten = {_runtime(source, entry) for entry in plan.entries}
+    layers = [layer.name for entry in plan.attention for layer in entry.unused]
+    unused = {runtime(name) or name for name in layers}
+    modules = model.named_modules(remove_duplicate=False)
+    tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
+    reasons = {item.name: (item.role, item.reason) for item in plan.left}
+    every = [name for own in names.values() for name in own]
+    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
+    steps = [name.split(".") for name in known]
+    above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
+    counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
+    dense: dict[tuple[str, str], int] = {}
+    for tensor, own in names.items():
+        size = tensor.numel()
+        if rewritten.intersection(own):
+            counts["rewritten"] += size
+        elif any(_module(name) in unused for name in own):
+            counts["replaced"] += size
+        elif any(name in tables or _is_table(name) for name in own):
+            counts["embeddings"] += size
+        elif tensor.ndim < 2 or own[0].endswith("bias"):
+            counts["norms"] += size
+        else:
+            why = (reasons.get(name) or reasons.get(_module(name)) for name in own)
+            role, reason = next((item for item in why if item), ("", ""))
+            label = role or _label(own[0], above)
+            dense[label, reason] = dense.get((label, reason), 0) + size
+    listed = sorted(dense.items(), key=lambda item: -item[1])
+    left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
+    total = sum(tensor.numel() for tensor in names)
+    return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
+
+
+def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
+    """Warns where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
+    own = plan.coverage
+    assert own is not None
+    layers = min(own.rewritten, plan.dense_rewritten)
+    outside = own.total - own.dropped - own.embeddings - (own.rewritten - layers)
+    forced = [item for item in own.left if item.reason not in chosen]
+    reached = layers + own.replaced + sum(i.parameters for i in own.left if i.reason in chosen)
+    if 2 * reached < outside and forced:
+        most = forced[0]
+        yield (
+            f"only {reached / outside:.0%} of the parameters outside embeddings can be rewritten; "
+            f"the largest part that stays dense is `{most.name}` ({most.parameters:,} parameters)"
+            + (f": {most.reason}" if most.reason else ", outside the blocks")
+        )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_table(name: str) -> bool:
+    """Whether a parameter that is no module's weight is a table, such as one of positions."""
+    leaf = name.rpartition(".")[2]
+    return any(word in leaf for word in ("embed", "position", "token"))
+
+
+def _numbered(name: str) -> bool:
+    return any(step.isdecimal() for step in name.split("."))
+
+
+def _label(name: str, above: Collection[str]) -> str:
+    """What people call a parameter: its module in a block, else the largest module around it."""
+    steps = _module(name).split(".") if name.endswith(".weight") else name.split(".")
+    if not _numbered(name):
+        for depth in range(1, len(steps)):
+            if ".".join(steps[:depth]) not in above:
+                steps = steps[:depth]
+                break
+    return next((step for step in reversed(steps) if step and not step.isdecimal()), name)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tcompress.structures.costs import FitCost
-
 TOL = option(
     None,
     "largest error of a weight; as predicted, in place of a rank; in place of a budget too: each "
@@ -332,6 +330,13 @@ class Shared(NamedTuple):
     name: str  # unique within a layer
     shapes: Shapes  # of tensors that stand among those of `apply` and `dense`
     share: float  # what part of them a layer answers for; those of all users add up to one
+
+
+class FitCost(NamedTuple):
+    """What a fit takes, roughly."""
+
+    flops: float
+    bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
 class SharesFactors(ABC):

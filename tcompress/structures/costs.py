@@ -17,16 +17,12 @@ from tcompress.structures.base import (
     structure,
     transform_of,
 )
+from tcompress.structures.base import (
+    FitCost as FitCost,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class FitCost(NamedTuple):
-    """What a fit takes, roughly."""
-
-    flops: float
-    bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
 class CostsOther(ABC):

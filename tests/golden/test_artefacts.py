@@ -5,6 +5,8 @@ loaded model computes from them.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,18 +59,15 @@ WITHIN = {"lprod-fitted": 2e-3, "calibrated": 2e-3}  # searched for in steps, wh
 EVERY = 7  # of the numbers of a tensor, one in so many is stored
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with models, in which commands run."""
     folder = tmp_path_factory.mktemp("models")
     model_folder("bert", folder / "bert", processor=False)
     (folder / "scratch.yaml").write_text(SCRATCH)
     text_file(folder / "texts.txt", sentences(40))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+    with chdir(folder):
+        yield folder
 
 
 @cache

@@ -1,6 +1,6 @@
 """The tables of reports and plans, as they look 100 columns wide without colour."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,19 +9,18 @@ from tcompress.artifact.manifest import CalibrationFacts, Metric
 from tcompress.conversion.estimate import Estimate
 from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
-from tcompress.planning.planner import make_plan
 from tcompress.reporting.console import layer_table, render, render_plan, speed_table
 from tcompress.reporting.formatting import speed_words
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import verdict
 from tcompress.reporting.tree import ModelReport, mean_errors
 from tests.support.cli import shown
-from tests.support.converted import converted, recipe
+from tests.support.converted import converted
 from tests.support.golden import Golden
 from tests.support.records import metric, speed, training
-from tests.support.tiny import build
 
 SUM = {"name": "lprod", "p": 8}
+Planned = Callable[..., Plan]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +53,6 @@ def test_one_model(reports: dict[str, ModelReport], golden: Golden) -> None:
     golden.text("console/one.txt", found)
     older = reports["small"].model_copy(update={"coverage": None})  # of a version without it
     assert set(shown(render([older])).splitlines()) < set(found.splitlines())
-
-
-def test_a_dense_model(reports: dict[str, ModelReport]) -> None:
-    lines = shown(render([reports["dense"]])).splitlines()
-    assert lines[:2] == ["gpt2", "gpt2 · dense"]
-    assert lines[4] == " all blocks         17,088   17,088  100.0%"
-    assert len(lines) == 10
 
 
 def test_models_side_by_side(reports: dict[str, ModelReport], golden: Golden) -> None:
@@ -102,32 +94,26 @@ def test_blocks_of_several_stacks_keep_their_names(reports: dict[str, ModelRepor
     assert [line.split()[0] for line in lines[3:]] == list(names)
 
 
-def test_a_plan(tmp_path: Path, golden: Golden) -> None:
-    plan, source = planned(tmp_path, keep=["self_attn.*"])
+def test_a_plan(planned: Planned, sources: Callable[[str], SourceModel], golden: Golden) -> None:
+    plan, size = planned("mixtral", keep=["self_attn.*"]), sources("mixtral").store.total_bytes
     costs = Estimate(memory_bytes=376_832, disk_bytes=100_864, seconds=7300)
     plan = plan.model_copy(update={"source": "tests/mixtral"})
-    golden.text("console/plan.txt", shown(render_plan(plan, costs, source.store.total_bytes)))
+    golden.text("console/plan.txt", shown(render_plan(plan, costs, size)))
 
 
-def test_a_plan_without_estimate(tmp_path: Path) -> None:
-    text = shown(render_plan(planned(tmp_path)[0].model_copy(update={"warnings": ("careful",)})))
+def test_a_plan_without_estimate(planned: Planned) -> None:
+    text = shown(render_plan(planned("mixtral").model_copy(update={"warnings": ("careful",)})))
     assert "bytes on disk" not in text
     assert text.splitlines()[-1] == "warning: careful"
-
-
-def planned(folder: Path, **options: Any) -> tuple[Plan, SourceModel]:
-    build("mixtral").save_pretrained(folder / "mixtral")
-    source = SourceModel.open(str(folder / "mixtral"))
-    return make_plan(recipe(**options), source), source
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.2, "roughly 1 s"), (99, "roughly 99 s"), (600, "roughly 10 min"), (7200, "roughly 2.0 h")],
 )
-def test_times_are_rough(tmp_path: Path, seconds: float, words: str) -> None:
+def test_times_are_rough(planned: Planned, seconds: float, words: str) -> None:
     costs = Estimate(memory_bytes=5, disk_bytes=3 * 10**12, seconds=seconds)
-    text = shown(render_plan(planned(tmp_path)[0], costs))
+    text = shown(render_plan(planned("mixtral"), costs))
     assert words in text
     assert "about 5 B" in text
     assert "3.00 TB" in text

@@ -1,6 +1,7 @@
 """What every recipe that ships plans, on tiny models in the place of those it names."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import chdir
 from typing import Any
 
 import pytest
@@ -19,16 +20,12 @@ LISTS = ("layers", "attention", "embeddings", "forms", "left")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("models")
     for family in MODELS.values():
         model_folder(family, folder / family)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_the_folder(_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(_models)
+    with chdir(folder):
+        yield
 
 
 def _file(name: str) -> str:

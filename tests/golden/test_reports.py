@@ -1,6 +1,7 @@
 """What `inspect`, `report` and `convert` say of tiny models."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import chdir
 
 import pytest
 
@@ -22,21 +23,15 @@ COMMANDS = {
 DOCUMENTS = ("inspect", "report")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def _models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A folder with tiny models, and one that is converted."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("gpt2", "mixtral"):
         model_folder(family, folder / family)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with chdir(folder):
         worked("convert", "./gpt2", *SMALL.split(), "-o", "small")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_the_folder(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+        yield
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -142,19 +142,25 @@ def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
         f"the model has format version `{version}`, this tcompress reads up to 3"
     )
     assert error.hint == "upgrade: `pip install --upgrade tcompress`"
+    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 3"):
+        AutoModel.from_pretrained(folder)
 
 
-def test_a_newer_manifest_is_refused(folder: Path) -> None:
-    edit(folder / "tcompress.json", lambda manifest: manifest.update(format_version=4))
-    assert "format version `4`" in refused(folder).message
-
-
-def test_different_plans_are_refused(folder: Path) -> None:
-    edit(folder / "config.json", lambda config: plan_of(config)[0].update(role="k"))
-    assert refused(folder).message == (
-        "`tcompress.json` and `config.json` hold different plans: "
-        f"`{QUERY}.weight` differs in `role`"
-    )
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("tcompress.json", lambda found: found.update(format_version=4),
+         "the model has format version `4`, this tcompress reads up to 3"),
+        ("config.json", lambda found: plan_of(found)[0].update(role="k"),
+         "`tcompress.json` and `config.json` hold different plans: "
+         f"`{QUERY}.weight` differs in `role`"),
+        ("config.json", lambda found: found["quantization_config"].pop("plan"),
+         "`quantization_config` in `config.json` has no plan"),
+    ],
+)  # fmt: skip
+def test_edited_files_are_refused(folder: Path, file: str, change: Any, message: str) -> None:
+    edit(folder / file, change)
+    assert refused(folder).message == message
 
 
 def test_an_edited_plan_is_refused_without_manifest(folder: Path) -> None:
@@ -171,14 +177,17 @@ def test_an_edited_plan_is_refused_without_manifest(folder: Path) -> None:
     ("change", "text"),
     [
         (lambda plan: plan[0]["parts"][0]["terms"][0].update(transform="dft"), "query.weight` d"),
+        (lambda plan: plan[0]["parts"][0]["terms"][0].update(in_features=64), "query.weight` d"),
         (lambda plan: plan.pop(3), "attention.output.dense.weight` is missing"),
         (lambda plan: plan.append(plan[0]), "stand twice"),
+        (lambda plan: plan.clear(), "is missing"),
     ],
 )
 def test_an_edited_plan_is_not_loaded(folder: Path, change: Any, text: str) -> None:
     edit(folder / "config.json", lambda config: change(plan_of(config)))
-    with pytest.raises(ArtifactError, match=text):
-        AutoModel.from_pretrained(folder)
+    for read in (AutoModel.from_pretrained, Artifact.open):
+        with pytest.raises(ArtifactError, match=text):
+            read(folder)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +295,6 @@ def test_metrics_keep_a_folder_intact(folder: Path) -> None:
     write_manifest(folder, manifest.model_copy(update={"seconds": 1.0}))
     verify_files(folder)
     assert read_manifest(folder).seconds == 1.0  # type: ignore[union-attr]
-
-
-def test_a_plan_that_is_missing_is_refused(folder: Path) -> None:
-    edit(folder / "config.json", lambda config: config["quantization_config"].pop("plan"))
-    assert refused(folder).message == "`quantization_config` in `config.json` has no plan"
 
 
 def test_other_weight_files_are_found_by_their_checksums(folder: Path) -> None:

@@ -120,21 +120,17 @@ def test_never_predicted_worse_than_the_best_single_method(found: Any, limit: fl
         assert made.budget.error <= error
 
 
-def test_a_mixture_that_is_hardly_better_is_left() -> None:
-    """One method alone is 4 % worse than both together."""
-    found = [([(40, 100)], [(40, 108)]), ([(40, 108)], [(40, 100)])]
-    made = _solved(found, 0.4)
-    assert made.budget.error == pytest.approx(0.26)
-    assert made.budget.error == min(made.budget.single_errors.values())
-
-
-def test_the_mixture_is_taken_where_it_is_better() -> None:
-    """One layer suits the first method, the other one the second."""
-    found = [([(40, 8)], [(40, 80)]), ([(40, 80)], [(40, 8)])]
-    made = _solved(found, 0.4)
-    assert made.budget.error == pytest.approx(0.02)
-    assert min(made.budget.single_errors.values()) == pytest.approx(0.11)
-    assert made.budget.uniform_error == pytest.approx(0.11)
+@pytest.mark.parametrize(
+    ("near", "far", "error", "alone"), [(100, 108, 0.26, 0.26), (8, 80, 0.02, 0.11)]
+)
+def test_a_mixture_is_taken_where_it_is_clearly_better(
+    near: int, far: int, error: float, alone: float
+) -> None:
+    """One layer suits the first method, the other one the second: 4 % better are too few."""
+    made = _solved([([(40, near)], [(40, far)]), ([(40, far)], [(40, near)])], 0.4)
+    assert made.budget.error == pytest.approx(error)
+    assert min(made.budget.single_errors.values()) == pytest.approx(alone)
+    assert made.budget.uniform_error == pytest.approx(alone)
 
 
 def test_a_budget_that_no_method_meets_is_refused() -> None:

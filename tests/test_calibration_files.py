@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -215,10 +216,7 @@ def test_a_hub_data_set_is_asked_for_split_and_configuration(
 def test_failures_of_the_hub_are_explained(
     error: Exception, message: str, bert: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(DataError, match=message) as caught:
         load_batches(bert, Calibration(source="owner/name"))
     assert caught.value.hint
@@ -271,11 +269,19 @@ def feature_file(folder: Path) -> Path:
     return folder / "typed.parquet"
 
 
-@pytest.mark.parametrize("write", [image_folder, byte_file, feature_file])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (image_folder, "pictures"),
+        (byte_file, "raw.parquet:image"),
+        (feature_file, "typed.parquet:picture"),
+    ],
+)
 def test_pictures_are_normalised_as_the_model_wants(
-    write: Callable[[Path], Path], vit: SourceModel, tmp_path: Path
+    write: Callable[[Path], Path], name: str, vit: SourceModel, tmp_path: Path
 ) -> None:
     data = load_batches(vit, Calibration(source=str(write(tmp_path / "pictures"))))
+    assert data.name == name
     pixels = torch.cat([batch["pixel_values"] for batch in data.batches])
     assert pixels.shape == (4, 3, IMAGE, IMAGE)
     expected = (torch.tensor(COLORS) / 255 - torch.tensor(MEAN)) / torch.tensor(SPREAD)
@@ -283,11 +289,6 @@ def test_pictures_are_normalised_as_the_model_wants(
     assert _rounded(found) == _rounded(expected)
     assert data.samples == 4
     assert data.tokens == 0
-
-
-def test_the_name_of_a_folder_of_pictures_is_plain(vit: SourceModel, tmp_path: Path) -> None:
-    folder = image_folder(tmp_path / "pictures")
-    assert load_batches(vit, Calibration(source=str(folder))).name == "pictures"
 
 
 def test_a_model_of_the_other_kind_is_refused(
@@ -342,10 +343,11 @@ def test_real_pictures_need_pillow(
 def test_builtin_pictures_need_no_pillow(vit: SourceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = load_batches(vit, Calibration(samples=6))
 
-    def from_pretrained(*_: Any, **__: Any) -> None:
-        raise ImportError("requires the PIL library")
-
-    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(
+        transformers.AutoImageProcessor,
+        "from_pretrained",
+        Mock(side_effect=ImportError("requires the PIL library")),
+    )
     plain = load_batches(vit, Calibration(samples=6))
     assert plain.name == usual.name
     assert plain.fingerprint == usual.fingerprint
@@ -353,23 +355,18 @@ def test_builtin_pictures_need_no_pillow(vit: SourceModel, monkeypatch: pytest.M
         torch.testing.assert_close(left["pixel_values"], right["pixel_values"])
 
 
-def test_texts_and_builtin_pictures_fill_both_towers(tmp_path: Path) -> None:
-    source = SourceModel.open(str(model_folder("clip", tmp_path / "clip")))
-    file = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
-    data = load_batches(source, Calibration(source=file))
-    assert data.name == "captions.txt + builtin images (synthetic)"
-    assert data.samples == MOST_PICTURES  # nine of them with two texts
-    assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
-
-
-def test_pictures_with_captions_fill_both_towers(tmp_path: Path) -> None:
+def test_texts_with_pictures_fill_both_towers(tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder("clip", tmp_path / "clip")))
     file = tmp_path / "captions.parquet"
     frame = {"image": [png(color) for color in COLORS], "caption": sentences(4)}
     pd.DataFrame(frame).to_parquet(file)
     data = load_batches(source, Calibration(source=str(file)))
-    assert data.name == "captions.parquet:image,caption"
-    assert data.samples == 4
+    assert (data.name, data.samples) == ("captions.parquet:image,caption", 4)
+    texts = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
+    data = load_batches(source, Calibration(source=texts))
+    assert data.name == "captions.txt + builtin images (synthetic)"
+    assert data.samples == MOST_PICTURES  # nine of them with two texts
+    assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
 
 
 def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
@@ -383,6 +380,7 @@ def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
 def test_made_up_pictures_vary_and_have_a_natural_spectrum() -> None:
     pictures = [picture(64, 64, 3, np.random.default_rng([0, index])) for index in range(24)]
     assert all(item.shape == (64, 64, 3) and item.dtype == np.uint8 for item in pictures)
+    assert picture(8, 12, 1, np.random.default_rng(0)).shape == (8, 12, 1)  # grey, and oblong
     again = picture(64, 64, 3, np.random.default_rng([0, 5]))
     assert np.array_equal(again, pictures[5])
     assert np.std([item.mean() for item in pictures]) > 15
@@ -394,10 +392,6 @@ def test_made_up_pictures_vary_and_have_a_natural_spectrum() -> None:
     usual = (distance > 2) & (distance < 24)
     slope = np.polyfit(np.log(distance[usual]), np.log(power[usual]), 1)[0]
     assert -2.8 < slope < -1.5  # natural pictures: about -2
-
-
-def test_pictures_may_be_grey_and_oblong() -> None:
-    assert picture(8, 12, 1, np.random.default_rng(0)).shape == (8, 12, 1)
 
 
 def test_made_up_speech_is_scaled_like_log_mel_features() -> None:

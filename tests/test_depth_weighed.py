@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import tcompress
@@ -16,7 +15,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
 from tests.support.conversions import calibration
-from tests.support.depth import change_of, deep, drawn
+from tests.support.depth import change_of, deep, drawn, idle_llama
 from tests.support.interrupted import contents, convert_until_killed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,19 +27,10 @@ def _recipe(**changes: Any) -> Convert:
 
 
 # Real conversions
-def _without_effect(model: Any, index: int) -> None:
-    block = model.model.layers[index]
-    for layer in (block.self_attn.o_proj, block.mlp.down_proj):
-        torch.nn.init.zeros_(layer.weight)
-
-
 @pytest.fixture
 def idle(tmp_path: Path) -> Path:
     """A language model whose first and third blocks do nothing."""
-    dense: Any = deep("llama", 5).build()
-    for index in (1, 3):
-        _without_effect(dense, index)
-    dense.save_pretrained(tmp_path / "dense")
+    idle_llama(tmp_path / "dense")
     return tmp_path / "dense"
 
 
@@ -117,9 +107,6 @@ def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
     done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
     plan = done.manifest.plan
     assert plan.parameters - plan.saved <= limit
-
-
-# Refusals
 
 
 # Going on after a kill

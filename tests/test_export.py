@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,10 +170,7 @@ def test_an_output_that_is_not_empty_is_refused_unless_forced(tmp_path: Path) ->
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = converted("gpt2", tmp_path).folder
 
-    def fail(*_: Any) -> None:
-        raise FitError("no")
-
-    monkeypatch.setattr("tcompress.exports.dense_weight", fail)
+    monkeypatch.setattr("tcompress.exports.dense_weight", Mock(side_effect=FitError("no")))
     with pytest.raises(FitError):
         export_dense(folder, tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "gpt2-small"}
@@ -226,8 +224,5 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
     path.write_text(json.dumps(config | {"architectures": [architecture]}))
 
-    def opened(*_: Any) -> None:
-        raise AssertionError("opened as a class of Transformers")
-
-    monkeypatch.setattr("tcompress.exports.SourceModel.open", opened)
+    monkeypatch.setattr("tcompress.exports.SourceModel.open", Mock(side_effect=AssertionError))
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()

@@ -280,12 +280,6 @@ def test_only_haar_and_hadamard_ask_for_a_power_of_two(size: int) -> None:
         assert (check_transform(kind, size) is None) == possible
 
 
-def test_reasons_name_kind_and_size() -> None:
-    reason = "transform `haar` needs a power of two as number of slices, found 6"
-    assert check_transform("haar", 6) == reason
-    assert check_transform("dct", 6) is None
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12, 16, 64])
 @pytest.mark.parametrize("kind", TUBES)
 def test_definitions(kind: str, size: int) -> None:

@@ -15,18 +15,20 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, BertModel, BertPreTrainedModel, Trainer, TrainingArguments
+from transformers import BertModel, BertPreTrainedModel, Trainer, TrainingArguments
 
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
-from tcompress.errors import ArtifactError
 from tests.support.conversions import (
     OPTIONS,
     Made,
+    assert_same_from_disk,
+    assert_same_without_a_cache,
     dense_weight,
     densified,
     distance,
     few_steps,
+    load_whole,
     make,
     outputs,
     recipe,
@@ -135,42 +137,20 @@ OFFLOADED = [
 def test_a_block_on_disk(
     family: str, option: str, block: str, models: Models, tmp_path: Path
 ) -> None:
-    made = models(family, option)
-    resident = made.load()
-    device_map = {name: "cpu" for name, _ in _leaves(resident) if not name.startswith(block)}
-    model = made.load(device_map={**device_map, block: "disk"}, offload_folder=tmp_path)
+    model = assert_same_from_disk(models(family, option), [block], tmp_path)
     assert {parameter.device.type for parameter in model.get_submodule(block).parameters()} == {
         "meta"
     }
-    for seed in (1, 2):
-        inputs = made.inputs(seed)
-        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
-
-
-def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that own tensors, with none below them that do, but no part of a structured one."""
-    found = []
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        if own and ".tc_" not in name:
-            found.append((name, module))
-    return found
 
 
 @pytest.mark.parametrize("owner_on_disk", [True, False])
 def test_a_shared_input_side_on_disk(owner_on_disk: bool, models: Models, tmp_path: Path) -> None:
     """Layers on one device read an input side that belongs to a layer on another."""
     made = models("llama", "fitted")
-    resident = made.load()
     owner = next(layer.name for layer in made.plan.layers if layer.readers == 3)
     readers = [layer.name for layer in made.plan.layers if layer.input_of == owner]
     assert len(readers) == 2
-    moved = [owner] if owner_on_disk else readers
-    device_map = {name: "disk" if name in moved else "cpu" for name, _ in _leaves(resident)}
-    model = made.load(device_map=device_map, offload_folder=tmp_path)
-    for seed in (1, 2):
-        inputs = made.inputs(seed)
-        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
+    assert_same_from_disk(made, [owner] if owner_on_disk else readers, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -328,50 +308,11 @@ def test_classes_of_users_are_saved_and_loaded(kind: type[Tagger], tmp_path: Pat
     model = kind(encoder.config).eval()
     model.set_submodule(kind.name, encoder.eval())
     model.save_pretrained(again)
-    loaded, info = kind.from_pretrained(again, output_loading_info=True)
-    assert not any(info.values())
+    loaded = load_whole(kind, again)
     assert structured(loaded)
     inputs = {"input_ids": torch.arange(8)[None]}
     with torch.no_grad():
         assert distance([loaded.eval()(**inputs)], [model(**inputs)]) <= 1e-6
-
-
-def _edited_config(made: Made, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of a converted model with another section in its config."""
-    folder.mkdir()
-    for path in made.folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    edit(config["quantization_config"])
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_unknown_formats_are_refused(models: Models, tmp_path: Path) -> None:
-    folder = _edited_config(
-        models("bert", "dct"), tmp_path / "new", lambda s: s.update(format_version=999)
-    )
-    with pytest.raises(ArtifactError, match=r"format version `999`.*reads up to 3"):
-        AutoModel.from_pretrained(folder)
-
-
-def _empty_plan(section: dict[str, Any]) -> None:
-    section["plan"] = {"layers": []}
-
-
-def _other_size(section: dict[str, Any]) -> None:
-    section["plan"]["layers"][0]["parts"][0]["terms"][0]["in_features"] = 64
-
-
-@pytest.mark.parametrize("edit", [_empty_plan, _other_size])
-def test_a_plan_that_does_not_fit_is_refused(
-    edit: Callable[[dict[str, Any]], None], models: Models, tmp_path: Path
-) -> None:
-    folder = _edited_config(models("bert", "dct"), tmp_path / "bad", edit)
-    with pytest.raises(ArtifactError):
-        AutoModel.from_pretrained(folder)
-    with pytest.raises(ArtifactError):
-        Artifact.open(folder)
 
 
 # What a loaded model can do: generate, be copied, train
@@ -383,28 +324,14 @@ def test_a_plan_that_does_not_fit_is_refused(
 )
 def test_generation_with_a_cache(family: str, option: str, models: Models) -> None:
     made = models(family, option)
-    model, ids = made.load(), made.inputs()["input_ids"][:1]
-    free = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    cached, plain = (
-        model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=flag, **free)
-        for flag in (True, False)
-    )
-    assert torch.equal(cached, plain)
-    assert cached.shape[1] >= 6
+    assert_same_without_a_cache(made.load(), made.inputs()["input_ids"][:1])
 
 
 @pytest.mark.parametrize(
-    ("way", "family", "option"),
-    [
-        ("deepcopy", "llama", "fitted"),
-        ("pickle", "mixtral", "fitted"),
-        ("loaded again", "llama", "fitted"),
-    ],
+    ("way", "family"), [("deepcopy", "llama"), ("pickle", "mixtral"), ("loaded again", "llama")]
 )
-def test_copies_are_whole_and_independent(
-    way: str, family: str, option: str, models: Models
-) -> None:
-    made = models(family, option)
+def test_copies_are_whole_and_independent(way: str, family: str, models: Models) -> None:
+    made = models(family, "fitted")
     model, inputs = made.load(), made.inputs()
     wanted = outputs(model, inputs)
     if way == "deepcopy":
@@ -421,20 +348,12 @@ def test_copies_are_whole_and_independent(
     assert all(layer._input_owner[0] in layers for layer in structured(twin).values())
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_two_steps_of_adamw_change_every_tensor(option: str, models: Models) -> None:
-    made = models("bert", option)
-    _check_training(made.load(), made.inputs())
+TRAINED = [*(("bert", option) for option in OPTIONS), ("mixtral", "fitted"), ("t5", "residual")]
 
 
-@pytest.mark.parametrize(("family", "option"), [("mixtral", "fitted"), ("t5", "residual")])
-def test_training_of_other_families(family: str, option: str, models: Models) -> None:
-    made = models(family, option)
-    _check_training(made.load(), TINY[family].inputs(8, 16, 0))
-
-
-def _check_training(model: nn.Module, inputs: dict[str, Tensor]) -> None:
-    model.train()
+@pytest.mark.parametrize(("family", "option"), TRAINED)
+def test_two_steps_of_adamw_change_every_tensor(family: str, option: str, models: Models) -> None:
+    model, inputs = models(family, option).load().train(), TINY[family].inputs(8, 16, 0)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if ".tc_" in n}
     assert before
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)

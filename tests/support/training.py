@@ -2,8 +2,6 @@
 
 import hashlib
 import io
-import multiprocessing
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from tcompress.training.setup import set_up
 from tcompress.training.teacher import find_teacher
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
-from tests.support.interrupted import die
+from tests.support.interrupted import die, until_killed
 from tests.support.model_folders import (
     model_folder,
     save_processor,
@@ -199,13 +197,7 @@ def batch_of(losses: Losses, size: int = 6) -> dict[str, Tensor]:
 
 def train_until_killed(model: Path, output: Path, moment: int | str, **changes: Any) -> None:
     """Train in another process, which must die after a step or at the call of a function."""
-    # A process that forks from a fresh one inherits no threads, and imports only once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.training"])
-    process = context.Process(target=_train_and_die, args=(model, output, moment, changes))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    until_killed(_train_and_die, model, output, moment, changes)
 
 
 def _train_and_die(model: Path, output: Path, moment: int | str, changes: dict[str, Any]) -> None:
